@@ -1,0 +1,43 @@
+"""sbjax: 8-bit training of vision-language models in JAX."""
+
+from sbjax.formats import E4M3, E5M2, INT8
+from sbjax.layers import LayerScale, SwitchBackDense, SwitchBackLinear
+from sbjax.matmul import scaled_matmul
+from sbjax.quantize import Quantized, Spec, dequantize, quantize
+from sbjax.quantized_dot import quantized_dot, quantized_dot_general
+from sbjax.recipes import (
+  FP8_SWITCHBACK,
+  FP8_TENSORWISE,
+  FULL,
+  LLM_INT8,
+  RECIPES,
+  SWITCHBACK,
+  SWITCHBACK_M,
+  SWITCHBACK_Q,
+  Recipe,
+)
+
+__all__ = [
+  "E4M3",
+  "E5M2",
+  "FP8_SWITCHBACK",
+  "FP8_TENSORWISE",
+  "FULL",
+  "INT8",
+  "LLM_INT8",
+  "RECIPES",
+  "SWITCHBACK",
+  "SWITCHBACK_M",
+  "SWITCHBACK_Q",
+  "LayerScale",
+  "Quantized",
+  "Recipe",
+  "Spec",
+  "SwitchBackDense",
+  "SwitchBackLinear",
+  "dequantize",
+  "quantize",
+  "quantized_dot",
+  "quantized_dot_general",
+  "scaled_matmul",
+]

@@ -1,0 +1,35 @@
+"""The 8-bit matmul: an exact or float32 sum of products, then the scales, then one cast."""
+
+import jax
+import jax.numpy as jnp
+
+from sbjax.formats import INT8, accumulator_dtype
+from sbjax.quantize import Quantized
+
+# 127 * 127 * K must stay below 2**31.
+MAX_INT8_CONTRACTION = 2**17
+
+
+def scaled_matmul(lhs: Quantized, rhs: Quantized, out_dtype) -> jax.Array:
+  """`dequantize(lhs) @ dequantize(rhs).T` for lhs [M, K] and rhs [N, K], in `out_dtype` [M, N].
+
+  int8 products are summed in int32 without error, fp8 products in float32. The scales multiply
+  the sum in float32, the left one first, and the result is cast once.
+
+  Raises:
+    ValueError: the contracted sizes differ, int8 meets fp8, or K > 131,072 in int8.
+  """
+  (_, k), (_, rhs_k) = lhs.values.shape, rhs.values.shape
+  if k != rhs_k:
+    raise ValueError(f"lhs [M, K] and rhs [N, K] must agree in K: {k} and {rhs_k}.")
+  if (lhs.values.dtype == INT8) != (rhs.values.dtype == INT8):
+    raise ValueError(f"No matmul takes {lhs.values.dtype.name} with {rhs.values.dtype.name}.")
+  if lhs.values.dtype == INT8 and k > MAX_INT8_CONTRACTION:
+    raise ValueError(f"{k=} int8 products can overflow int32; at most {MAX_INT8_CONTRACTION}.")
+  total = jax.lax.dot_general(
+    lhs.values,
+    rhs.values,
+    (((1,), (1,)), ((), ())),
+    preferred_element_type=accumulator_dtype(lhs.values.dtype),
+  )
+  return (total.astype(jnp.float32) * lhs.scale * rhs.scale.T).astype(out_dtype)

@@ -1,0 +1,84 @@
+"""Symmetric quantization of a matmul operand: `x ~= values * scale`.
+
+An operand is [rows, K], contracted along its last axis. A scale must factor out of that sum,
+so it is shared by a row at least: one scale for each row (rowwise) or one for the operand
+(tensorwise). A static scale is 1: the values are rounded as they come (unit scaling).
+
+These functions are the definition; whatever computes faster must give the same numbers.
+"""
+
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from sbjax.formats import INT8, max_value
+
+SCALINGS = ("rowwise", "tensorwise", "static")
+
+
+class Spec(NamedTuple):
+  """How one operand of one matmul is quantized."""
+
+  dtype: jnp.dtype  # INT8, E4M3 or E5M2
+  scaling: Literal["rowwise", "tensorwise", "static"]
+
+
+class Quantized(NamedTuple):
+  """An operand in 8 bits; `scale` always multiplies to dequantize."""
+
+  values: jax.Array  # [rows, K] int8, float8_e4m3fn or float8_e5m2
+  scale: jax.Array  # [rows, 1] or [1, 1] float32
+
+  @property
+  def T(self) -> "Quantized":
+    """The transpose, which exists when one scale serves the whole operand."""
+    if self.scale.size != 1:
+      raise ValueError(
+        f"The transpose of a rowwise operand (scale {self.scale.shape}) has no row scales;"
+        " quantize the transpose instead, or use 'tensorwise'."
+      )
+    return Quantized(self.values.T, self.scale)
+
+
+def quantize(x: jax.Array, spec: Spec) -> Quantized:
+  """Rounds x [rows, K] to `spec.dtype`, the largest magnitude under each scale to its maximum.
+
+  Round half to even; `x * (max_value / absmax)` with one division a row, which numpy and XLA
+  evaluate to the same bits. Zero rows stay zero. A NaN or an infinity anywhere under a scale
+  makes that scale NaN, and so every product with it: a diverging run is seen, not rounded away.
+
+  Args:
+    x: [rows, K], floating point.
+    spec: the format and what shares a scale.
+
+  Raises:
+    ValueError: x is not floating point or not 2-d, or the spec names no known format or scaling.
+  """
+  limit = max_value(spec.dtype)
+  if spec.scaling not in SCALINGS:
+    raise ValueError(f"Unknown scaling {spec.scaling!r}; known: {', '.join(SCALINGS)}.")
+  if not jnp.issubdtype(x.dtype, jnp.floating):
+    raise ValueError(f"quantize takes floating-point x, not {x.dtype.name}.")
+  if x.ndim != 2:
+    raise ValueError(f"quantize takes x [rows, K], not shape {x.shape}.")
+
+  x = x.astype(jnp.float32)
+  axis = 1 if spec.scaling == "rowwise" else (0, 1)
+  absmax = jnp.max(jnp.abs(x), axis=axis, keepdims=True, initial=0.0)
+  if spec.scaling == "static":
+    factor, scale = jnp.ones_like(absmax), jnp.ones_like(absmax)
+  else:
+    # The bound keeps the factor finite for zeros and for magnitudes near underflow.
+    factor = jnp.minimum(limit / absmax, jnp.finfo(jnp.float32).max)
+    scale = absmax * (1.0 / limit)  # A product: XLA replaces a division by one when it likes.
+  scale = jnp.where(jnp.isfinite(absmax), scale, jnp.nan)
+  values = jnp.clip(x * factor, -limit, limit)  # Beyond its range, e4m3 has only NaN.
+  if spec.dtype == INT8:
+    values = jnp.round(values)
+  return Quantized(values.astype(spec.dtype), scale)
+
+
+def dequantize(x: Quantized, dtype=jnp.float32) -> jax.Array:
+  """`values * scale` [rows, K], multiplied in float32 and cast once."""
+  return (x.values.astype(jnp.float32) * x.scale).astype(dtype)

@@ -1,0 +1,101 @@
+"""A recipe says, for each of a linear layer's three matmuls, what its operands are rounded to.
+
+Every matmul is `lhs [M, K]` with `rhs [N, K]`, contracted along the last axis of both:
+
+  fwd    y  = x @ w      rows of x   with rows of w.T
+  dgrad  dx = dy @ w.T   rows of dy  with rows of w
+  wgrad  dw = x.T @ dy   rows of x.T with rows of dy.T
+
+A method is a value here, so that one look compares it with the others.
+"""
+
+import dataclasses
+from typing import Literal
+
+from sbjax.formats import E4M3, E5M2, INT8, max_value
+from sbjax.quantize import SCALINGS, Spec
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+  """What is rounded to what; None leaves a matmul in the compute dtype.
+
+  residuals: what the forward pass keeps for the backward: "full" keeps x and w as they came,
+    "quantized" keeps their 8-bit values and scales, so that wgrad sees the dequantized x.
+  """
+
+  fwd: tuple[Spec, Spec] | None
+  dgrad: tuple[Spec, Spec] | None
+  wgrad: tuple[Spec, Spec] | None
+  residuals: Literal["full", "quantized"] = "full"
+
+  def __post_init__(self):
+    for name in ("fwd", "dgrad", "wgrad"):
+      _check_pair(name, getattr(self, name))
+    if self.residuals not in ("full", "quantized"):
+      raise ValueError(f"residuals={self.residuals!r} must be 'full' or 'quantized'.")
+    if self.residuals == "quantized":
+      if self.fwd is None or self.dgrad is None:
+        raise ValueError("residuals='quantized' needs a quantized fwd and dgrad to share them.")
+      if self.fwd[1] != self.dgrad[1] or self.fwd[1].scaling == "rowwise":
+        raise ValueError(
+          "residuals='quantized' reuses the forward's w, transposed, in dgrad: both need the same"
+          f" 'tensorwise' or 'static' Spec, not fwd={self.fwd[1]} and dgrad={self.dgrad[1]}."
+        )
+
+
+def _check_pair(name: str, pair) -> None:
+  if pair is None:
+    return
+  if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(s, Spec) for s in pair)):
+    raise ValueError(f"{name}={pair!r} must be None or a pair of Specs: (lhs, rhs).")
+  for spec in pair:
+    max_value(spec.dtype)
+    if spec.scaling not in SCALINGS:
+      raise ValueError(f"{name}: unknown scaling {spec.scaling!r}; known: {', '.join(SCALINGS)}.")
+  lhs, rhs = pair
+  if (lhs.dtype == INT8) != (rhs.dtype == INT8):
+    raise ValueError(f"{name}: no matmul takes {lhs.dtype.name} with {rhs.dtype.name}.")
+
+
+int8_row, int8_tensor = Spec(INT8, "rowwise"), Spec(INT8, "tensorwise")
+e4m3_row, e4m3_tensor = Spec(E4M3, "rowwise"), Spec(E4M3, "tensorwise")
+e5m2_row, e5m2_tensor = Spec(E5M2, "rowwise"), Spec(E5M2, "tensorwise")
+
+FULL = Recipe(fwd=None, dgrad=None, wgrad=None)
+
+# Wortsman et al. 2023, https://arxiv.org/abs/2304.13013: Algorithm 1, then its variants: M saves
+# memory, Q has a scale for each row of w too. LLM_INT8 is the paper's baseline (Dettmers et al.
+# 2022 without outlier decomposition, as the paper ran it): the weight gradient in int8 as well.
+SWITCHBACK = Recipe(fwd=(int8_row, int8_tensor), dgrad=(int8_row, int8_tensor), wgrad=None)
+SWITCHBACK_M = dataclasses.replace(SWITCHBACK, residuals="quantized")
+SWITCHBACK_Q = Recipe(fwd=(int8_row, int8_row), dgrad=(int8_row, int8_row), wgrad=None)
+LLM_INT8 = dataclasses.replace(SWITCHBACK_Q, wgrad=(int8_row, int8_row))
+
+# fp8 after the paper's section 2.3: e4m3 for inputs and weights, e5m2 for gradients. True
+# row-wise scales here, where the paper's code had blocks of the flattened tensor.
+FP8_TENSORWISE = Recipe(
+  fwd=(e4m3_tensor, e4m3_tensor),
+  dgrad=(e5m2_tensor, e4m3_tensor),
+  wgrad=(e4m3_tensor, e5m2_tensor),
+)
+FP8_SWITCHBACK = Recipe(fwd=(e4m3_row, e4m3_tensor), dgrad=(e5m2_row, e4m3_tensor), wgrad=None)
+
+RECIPES = {
+  "full": FULL,
+  "switchback": SWITCHBACK,
+  "switchback_m": SWITCHBACK_M,
+  "switchback_q": SWITCHBACK_Q,
+  "llm_int8": LLM_INT8,
+  "fp8_tensorwise": FP8_TENSORWISE,
+  "fp8_switchback": FP8_SWITCHBACK,
+}
+
+
+def as_recipe(recipe: Recipe | str) -> Recipe:
+  """The recipe itself, or the one of that name in RECIPES."""
+  if isinstance(recipe, Recipe):
+    return recipe
+  if recipe not in RECIPES:
+    raise ValueError(f"Unknown recipe {recipe!r}; known: {', '.join(RECIPES)}.")
+  return RECIPES[recipe]

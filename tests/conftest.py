@@ -1,0 +1,22 @@
+"""Eight virtual CPU devices, and JAX at its strictest, for every test."""
+
+import os
+
+os.environ["XLA_FLAGS"] = (
+  os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import pytest
+
+# optax mixes integer steps with floating-point rates.
+_STANDARD_PROMOTION = ("test_stable_adamw", "test_optimizer", "test_train", "test_main")
+
+
+@pytest.fixture(autouse=True)
+def strict_jax(request):
+  standard = request.module.__name__.rpartition(".")[2] in _STANDARD_PROMOTION
+  promotion = "standard" if standard else "strict"
+  with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion(promotion):
+    yield

@@ -1,0 +1,85 @@
+"""What a run is: one `Config`, written out in a file of `configs/` and changed by flags.
+
+Every field always exists; an empty string or a zero means "off" where the comment says so.
+`check` is called once, after the flags were applied.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+
+@dataclasses.dataclass(kw_only=True)
+class ModelConfig:
+  size: str  # a key of sbjax.models.clip.SIZES
+  image_size: int = 0  # 0: the size's own
+  context_length: int = 0  # 0: the size's own
+  recipe: str = "switchback"  # a key of sbjax.RECIPES
+  backend: str = ""  # "xla", "mosaic", "triton"; "" chooses
+  dtype: str = "bfloat16"  # compute dtype; parameters are float32
+  zero_init_layer_scale: bool = False
+  qk_norm: bool = False
+  patch_dropout: float = 0.0  # fraction of patches dropped in training
+  scan: bool = True  # one compiled block, scanned over the layers
+  remat: str = "none"  # "none", "full", or a named policy of sbjax.models.clip.REMAT_POLICIES
+
+
+@dataclasses.dataclass(kw_only=True)
+class DataConfig:
+  name: str = "shapes"  # a TFDS data set; for shards, what the import is called
+  data_dir: str = ""  # where prepared data sets live; "": TFDS's own default
+  # Tar shards to import under `name` (globs or {000..099} ranges, relative to root). "": none.
+  root: str = ""
+  train_shards: str = ""
+  eval_shards: str = ""
+  train_split: str = "train"
+  eval_split: str = "val"
+  image_key: str = "image"
+  text_key: str = "captions"  # a Text or Sequence(Text) feature; "": captions from labels
+  label_key: str = ""  # a ClassLabel feature; "": no zero-shot classification
+  # Prompts for class names, "{}" where the name goes: zero-shot ensembles, and the
+  # captions of data that has labels only.
+  templates: Sequence[str] = ("a photo of a {}.",)
+  tokenizer: str = "bpe"  # "bpe": train one on the captions; "clip"; a path to a
+  # tokenizer.json or to CLIP's bpe_simple_vocab_16e6.txt.gz
+  tokenizer_vocab_size: int = 1024  # of a tokenizer trained here
+  crop_scale: tuple[float, float] = (0.9, 1.0)  # RandomResizedCrop's share of the area
+  flip: bool = False
+  workers: int = 0  # worker processes that decode and augment; 0: threads of this process
+  prefetch: int = 4  # batches ready ahead of the step
+
+
+@dataclasses.dataclass(kw_only=True)
+class OptimizerConfig:
+  name: str = "stable_adamw"  # or "adamw"
+  learning_rate: float = 2e-3
+  warmup_steps: int = 5000
+  b1: float = 0.9
+  b2: float = 0.98
+  eps: float = 1e-6
+  weight_decay: float = 0.2  # of parameters with two or more dimensions
+  decay_with: str = "clipped"  # StableAdamW: "clipped" (the paper) or "plain" rate (its code)
+  clip_norm: float = 0.0  # global gradient norm; 0: off
+
+
+@dataclasses.dataclass(kw_only=True)
+class MeshConfig:
+  data: int = -1  # -1: what the other axis leaves
+  fsdp: int = 1  # parameters and optimizer state are split over this axis
+
+
+@dataclasses.dataclass(kw_only=True)
+class Config:
+  model: ModelConfig
+  data: DataConfig = dataclasses.field(default_factory=DataConfig)
+  optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+  mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+  loss: str = "softmax"  # or "siglip"
+  batch_size: int = 16384  # over all devices
+  steps: int = 20_000
+  seed: int = 0
+  log_every: int = 50
+  eval_every: int = 1000  # 0: at the end alone
+  eval_batch_size: int = 256
+  checkpoint_every: int = 1000
+  checkpoint_keep: int = 3
+  wandb_project: str = ""  # "": no Weights & Biases
