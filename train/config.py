@@ -31,6 +31,7 @@ class DataConfig:
   root: str = ""
   train_shards: str = ""
   eval_shards: str = ""
+  class_names: str = ""  # a file that names the shards' classes, one a line. "": numbers
   train_split: str = "train"
   eval_split: str = "val"
   image_key: str = "image"
@@ -80,6 +81,23 @@ class Config:
   log_every: int = 50
   eval_every: int = 1000  # 0: at the end alone
   eval_batch_size: int = 256
-  checkpoint_every: int = 1000
+  checkpoint_every: int = 1000  # 0: at the end alone
   checkpoint_keep: int = 3
   wandb_project: str = ""  # "": no Weights & Biases
+
+  def to_dict(self) -> dict:
+    """The fields as JSON has them."""
+    return dataclasses.asdict(self)
+
+  def check(self) -> None:
+    """Raises a ValueError that names the first field with a value that cannot be."""
+    for name in ("batch_size", "steps", "log_every", "eval_batch_size", "checkpoint_keep"):
+      if getattr(self, name) < 1:
+        raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+    for name in ("eval_every", "checkpoint_every"):
+      if getattr(self, name) < 0:
+        raise ValueError(f"{name}={getattr(self, name)} must be 0 (at the end alone) or more.")
+    if self.model.dtype not in ("bfloat16", "float32"):
+      raise ValueError(f"model.dtype={self.model.dtype!r} must be 'bfloat16' or 'float32'.")
+    if not 0 < self.data.crop_scale[0] <= self.data.crop_scale[1] <= 1:
+      raise ValueError(f"data.crop_scale={self.data.crop_scale} must be 0 < low <= high <= 1.")

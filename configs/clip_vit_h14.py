@@ -1,0 +1,20 @@
+"""ViT-H/14: clip_vit_b32 at another size.
+
+  python -m train.main --config=configs/clip_vit_h14.py --config.data.root=path/to/laion2b \\
+      --workdir=runs/clip_vit_h14
+
+The paper trained it on 64 A100s, 256 images each, to 57.6 % on ImageNet in 16 bits, with
+b2 = 0.99 under update clipping best. Parameters and optimizer state are split over 8 GPUs.
+"""
+
+from configs import clip_vit_b32
+from train.config import Config
+
+
+def get_config() -> Config:
+  config = clip_vit_b32.get_config()
+  config.model.size = "H/14"
+  config.model.remat = "full"
+  config.mesh.fsdp = 8
+  config.optimizer.b2 = 0.99
+  return config

@@ -1,0 +1,37 @@
+"""A tiny CLIP in int8 on drawn shapes: the whole path in minutes on a laptop's CPU, no download.
+
+  python -m train.main --config=configs/quickstart.py --workdir=runs/quickstart
+
+On 2 cores it takes under 4 minutes and ends at 90 % or better zero-shot accuracy over 48 classes,
+"red circle" to "pink ring", on held-out images. For the 16-bit twin: --config.model.recipe=full
+"""
+
+from train.config import Config, DataConfig, ModelConfig, OptimizerConfig
+
+
+def get_config() -> Config:
+  return Config(
+    model=ModelConfig(
+      size="tiny",
+      recipe="switchback",
+      dtype="float32",  # most CPUs emulate bfloat16
+    ),
+    data=DataConfig(
+      name="shapes",
+      eval_split="test",
+      label_key="label",
+      templates=("a {}", "a picture of a {}", "there is a {}"),
+      crop_scale=(0.9, 1.0),
+    ),
+    optimizer=OptimizerConfig(
+      learning_rate=2e-3,
+      warmup_steps=60,
+      b2=0.98,
+      weight_decay=0.1,
+    ),
+    batch_size=256,
+    steps=600,
+    log_every=20,
+    eval_every=200,
+    checkpoint_every=200,
+  )

@@ -1,0 +1,187 @@
+"""StableAdamW: AdamW whose rate shrinks for a tensor that its second moment has lost sight of.
+
+Adam divides by the root of the second moment u, an average over the past. When gradients grow
+faster than u follows, the update is too large: the "stuck in the past" scenario of Wortsman et
+al. 2023 (https://arxiv.org/abs/2304.13013). Its measure is one number for each tensor,
+`RMS_t = sqrt(mean(g_t^2 / u_t))`: 1 when u describes the gradient, at most `1 / sqrt(1 - b2)`.
+StableAdamW (their Algorithm 2) divides the learning rate of that tensor by `max(1, RMS_t)`, the
+update clipping of AdaFactor (Shazeer and Stern 2018, https://arxiv.org/abs/1804.04235).
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+class ScaleByStableAdamState(NamedTuple):
+  """The state of `scale_by_stable_adam`; each tree is like the parameters."""
+
+  count: jax.Array  # int32 []: updates made
+  mu: optax.Updates  # first moment, debiased; the dtype of the parameter, or `mu_dtype`
+  nu: optax.Updates  # second moment, debiased; float32
+  rms: optax.Updates  # RMS_t of the last update, float32 []; [layers] for a stack of layers
+
+
+def scale_by_stable_adam(
+  b1: jax.typing.ArrayLike = 0.9,
+  b2: jax.typing.ArrayLike = 0.99,
+  eps: jax.typing.ArrayLike = 1e-6,
+  mu_dtype: jax.typing.DTypeLike | None = None,
+  *,
+  weight_decay: optax.ScalarOrSchedule = 0.0,
+  mask: Any | Callable[[optax.Params], Any] | None = None,
+  decay_with: Literal["clipped", "plain"] = "clipped",
+  clip_threshold: jax.typing.ArrayLike = 1.0,
+  stacked: Any | Callable[[optax.Params], Any] | None = None,
+) -> optax.GradientTransformation:
+  """Rescales updates as StableAdamW does, all but the learning rate; see `stable_adamw`."""
+  if decay_with not in ("clipped", "plain"):
+    raise ValueError(f"{decay_with=} is not a rule for weight decay: 'clipped' or 'plain'.")
+
+  def init(params):
+    leading_axes = stacked(params) if callable(stacked) else stacked or 0
+    return ScaleByStableAdamState(
+      count=jnp.zeros([], jnp.int32),
+      mu=optax.tree.zeros_like(params, dtype=mu_dtype),
+      nu=optax.tree.zeros_like(params, dtype=jnp.float32),
+      rms=jax.tree.map(
+        lambda axes, tree: jax.tree.map(lambda p: jnp.zeros(p.shape[:axes], jnp.float32), tree),
+        leading_axes,
+        params,
+      ),
+    )
+
+  def update(updates, state, params=None):
+    count = optax.safe_increment(state.count)
+    w1, w2 = _newest_weight(b1, count), _newest_weight(b2, count)
+    g = _map(lambda g: g.astype(jnp.float32), updates)
+    mu = _map(lambda g, m: (1 - w1) * m.astype(jnp.float32) + w1 * g, g, state.mu)
+    nu = _map(lambda g, n: (1 - w2) * n + w2 * g**2, g, state.nu)
+    rms = _map(lambda g, n, r: _rms(g, n, eps, _own_axes(r, g)), g, nu, state.rms)
+    direction = _map(lambda m, n: m / (jnp.sqrt(n) + eps), mu, nu)
+
+    def clip(tree):
+      divisor = _map(lambda r: jnp.maximum(1.0, r / clip_threshold), rms)
+      return _map(lambda x, d: x / jnp.expand_dims(d, _own_axes(d, x)), tree, divisor)
+
+    def decay(tree):
+      if isinstance(weight_decay, int | float) and weight_decay == 0:
+        return tree
+      if params is None:
+        raise ValueError("weight decay needs the parameters: update(gradients, state, params).")
+      rate = weight_decay(state.count) if callable(weight_decay) else weight_decay
+      add = optax.add_decayed_weights(rate, mask)
+      wide = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+      return add.update(tree, add.init(wide), wide)[0]
+
+    direction = clip(decay(direction)) if decay_with == "clipped" else decay(clip(direction))
+    updates = _map(lambda x, g: x.astype(g.dtype), direction, updates)
+    mu = _map(lambda m, old: m.astype(old.dtype), mu, state.mu)
+    return updates, ScaleByStableAdamState(count, mu, nu, rms)
+
+  return optax.GradientTransformation(init, update)
+
+
+def stable_adamw(
+  learning_rate: optax.ScalarOrSchedule,
+  b1: jax.typing.ArrayLike = 0.9,
+  b2: jax.typing.ArrayLike = 0.99,
+  eps: jax.typing.ArrayLike = 1e-6,
+  mu_dtype: jax.typing.DTypeLike | None = None,
+  weight_decay: optax.ScalarOrSchedule = 1e-4,
+  mask: Any | Callable[[optax.Params], Any] | None = None,
+  *,
+  decay_with: Literal["clipped", "plain"] = "clipped",
+  clip_threshold: jax.typing.ArrayLike = 1.0,
+  stacked: Any | Callable[[optax.Params], Any] | None = None,
+) -> optax.GradientTransformationExtraArgs:
+  """StableAdamW, Algorithm 2 of Wortsman et al. 2023, https://arxiv.org/abs/2304.13013.
+
+  For each tensor p with gradient g, at step t, from debiased averages v (`mu`) and u (`nu`) that
+  hold g already:
+
+    RMS = sqrt(mean(g^2 / max(u, eps^2)))
+    eta = learning_rate / max(1, RMS / clip_threshold)
+    p  -= eta * (v / (sqrt(u) + eps) + weight_decay * p)
+
+  With every RMS <= 1 this is `optax.adamw`. It needs no gradient clipping. All of it is computed
+  in float32, whatever the dtype of parameters and gradients; the update has the gradient's dtype.
+
+  Args:
+    learning_rate: a number or a schedule.
+    b1, b2: decay of the first and the second moment.
+    eps: added to the root of the second moment, whose least value it is in the RMS.
+    mu_dtype: of the first moment; None is the parameter's. The second is always float32.
+    weight_decay: multiplied with the learning rate; a number or a schedule.
+    mask: what decays, as a tree of bools that is like the parameters or a prefix of them, or a
+      function from parameters to such a tree. Every parameter has moments, decayed or not.
+    decay_with: "clipped", the paper's rule above, or "plain", where as in the code of the
+      paper's first author the decay is `learning_rate * weight_decay * p`, unclipped.
+    clip_threshold: the paper's d = 1. At infinity this is AdamW that shows its RMS.
+    stacked: how many leading axes of a leaf number tensors of their own rather than belong to
+      one, as the layers that `nn.scan` stacks: an int for each leaf (a prefix does, as for
+      `mask`) or a function from parameters to these. Each tensor has its own RMS and rate.
+
+  `optax.inject_hyperparams` takes functions for schedules: name `mask` and `stacked` in its
+  `static_args` where they are functions.
+  """
+  return optax.chain(
+    scale_by_stable_adam(
+      b1,
+      b2,
+      eps,
+      mu_dtype,
+      weight_decay=weight_decay,
+      mask=mask,
+      decay_with=decay_with,
+      clip_threshold=clip_threshold,
+      stacked=stacked,
+    ),
+    optax.scale_by_learning_rate(learning_rate),
+  )
+
+
+def tensor_rms(opt_state) -> dict[str, jax.Array]:
+  """RMS_t of the last update by the parameter's path, "visual/patch_embedding/kernel".
+
+  The StableAdamW may sit anywhere in `opt_state`, several times too (`optax.multi_transform`);
+  without one the dict is empty. A stack of layers has its RMS in one array, [layers].
+  """
+
+  def is_ours(x):
+    return isinstance(x, ScaleByStableAdamState)
+
+  return {
+    jax.tree_util.keystr(path, simple=True, separator="/"): rms
+    for state in filter(is_ours, jax.tree.leaves(opt_state, is_leaf=is_ours))
+    for path, rms in jax.tree_util.tree_leaves_with_path(state.rms)
+  }
+
+
+def _newest_weight(b, count):
+  """Weight of the newest value in a debiased average: the paper's 1 - beta_hat, 1 at step 1.
+
+  `(1 - b) / (1 - b^count)`, through expm1 since 1 - 0.999^count would lose half of its digits.
+  """
+  b = jnp.asarray(b, jnp.float32)
+  return (1 - b) / -jnp.expm1(count.astype(jnp.float32) * jnp.log(b))
+
+
+def _rms(g, nu, eps, axes):
+  """The paper's sqrt(mean(g^2 / max(u, eps^2))), with the root inside: eps^2 may underflow."""
+  return jnp.sqrt(jnp.mean((g / jnp.maximum(jnp.sqrt(nu), eps)) ** 2, axes))
+
+
+def _own_axes(rms, x):
+  """The axes of x that belong to one tensor: those after the axes that `rms` has."""
+  return tuple(range(rms.ndim, x.ndim))
+
+
+def _map(f, tree, *rest):
+  """`jax.tree.map` that keeps a None in `tree`, as optax does: it has no gradient."""
+  return jax.tree.map(
+    lambda x, *xs: None if x is None else f(x, *xs), tree, *rest, is_leaf=lambda x: x is None
+  )

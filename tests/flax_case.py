@@ -1,0 +1,52 @@
+"""Flax layers run in one compilation each: output and gradients at drawn parameters."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# Most of a test's time is compilation, and nothing here is run twice.
+_QUICK = {"xla_backend_optimization_level": 0}
+
+
+def normal(shape, dtype="float32", seed=0):
+  return np.random.default_rng(seed).normal(size=shape).astype(jnp.dtype(dtype))
+
+
+def drawn(shapes):
+  """Numbers for a tree of shapes; kernels at about 1 / sqrt(fan-in)."""
+  leaves, treedef = jax.tree.flatten(shapes)
+  return treedef.unflatten(
+    [normal(a.shape, a.dtype, seed) * a.dtype.type(0.3) for seed, a in enumerate(leaves)]
+  )
+
+
+def value_and_grads(function, *args):
+  """The function's output, and the gradients of the sum of its sines."""
+
+  def scalar(*args):
+    y = function(*args)
+    return jnp.sum(jnp.sin(y.astype(jnp.float32))), y
+
+  argnums = tuple(range(len(args)))
+  run = jax.jit(
+    jax.value_and_grad(scalar, argnums, has_aux=True, allow_int=True), compiler_options=_QUICK
+  )
+  (_, y), grads = run(*args)
+  return jax.tree.map(np.asarray, (y, grads))
+
+
+def linen(module, x):
+  """Output and gradients in parameters and x of a linen module."""
+  variables = drawn(jax.eval_shape(module.init, jax.random.key(0), x))
+  return value_and_grads(module.apply, variables, x)
+
+
+def assert_close(actual, expected, rtol):
+  """Leaf by leaf in the same dtype, within rtol of the largest of its kind: y, or gradients."""
+  for actual, expected in zip(actual, expected, strict=True):
+    actual, expected = jax.tree.leaves(actual), jax.tree.leaves(expected)
+    largest = max(float(np.max(np.abs(b))) for b in expected)
+    for a, b in zip(actual, expected, strict=True):
+      assert a.shape == b.shape and a.dtype == b.dtype
+      a, b = a.astype(np.float32), b.astype(np.float32)
+      np.testing.assert_allclose(a, b, rtol=0, atol=rtol * largest)

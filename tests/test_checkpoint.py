@@ -1,0 +1,110 @@
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from train.checkpoint import Checkpointer
+from train.config import MeshConfig
+from train.errors import RunError
+from train.sharding import batch_sharding, make_mesh, replicated
+
+# orbax does not await its other readers when one of them meets a damaged file.
+pytestmark = [
+  pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+  pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning"),
+]
+
+
+@pytest.fixture
+def state():
+  mesh = make_mesh(MeshConfig(data=2, fsdp=4))
+  kernel = jax.random.normal(jax.random.key(0), (64, 32))
+  yield {
+    "kernel": jax.device_put(kernel, batch_sharding(mesh)),
+    "half": jax.device_put(kernel.astype(jnp.bfloat16), replicated(mesh)),
+    "count": jax.device_put(jnp.int32(7), replicated(mesh)),
+  }
+  gc.collect()
+
+
+def shapes(state):
+  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+
+
+def save(directory, state, steps, keep=3):
+  checkpointer = Checkpointer(directory, keep)
+  for step in steps:
+    checkpointer.save(step, jax.tree.map(lambda x: x + x.dtype.type(step), state), {"at": step})
+  checkpointer.wait()
+  checkpointer.close()
+
+
+def restore(directory, state):
+  checkpointer = Checkpointer(directory, 3)
+  try:
+    return checkpointer.restore(shapes(state))
+  finally:
+    checkpointer.close()
+
+
+def files(directory, step):
+  """The data files of a step's state, largest first."""
+  found = [p for p in (directory / str(step) / "state").rglob("*") if p.is_file()]
+  return sorted(found, key=lambda p: p.stat().st_size, reverse=True)
+
+
+def truncate(directory, step):
+  for path in files(directory, step)[:3]:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def delete_state(directory, step):
+  for path in files(directory, step):
+    path.unlink()
+
+
+def flip_bits(directory, step):
+  for path in files(directory, step)[:3]:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0x55
+    path.write_bytes(bytes(data))
+
+
+def test_a_restored_state_is_bit_equal_and_lives_where_it_did(tmp_path, state):
+  save(tmp_path, state, [5])
+  restored = restore(tmp_path, state)
+  assert (restored.step, restored.data) == (5, {"at": 5})
+  for name, value in state.items():
+    np.testing.assert_array_equal(restored.state[name], value + value.dtype.type(5))
+    assert restored.state[name].sharding == value.sharding
+
+
+def test_an_empty_directory_restores_nothing(tmp_path, state):
+  assert restore(tmp_path, state) is None
+
+
+def test_the_newest_steps_are_kept(tmp_path, state):
+  save(tmp_path, state, [1, 2, 3, 4], keep=2)
+  assert sorted(p.name for p in tmp_path.iterdir() if p.name.isdigit()) == ["3", "4"]
+
+
+@pytest.mark.parametrize("damage", [truncate, delete_state, flip_bits])
+def test_a_damaged_newest_checkpoint_falls_back_and_says_so(tmp_path, state, damage, capfd):
+  save(tmp_path, state, [1, 2])
+  damage(tmp_path, 2)
+  restored = restore(tmp_path, state)
+  assert (restored.step, restored.data) == (1, {"at": 1})
+  said = capfd.readouterr().err
+  assert "step 2" in said
+  assert "Falling back to the checkpoint of step 1" in said
+  save(tmp_path, state, [2])  # The place is free again.
+  assert restore(tmp_path, state).step == 2
+
+
+def test_checkpoints_of_another_model_are_an_error_and_stay(tmp_path, state):
+  save(tmp_path, state, [1])
+  with pytest.raises(RunError, match="written with another model"):
+    restore(tmp_path, {**state, "kernel": state["kernel"].T})
+  assert restore(tmp_path, state).step == 1

@@ -1,0 +1,232 @@
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from interop import import_open_clip
+
+from sbjax.models import convert
+from sbjax.models.clip import CLIP, SIZES, CLIPConfig, TextConfig, VisionConfig
+from sbjax.models.convert import load_open_clip, open_clip_state_dict, save_open_clip
+
+MICRO = CLIPConfig(
+  24,
+  VisionConfig(image_size=16, patch_size=4, width=48, layers=3, heads=3, mlp_ratio=2.7),
+  TextConfig(context_length=8, vocab_size=64, width=32, layers=2, heads=2, eot_id=63),
+)
+OPEN_CLIP_NAMES = {
+  "S/16": "ViT-S-16",
+  "B/32": "ViT-B-32",
+  "B/16": "ViT-B-16",
+  "L/14": "ViT-L-14",
+  "H/14": "ViT-H-14",
+  "bigG/14": "ViT-bigG-14",
+}
+
+
+def random_params(**options):
+  """Nothing zero or one, nothing symmetric."""
+  image = jax.ShapeDtypeStruct((1, 16, 16, 3), jnp.float32)
+  text = jax.ShapeDtypeStruct((1, 8), jnp.int32)
+  init = CLIP(MICRO, **options).init
+  variables = jax.eval_shape(init, jax.random.key(0), image, text)
+  rng = np.random.default_rng(0)
+  return jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape, np.float32), variables["params"])
+
+
+def micro_open_clip(open_clip, **block):
+  """open_clip's model of MICRO's sizes."""
+  vision, text = MICRO.vision, MICRO.text
+  return open_clip.model.CLIP(
+    MICRO.embed_dim,
+    {
+      "image_size": vision.image_size,
+      "patch_size": vision.patch_size,
+      "width": vision.width,
+      "layers": vision.layers,
+      "head_width": vision.width // vision.heads,
+      "mlp_ratio": vision.mlp_ratio,
+      **block,
+    },
+    {**{k: v for k, v in dataclasses.asdict(text).items() if k != "eot_id"}, **block},
+  ).eval()
+
+
+def perturb(model):
+  """Moves every parameter, so that none is trivially zero or one."""
+  import torch
+
+  torch.manual_seed(0)
+  with torch.no_grad():
+    for parameter in model.parameters():
+      scale = 0.5 * parameter.std() if parameter.ndim > 1 else torch.tensor(0.2)
+      parameter.add_(scale * torch.randn_like(parameter))
+
+
+def assert_same_features(torch_model, params, config, **options):
+  import torch
+
+  rng = np.random.default_rng(1)
+  vision, text = config.vision, config.text
+  image = rng.standard_normal((2, vision.image_size, vision.image_size, 3), np.float32)
+  ids = rng.integers(1, text.eot_id, (2, text.context_length), np.int32)
+  ids[0, 3], ids[1, -1] = text.eot_id, text.eot_id
+  with torch.no_grad():
+    want = torch_model(torch.from_numpy(image.transpose(0, 3, 1, 2)), torch.from_numpy(ids).long())
+  want_image, want_text, want_scale = (tensor.numpy() for tensor in want)
+  model = CLIP(config, dtype=jnp.float32, **options)
+  got = jax.jit(model.apply)({"params": params}, image, ids)
+  np.testing.assert_allclose(got["image_features"], want_image, atol=1e-4)
+  np.testing.assert_allclose(got["text_features"], want_text, atol=1e-4)
+  np.testing.assert_allclose(
+    got["logit_scale"] * (got["image_features"] @ got["text_features"].T),
+    want_scale * (want_image @ want_text.T),
+    atol=1e-4,
+  )
+
+
+@pytest.mark.interop
+def test_logits_equal_open_clips_at_b32():
+  open_clip = import_open_clip()
+  model = open_clip.create_model("ViT-B-32", pretrained=None).eval()
+  perturb(model)
+  params = load_open_clip(model.state_dict(), SIZES["B/32"])
+  assert_same_features(model, params, SIZES["B/32"])
+
+
+@pytest.mark.interop
+@pytest.mark.parametrize("layer_scale", [False, True])
+@pytest.mark.parametrize("scan", [False, True])
+def test_logits_equal_open_clips(layer_scale, scan):
+  model = micro_open_clip(import_open_clip(), **({"ls_init_value": 0.3} if layer_scale else {}))
+  perturb(model)
+  params = load_open_clip(model.state_dict(), MICRO, scan=scan)
+  assert_same_features(model, params, MICRO, scan=scan, zero_init_layer_scale=layer_scale)
+
+
+@pytest.mark.interop
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt", ".bin"])
+@pytest.mark.parametrize("layer_scale", [False, True])
+def test_open_clip_loads_what_we_save(tmp_path, suffix, layer_scale):
+  open_clip = import_open_clip()
+  params = random_params(zero_init_layer_scale=layer_scale)
+  path = tmp_path / f"clip{suffix}"
+  save_open_clip(params, path, MICRO)
+  model = micro_open_clip(open_clip, **({"ls_init_value": 1.0} if layer_scale else {}))
+  open_clip.load_checkpoint(model, str(path), strict=True)
+  assert_same_features(model, params, MICRO, zero_init_layer_scale=layer_scale)
+  jax.tree.map(np.testing.assert_array_equal, load_open_clip(path, MICRO), params)
+
+
+@pytest.mark.interop
+def test_checkpoints_of_open_clips_training_load(tmp_path):
+  import_open_clip()
+  import torch
+
+  params = random_params()
+  state = {
+    f"module.{name}": torch.from_numpy(array).bfloat16()
+    for name, array in open_clip_state_dict(params, MICRO).items()
+  }
+  torch.save({"epoch": 3, "state_dict": state}, tmp_path / "epoch_3.pt")
+  loaded = load_open_clip(tmp_path / "epoch_3.pt", MICRO)
+  for got, want in zip(jax.tree.leaves(loaded), jax.tree.leaves(params), strict=True):
+    assert got.dtype == np.float32
+    np.testing.assert_array_equal(got, want.astype(jnp.bfloat16).astype(np.float32))
+
+
+@pytest.mark.interop
+@pytest.mark.parametrize("size", OPEN_CLIP_NAMES)
+def test_sizes_are_open_clips(size):
+  open_clip = import_open_clip()
+  import torch
+
+  theirs = open_clip.get_model_config(OPEN_CLIP_NAMES[size])
+  with torch.device("meta"):
+    state = open_clip.model.CLIP(**theirs).state_dict()
+  ours = SIZES[size]
+  assert convert._torch_shapes(convert._shapes(ours, layer_scale=False)) == {
+    name: tuple(tensor.shape) for name, tensor in state.items()
+  }
+  vision, text = theirs["vision_cfg"], theirs["text_cfg"]
+  assert ours.vision.heads == vision["width"] // vision.get("head_width", 64)
+  assert ours.vision.image_size == vision["image_size"]
+  assert ours.text.heads == text["heads"]
+
+
+@pytest.mark.interop
+def test_parameters_start_as_open_clips():
+  """The same mean and deviation for every tensor, within six standard errors of two samples."""
+  open_clip = import_open_clip()
+  config = dataclasses.replace(MICRO, vision=dataclasses.replace(MICRO.vision, width=144))
+  image, text = jnp.zeros((1, 16, 16, 3)), jnp.zeros((1, 8), jnp.int32)
+  params = jax.jit(CLIP(config).init)(jax.random.key(0), image, text)["params"]
+  ours = open_clip_state_dict(params, config)
+  vision = {"image_size": 16, "patch_size": 4, "width": 144, "layers": 3, "head_width": 48}
+  model = open_clip.model.CLIP(
+    MICRO.embed_dim,
+    {**vision, "mlp_ratio": 2.7},
+    {"context_length": 8, "vocab_size": 64, "width": 32, "layers": 2, "heads": 2},
+  )
+  for name, tensor in model.state_dict().items():
+    want, got = tensor.numpy(), ours[name]
+    error = 6 * (2 / want.size) ** 0.5 * want.std()
+    np.testing.assert_allclose(got.mean(), want.mean(), atol=error + 1e-6, err_msg=name)
+    np.testing.assert_allclose(got.std(), want.std(), atol=error, err_msg=name)
+
+
+@pytest.mark.parametrize("layer_scale", [False, True])
+def test_round_trip_is_exact(layer_scale):
+  params = random_params(zero_init_layer_scale=layer_scale)
+  state = open_clip_state_dict(params, MICRO)
+  assert ("visual.transformer.resblocks.2.ls_2.gamma" in state) == layer_scale
+  jax.tree.map(np.testing.assert_array_equal, load_open_clip(state, MICRO), params)
+
+
+def test_scanned_and_unrolled_parameters_give_the_same_state_dict():
+  state = open_clip_state_dict(random_params(), MICRO)
+  unrolled = load_open_clip(state, MICRO, scan=False)
+  assert jax.tree.structure(unrolled) == jax.tree.structure(random_params(scan=False))
+  jax.tree.map(np.testing.assert_array_equal, open_clip_state_dict(unrolled, MICRO), state)
+
+
+def test_state_dict_that_does_not_fit_is_described():
+  state = open_clip_state_dict(random_params(), MICRO)
+  state["head.weight"] = state.pop("visual.proj")
+  state["ln_final.bias"] = np.zeros(5, np.float32)
+  with pytest.raises(ValueError) as error:
+    load_open_clip(state, MICRO)
+  assert "Missing: visual.proj." in str(error.value)
+  assert "Unexpected: head.weight." in str(error.value)
+  assert "ln_final.bias is (5,), not (32,)" in str(error.value)
+
+
+def test_state_dict_of_another_size_names_that_size():
+  shapes = convert._torch_shapes(convert._shapes(SIZES["B/16"], layer_scale=False))
+  state = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+  with pytest.raises(ValueError, match=r"It fits SIZES\['B/16'\]"):
+    load_open_clip(state, SIZES["B/32"])
+
+
+def test_parameters_that_open_clip_cannot_hold_are_refused():
+  with pytest.raises(ValueError, match="qk_norm=True"):
+    open_clip_state_dict(random_params(qk_norm=True), MICRO)
+  deeper = dataclasses.replace(MICRO, text=dataclasses.replace(MICRO.text, layers=3))
+  with pytest.raises(ValueError, match=r"text/blocks/fc1/kernel is \(2, 32, 128\), not \(3,"):
+    open_clip_state_dict(random_params(), deeper)
+
+
+@pytest.mark.parametrize(
+  "use", [load_open_clip, functools.partial(save_open_clip, random_params())]
+)
+def test_unknown_suffix_names_those_known(use, tmp_path):
+  with pytest.raises(ValueError, match=r"clip.npz' must end in one of .safetensors, .pt"):
+    use(str(tmp_path / "clip.npz"), MICRO)
+
+
+def test_missing_torch_names_the_extra(monkeypatch, tmp_path):
+  monkeypatch.setitem(__import__("sys").modules, "torch", None)
+  with pytest.raises(ImportError, match=r"sbjax\[interop\]"):
+    save_open_clip(random_params(), tmp_path / "clip.pt", MICRO)

@@ -1,0 +1,477 @@
+"""The stream of batches: what it holds, that it resumes, and what is said when it cannot be."""
+
+import dataclasses
+import io
+import itertools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+
+import grain
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import tensorflow_datasets as tfds
+from interop import import_open_clip
+from PIL import Image
+
+from train import data
+from train.config import Config, DataConfig, ModelConfig
+from train.tokenizer import make_tokenizer
+
+SIZE, LENGTH = 24, 16
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory):
+  return str(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture
+def config(data_dir):
+  """80 steps of 24 are 8 epochs of the 240 examples of shapes/tiny."""
+  data_config = DataConfig(name="shapes/tiny", data_dir=data_dir, label_key="label", prefetch=2)
+  return Config(model=ModelConfig(size="test"), data=data_config, batch_size=24, seed=3)
+
+
+@pytest.fixture
+def builder(config):
+  return data.prepare(config.data)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+  return make_tokenizer("bpe", ["a red circle", "there is an image of a large blue star"], 300)
+
+
+@pytest.fixture
+def stream(config, builder, tokenizer):
+  """stream(**kwargs) makes a train iterator, closed at the end of the test."""
+  made = []
+
+  def make(**kwargs):
+    made.append(
+      data.train_iterator(
+        config, builder, tokenizer, image_size=SIZE, context_length=LENGTH, **kwargs
+      )
+    )
+    return made[-1]
+
+  yield make
+  for iterator in made:
+    iterator.close()
+
+
+def take(iterator, count):
+  return list(itertools.islice(iterator, count))
+
+
+def assert_equal(left, right):
+  assert len(left) == len(right)
+  for a, b in zip(left, right, strict=True):
+    assert a.keys() == b.keys()
+    for name in a:
+      np.testing.assert_array_equal(a[name], b[name])
+
+
+@dataclasses.dataclass
+class Keys:
+  """Stands for a data set of `count` examples that can be told apart: image i is all i."""
+
+  count: int
+
+  @property
+  def info(self):
+    return dataclasses.make_dataclass("Info", ["splits", "full_name", "features"])(
+      {"train": None}, "keys/1.0.0", {}
+    )
+
+  def as_data_source(self, split, decoders):
+    return [
+      {"image": _png(np.full((4, 4, 3), i, np.uint8)), "captions": [b"%d" % i, b"other %d" % i]}
+      for i in range(self.count)
+    ]
+
+
+def _png(array):
+  file = io.BytesIO()
+  Image.fromarray(array).save(file, "png")
+  return file.getvalue()
+
+
+@pytest.fixture
+def keys(config, tokenizer):
+  """keys(steps, **kwargs): for each step which of 48 examples the batch holds."""
+  config.data.label_key = ""
+
+  def make(steps, builder=None, **kwargs):
+    iterator = data.train_iterator(
+      config, builder or Keys(48), tokenizer, image_size=4, context_length=LENGTH, **kwargs
+    )
+    found = [batch["image"][:, 0, 0, 0].tolist() for batch in take(iterator, steps)]
+    iterator.close()
+    return found
+
+  return make
+
+
+def test_batches_are_images_and_token_ids(stream, tokenizer):
+  batch = next(stream())
+  assert batch["image"].dtype == np.uint8
+  assert batch["image"].shape == (24, SIZE, SIZE, 3)
+  assert batch["text"].dtype == np.int32
+  assert batch["text"].shape == (24, LENGTH)
+  assert (batch["text"][:, 0] == tokenizer.sot_id).all()
+
+
+def test_an_epoch_is_a_permutation_and_epochs_differ(keys):
+  steps = keys(4)  # two epochs of two batches
+  epochs = [steps[0] + steps[1], steps[2] + steps[3]]
+  for epoch in epochs:
+    assert sorted(epoch) == list(range(48))
+    assert epoch != sorted(epoch)
+  assert epochs[0] != epochs[1]
+
+
+def test_the_seed_decides_the_order(keys, config):
+  first = keys(2)
+  assert keys(2) == first
+  config.seed += 1
+  assert keys(2) != first
+
+
+def test_no_batch_holds_a_pair_twice(keys, config):
+  config.batch_size = 20  # 8 of the 48 are left out of each epoch.
+  for batch in keys(6):
+    assert len(set(batch)) == 20
+
+
+def test_processes_share_out_each_batch(keys):
+  whole = keys(6)
+  parts = [keys(6, process_index=i, process_count=3) for i in range(3)]
+  for batch, *shares in zip(whole, *parts, strict=True):
+    assert all(len(share) == 8 for share in shares)
+    assert sorted(itertools.chain(*shares)) == sorted(batch)
+
+
+def test_a_process_gets_its_rows_of_the_one_process_batch(stream):
+  whole = take(stream(), 3)
+  part = take(stream(process_index=1, process_count=2), 3)
+  assert_equal([{name: values[1::2] for name, values in batch.items()} for batch in whole], part)
+
+
+def test_captions_and_crops_vary_between_epochs(stream, config):
+  config.batch_size = 240
+  first, second = take(stream(), 2)
+  assert not np.array_equal(np.unique(first["text"], axis=0), np.unique(second["text"], axis=0))
+  images = [set(map(bytes, batch["image"])) for batch in (first, second)]
+  assert len(images[0] & images[1]) < 24  # Crops of 90 to 100 % rarely coincide.
+
+
+def test_each_caption_of_an_image_is_drawn(config, tokenizer):
+  config.data.label_key, config.batch_size = "", 8
+  iterator = data.train_iterator(config, Keys(8), tokenizer, image_size=4, context_length=LENGTH)
+  rows = [batch["text"] for batch in take(iterator, 20)]
+  iterator.close()
+  assert len(np.unique(np.concatenate(rows), axis=0)) == 16  # two captions of eight images
+
+
+@pytest.mark.parametrize("at", [0, 1, 11])
+def test_resuming_gives_bit_equal_batches(stream, at):
+  whole = take(stream(), 14)
+  iterator = stream()
+  take(iterator, at)
+  state = json.loads(json.dumps(iterator.get_state()))
+  take(iterator, 2)  # What came after the checkpoint is made again.
+  resumed = stream()
+  resumed.set_state(state)
+  assert_equal(take(resumed, 14 - at), whole[at:])
+  iterator.set_state(state)
+  assert_equal(take(iterator, 14 - at), whole[at:])
+
+
+def test_worker_processes_change_nothing_and_state_crosses_over(stream, config):
+  whole = take(stream(), 9)
+  config.data.workers = 2
+  iterator = stream()
+  assert_equal(take(iterator, 5), whole[:5])
+  state = iterator.get_state()
+  iterator.close()
+  config.data.workers = 0
+  resumed = stream()
+  resumed.set_state(state)
+  assert_equal(take(resumed, 4), whole[5:])
+
+
+def test_an_error_in_a_worker_says_which_example(config, tokenizer):
+  config.data.label_key, config.data.workers = "", 1
+  iterator = data.train_iterator(config, Broken(24), tokenizer, image_size=4, context_length=LENGTH)
+  with pytest.raises(ValueError, match=r"image of shapes/tiny train\[7\] cannot be decoded"):
+    next(iterator)
+  iterator.close()
+
+
+class Broken(Keys):
+  def as_data_source(self, split, decoders):
+    source = super().as_data_source(split, decoders)
+    source[7]["image"] = b"no image"
+    return source
+
+
+def test_the_position_is_saved_with_grains_orbax_handler(stream, tmp_path):
+  iterator = stream()
+  take(iterator, 3)
+  handler = grain.checkpoint.CheckpointHandler()
+  with ocp.Checkpointer(handler) as checkpointer:
+    checkpointer.save(tmp_path / "data", args=grain.checkpoint.CheckpointSave(iterator))
+    resumed = stream()
+    checkpointer.restore(tmp_path / "data", args=grain.checkpoint.CheckpointRestore(resumed))
+  assert_equal([next(resumed)], [next(iterator)])
+
+
+@pytest.mark.parametrize("size", [0, 1, 4])
+def test_prefetching_gives_the_state_of_the_batch_given(stream, size):
+  whole = take(stream(), 6)
+  ahead = data.prefetch_to_device(stream(), jax.device_put, size)
+  given = take(ahead, 4)
+  ahead.close()
+  assert_equal([batch for batch, _ in given], whole[:4])
+  for i, (_, state) in enumerate(given):
+    resumed = stream()
+    resumed.set_state(state)
+    assert_equal([next(resumed)], [whole[i + 1]])
+
+
+def test_prefetching_splits_the_batch_over_the_devices(stream):
+  mesh = jax.make_mesh((8,), ("data",))
+  sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+  ahead = data.prefetch_to_device(stream(), sharding, 2)
+  batch, _ = next(ahead)
+  ahead.close()
+  assert batch["image"].sharding == sharding
+  assert batch["image"].addressable_shards[0].data.shape == (3, SIZE, SIZE, 3)
+  assert_equal([batch], [next(stream())])
+
+
+def test_prefetching_passes_errors_on_and_ends_its_thread(stream):
+  def fail(batch):
+    raise RuntimeError("no room on the device")
+
+  with pytest.raises(RuntimeError, match="no room on the device"):
+    next(data.prefetch_to_device(stream(), fail, 2))
+  ahead = data.prefetch_to_device(stream(), lambda batch: batch, 2)
+  next(ahead)
+  ahead.close()
+  assert not [t for t in threading.enumerate() if t.name.startswith("grain-thread-prefetch")]
+
+
+def test_evaluation_goes_once_through_the_split_in_order(config, builder):
+  batches = list(data.eval_batches(config, builder, "test", image_size=SIZE, batch_size=40))
+  assert [len(batch["image"]) for batch in batches] == [40, 40, 16]
+  source = builder.as_data_source("test", decoders={"image": tfds.decode.SkipDecoding()})
+  labels = np.concatenate([batch["label"] for batch in batches])
+  assert labels.dtype == np.int32
+  np.testing.assert_array_equal(labels, [record["label"] for record in source])
+  captions = [texts for batch in batches for texts in batch["captions"]]
+  assert captions == [[text.decode() for text in record["captions"]] for record in source]
+  assert batches[0]["image"].shape == (40, SIZE, SIZE, 3)
+  image = Image.open(io.BytesIO(source[41]["image"])).resize((SIZE, SIZE), Image.BICUBIC)
+  np.testing.assert_array_equal(batches[1]["image"][1], np.asarray(image))
+
+
+def test_a_part_of_a_split_can_be_named(config, builder):
+  batches = data.eval_batches(config, builder, "test[:10%]", image_size=SIZE, batch_size=40)
+  assert sum(len(batch["label"]) for batch in batches) == 10
+
+
+def test_without_a_label_key_labels_are_unknown(config, builder):
+  config.data.label_key = ""
+  assert data.class_names(config, builder) is None
+  batch = next(data.eval_batches(config, builder, "test", image_size=SIZE, batch_size=4))
+  assert (batch["label"] == -1).all()
+
+
+def test_captions_come_from_labels_and_templates_where_there_are_none(config, builder, tokenizer):
+  config.data.text_key, config.data.templates = "", ("a {}.", "one {}")
+  assert data.class_names(config, builder)[0] == "red circle"
+  assert list(data.captions(config, builder))[:3] == [
+    "a red circle.",
+    "one red circle",
+    "a red square.",
+  ]
+  config.data.train_split = "test"
+  batch = next(data.eval_batches(config, builder, "test", image_size=SIZE, batch_size=4))
+  names = data.class_names(config, builder)
+  assert batch["captions"] == [[f"a {names[i]}.", f"one {names[i]}"] for i in batch["label"]]
+  row = next(
+    data.train_iterator(config, builder, tokenizer, image_size=SIZE, context_length=LENGTH)
+  )["text"][0]
+  assert tokenizer.decode(row).split()[0] in ("a", "one")
+
+
+def test_captions_are_all_those_of_the_train_split(config, builder):
+  assert len(list(data.captions(config, builder))) == 240 * 5
+
+
+def test_crops_have_shares_and_ratios_in_range():
+  rng = np.random.default_rng(0)
+  for _ in range(500):
+    left, top, right, bottom = data._random_box(100, 90, (0.5, 0.8), rng)
+    width, height = right - left, bottom - top
+    assert 0 <= left < right <= 100
+    assert 0 <= top < bottom <= 90
+    assert 0.48 < width * height / 9000 < 0.82
+    assert 0.73 < width / height < 1.37
+
+
+def test_a_crop_that_never_fits_is_the_largest_in_the_middle():
+  rng = np.random.default_rng(0)
+  assert data._random_box(100, 10, (0.9, 1.0), rng) == (43, 0, 56, 10)
+  assert data._random_box(10, 100, (0.9, 1.0), rng) == (0, 43, 10, 56)
+
+
+@pytest.mark.parametrize("flip", [False, True])
+def test_flips_are_off_unless_asked_for(flip):
+  array = np.zeros((8, 8, 3), np.uint8)
+  array[:, :4] = 255
+  example = {"where": "here", "image": _png(array), "captions": ["x"]}
+  rng = np.random.default_rng(0)
+  augment = data._Augment(8, (1.0, 1.0), flip)
+  left = [augment(example, rng)["image"][4, 0, 0] > 128 for _ in range(30)]
+  assert all(left) != flip
+
+
+@pytest.mark.parametrize("mode", ["L", "P", "RGBA", "CMYK", "1", "I;16"])
+def test_images_of_any_mode_become_rgb(mode):
+  file = io.BytesIO()
+  if mode == "I;16":
+    Image.fromarray(np.full((9, 8), 900, np.uint16)).save(file, "png")
+  else:
+    Image.new("RGB", (8, 9), (200, 40, 40)).convert(mode).save(file, "tiff")
+  example = {"where": "here", "image": file.getvalue(), "captions": ["x"], "label": 0}
+  assert data._CentreCrop(4)(example)["image"].shape == (4, 4, 3)
+
+
+@pytest.mark.interop
+@pytest.mark.parametrize("size", [(37, 53), (64, 48), (20, 90), (24, 24)])
+def test_evaluation_images_are_those_of_open_clip(size):
+  import_open_clip()
+  import torch
+  from open_clip.transform import image_transform
+
+  pixels = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), np.uint8)
+  example = {"where": "here", "image": _png(pixels), "captions": ["x"], "label": 0}
+  ours = data._CentreCrop(SIZE)(example)["image"]
+  reference = image_transform(SIZE, is_train=False, mean=(0, 0, 0), std=(1, 1, 1))
+  theirs = (reference(Image.fromarray(pixels)) * 255).round().to(torch.uint8)
+  np.testing.assert_array_equal(ours, theirs.permute(1, 2, 0).numpy())
+
+
+def set_field(config, field, value):
+  setattr(config if hasattr(config, field) else config.data, field, value)
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"name": "nothing_here"}, r"No data set data.name='nothing_here' in .*: found shapes"),
+    ({"name": "shapes/huge"}, r"'shapes/huge': there are shapes/full, shapes/tiny"),
+    ({"text_key": "text"}, r"data.text_key='text' is no Text feature .*captions \(Sequence\)"),
+    ({"text_key": "label"}, r"data.text_key='label' is no Text feature"),
+    ({"image_key": "img"}, r"data.image_key='img' is no Image feature"),
+    ({"label_key": "captions"}, r"data.label_key='captions' is no ClassLabel feature"),
+    ({"text_key": "", "label_key": ""}, "one of them must be set"),
+    ({"train_split": "training"}, r"no split 'training': it has .*train"),
+    ({"batch_size": 241}, "batch_size=241 is more than the 240 examples"),
+  ],
+)
+def test_what_cannot_be_is_named(config, tokenizer, builder, changes, message):
+  for field, value in changes.items():
+    set_field(config, field, value)
+  with pytest.raises(ValueError, match=message):
+    data.train_iterator(
+      config, data.prepare(config.data), tokenizer, image_size=SIZE, context_length=LENGTH
+    )
+
+
+def test_a_batch_that_processes_cannot_share_is_an_error(stream):
+  with pytest.raises(ValueError, match="batch_size=24 is not a multiple of process_count=5"):
+    stream(process_count=5)
+
+
+def test_an_evaluation_split_that_is_not_there_is_named(config, builder):
+  with pytest.raises(ValueError, match="no split 'dev': it has"):
+    next(data.eval_batches(config, builder, "dev", image_size=SIZE, batch_size=4))
+
+
+class Labelled(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+  """What another program has prepared with TFDS, like cifar10 or coco_captions."""
+
+  name = "labelled"
+  VERSION = tfds.core.Version("3.0.2")
+  url_infos = None
+
+  def _info(self):
+    features = tfds.features
+    return tfds.core.DatasetInfo(
+      builder=self,
+      features=features.FeaturesDict(
+        {
+          "image": features.Image(shape=(4, 4, 3)),
+          "label": features.ClassLabel(names=["cat", "dog"]),
+          "title": features.Text(),
+          "told": features.Sequence({"text": features.Text(), "id": np.int64}),
+        }
+      ),
+    )
+
+  def _split_generators(self, dl_manager):
+    return {"train": self._generate_examples(), "test": self._generate_examples()}
+
+  def _generate_examples(self):
+    for i in range(6):
+      told = [{"text": f"told {i}", "id": 1}, {"text": f"again {i}", "id": 2}]
+      image = _png(np.full((4, 4, 3), i, np.uint8))
+      yield i, {"image": image, "label": i % 2, "title": f"title {i}", "told": told}
+
+
+@pytest.mark.parametrize(
+  ("text_key", "expected"),
+  [("title", ["title"]), ("told/text", ["again", "told"]), ("", ["a"])],
+)
+def test_any_prepared_data_set_is_found_by_name(config, tmp_path, text_key, expected):
+  config.data.name, config.data.data_dir = "labelled", str(tmp_path)
+  config.data.text_key, config.data.label_key = text_key, "label"
+  Labelled(data_dir=tmp_path).download_and_prepare(file_format="array_record")
+  builder = data.prepare(config.data)
+  assert data.class_names(config, builder) == ["cat", "dog"]
+  assert sorted({caption.split()[0] for caption in data.captions(config, builder)}) == expected
+  (batch,) = data.eval_batches(config, builder, "test", image_size=4, batch_size=8)
+  assert sorted({text.split()[0] for texts in batch["captions"] for text in texts}) == expected
+
+
+def test_a_data_set_in_another_format_is_refused(config, tmp_path):
+  config.data.name, config.data.data_dir = "labelled", str(tmp_path)
+  made = Labelled(data_dir=tmp_path)
+  made.download_and_prepare(file_format="array_record")
+  path = pathlib.Path(made.data_dir) / "dataset_info.json"
+  path.write_text(path.read_text().replace("array_record", "tfrecord"))
+  with pytest.raises(ValueError, match="format tfrecord, which cannot be read at random"):
+    data.prepare(config.data)
+
+
+def test_the_pipeline_needs_no_tensorflow(config, builder):
+  code = (
+    "import sys; from train import data; from train.config import *; "
+    f"config = Config(model=ModelConfig(size=''), data=DataConfig(name='shapes/tiny', "
+    f"data_dir={config.data.data_dir!r}), batch_size=8); "
+    "builder = data.prepare(config.data); "
+    "next(data.eval_batches(config, builder, 'test', image_size=8, batch_size=4)); "
+    "assert 'tensorflow' not in sys.modules"
+  )
+  root = pathlib.Path(__file__).parents[1]
+  subprocess.run([sys.executable, "-c", code], check=True, cwd=root, env=os.environ)

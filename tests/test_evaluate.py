@@ -1,0 +1,252 @@
+import dataclasses
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sbjax.models.clip import CLIP, SIZES, TextConfig, VisionConfig
+from sbjax.quantized_dot import quantized_dot
+from sbjax.recipes import FP8_TENSORWISE, FULL, SWITCHBACK
+from train import evaluate as evaluation
+from train.config import MeshConfig
+from train.evaluate import accuracy, evaluate, make_encoders, recall, zero_shot_classifier
+from train.images import MEAN, STD, normalize
+from train.sharding import make_mesh, parameter_shardings
+
+KS = (1, 5, 10)
+
+
+def naive_recall(image_features, text_features, owners, ks=KS):
+  """Query by query, as it is defined; of equal candidates the first is nearer."""
+  found = {}
+  similarity = image_features @ text_features.T
+  for k in ks:
+    hits = [
+      any(owners[m] == n for m in np.argsort(-similarity[n], kind="stable")[:k])
+      for n in range(len(image_features))
+    ]
+    found[f"image_to_text_recall@{k}"] = np.mean(hits)
+    hits = [
+      owners[m] in np.argsort(-similarity[:, m], kind="stable")[:k]
+      for m in range(len(text_features))
+    ]
+    found[f"text_to_image_recall@{k}"] = np.mean(hits)
+  return found
+
+
+def integers(*shape, seed=0):
+  """Small integers: their dot products are exact, and many are equal."""
+  return np.random.default_rng(seed).integers(-2, 3, shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("images, texts", [(40, 130), (7, 6), (1, 3)])
+def test_recall_is_its_definition_with_ties_and_several_captions(images, texts):
+  image_features, text_features = integers(images, 6), integers(texts, 6, seed=1)
+  owners = np.random.default_rng(2).integers(0, images, texts)  # In no order, some without any.
+  text_features += image_features[owners]
+  expected = naive_recall(image_features, text_features, owners)
+  assert recall(image_features, text_features, owners) == pytest.approx(expected, rel=1e-6)
+
+
+def test_recall_of_known_features():
+  image_features = np.eye(3, dtype=np.float32)
+  # Two captions each. Of image 0's one is nearer to image 1, of image 2's both are elsewhere.
+  text_features = np.float32(
+    [[2, 0, 0], [0, 0.5, 0], [0, 2, 0], [0, 1, 0], [1, 0, 0], [0, 0.8, 0.6]]
+  )
+  owners = np.array([0, 0, 1, 1, 2, 2])
+  scores = recall(image_features, text_features, owners, ks=(1, 2))
+  assert scores == pytest.approx(
+    {
+      "image_to_text_recall@1": 1.0,  # One caption is enough: 0.6 beats the others' 0.
+      "image_to_text_recall@2": 1.0,
+      "text_to_image_recall@1": 3 / 6,
+      "text_to_image_recall@2": 5 / 6,  # Not (1, 0, 0): image 1 is as far as 2, and comes first.
+    }
+  )
+
+
+def test_features_that_are_all_equal_recall_as_chance_does():
+  ones = np.ones((100, 4), np.float32)
+  scores = recall(ones, ones, np.arange(100))
+  assert scores == pytest.approx(
+    {f"{way}_recall@{k}": k / 100 for way in ("image_to_text", "text_to_image") for k in KS}
+  )
+
+
+def test_recall_does_not_depend_on_the_chunks():
+  queries, candidates = integers(37, 5), integers(21, 5, seed=1)
+  owners = np.arange(37) % 21
+  whole = evaluation._hits(queries, owners, candidates, np.arange(21), 10, chunk=37)
+  for chunk in (1, 8, 64):
+    hits = evaluation._hits(queries, owners, candidates, np.arange(21), 10, chunk=chunk)
+    np.testing.assert_array_equal(hits, whole)
+
+
+@pytest.mark.parametrize("classes", [3, 5, 6, 20])
+def test_accuracy_is_the_share_of_images_whose_class_is_near(classes):
+  features, classifier = integers(50, 4), integers(classes, 4, seed=1)
+  labels = np.random.default_rng(2).integers(-1, classes, 50)
+  order = np.argsort(-(features @ classifier.T), axis=1, kind="stable")[labels >= 0]
+  known = labels[labels >= 0, None]
+  expected = {"top1": np.mean(order[:, 0] == known[:, 0])}
+  if classes > 5:
+    expected["top5"] = np.mean((order[:, :5] == known).any(axis=1))
+  assert accuracy(features, labels, classifier) == pytest.approx(expected, rel=1e-6)
+
+
+def test_images_without_any_label_have_no_accuracy():
+  assert accuracy(integers(3, 4), np.full(3, -1), integers(2, 4)) == {}
+
+
+def test_a_class_is_the_mean_direction_of_its_prompts():
+  vectors = {
+    "a cat": [3, 0, 0], "the cat": [0, 0, 5],
+    "a dog": [0, -2, 0], "the dog": [0, -9, 0],
+  }  # fmt: skip
+  classifier = zero_shot_classifier(
+    lambda tokens: np.float32([vectors[t] for t in tokens]),
+    list,
+    ["cat", "dog"],
+    ["a {}", "the {}"],
+  )
+  np.testing.assert_allclose(classifier, [[0.5**0.5, 0, 0.5**0.5], [0, -1, 0]], rtol=1e-6)
+
+
+def test_a_template_without_a_place_for_the_name_is_an_error():
+  with pytest.raises(ValueError, match=r"'a photo' has no \"\{\}\""):
+    zero_shot_classifier(np.asarray, list, ["cat"], ["a photo of a {}", "a photo"])
+
+
+def test_images_are_normalized_channel_by_channel():
+  image = np.random.default_rng(0).integers(0, 256, (2, 3, 4, 3)).astype(np.uint8)
+  expected = (np.float64(image) / 255 - [0.48145466, 0.4578275, 0.40821073]) / [
+    0.26862954, 0.26130258, 0.27577711,
+  ]  # fmt: skip
+  np.testing.assert_allclose(normalize(jnp.asarray(image)), expected, rtol=1e-5, atol=1e-6)
+  assert MEAN.dtype == STD.dtype == np.float32
+
+
+CONFIG = dataclasses.replace(
+  SIZES["tiny"],
+  vision=VisionConfig(image_size=8, patch_size=4, width=16, layers=1, heads=2),
+  text=TextConfig(context_length=6, vocab_size=32, width=16, layers=1, heads=2, eot_id=1),
+)
+NAMES, TEMPLATES = ["ab", "cd", "ef"], ["{}", "x {}"]
+
+
+def tokenize(texts):
+  """A letter a token."""
+  rows = [[*(ord(c) % 30 + 2 for c in text[:5]), 1, 0, 0, 0, 0, 0][:6] for text in texts]
+  return np.array(rows, np.int32)
+
+
+@pytest.fixture(scope="module")
+def examples():
+  """Eleven images with one to three captions each, and labels for all but one."""
+  rng = np.random.default_rng(0)
+  return {
+    "image": rng.integers(0, 256, (11, 8, 8, 3)).astype(np.uint8),
+    "captions": [
+      ["".join(rng.choice(list("abcdefgh"), 4)) for _ in range(1 + n % 3)] for n in range(11)
+    ],
+    "label": np.array([0, 1, 2, 0, 1, 2, 0, 1, 2, 0, -1], np.int32),
+  }
+
+
+def in_batches(examples, size):
+  return [{k: v[i : i + size] for k, v in examples.items()} for i in range(0, 11, size)]
+
+
+@pytest.fixture(scope="module")
+def model():
+  return CLIP(CONFIG, recipe=SWITCHBACK, dtype=jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def params(model):
+  image, text = jnp.zeros((1, 8, 8, 3)), jnp.zeros((1, 6), jnp.int32)
+  return jax.jit(model.init)(jax.random.key(0), image, text)["params"]
+
+
+@pytest.fixture(scope="module")
+def expected(model, params, examples):
+  """The metrics from all examples at once."""
+
+  def encode(x, method):
+    return np.asarray(jax.jit(lambda x: model.apply({"params": params}, x, method=method))(x))
+
+  texts = [text for texts in examples["captions"] for text in texts]
+  owners = np.repeat(np.arange(11), [len(texts) for texts in examples["captions"]])
+  prompts = [name for name in NAMES for name in (name, f"x {name}")]
+  features = encode(tokenize(texts + prompts), "encode_text")
+  images = encode(normalize(jnp.asarray(examples["image"])), "encode_image")
+  classifier = zero_shot_classifier(lambda _: features[len(texts) :], tokenize, NAMES, TEMPLATES)
+  top = accuracy(images, examples["label"], classifier)
+  return recall(images, features[: len(texts)], owners) | {"zero_shot_top1": top["top1"]}
+
+
+@pytest.mark.parametrize("devices, fsdp", [(1, 1), (8, 2)])
+def test_evaluation_on_any_mesh_is_that_of_all_examples_at_once(
+  model, params, examples, expected, devices, fsdp
+):
+  mesh = make_mesh(MeshConfig(fsdp=fsdp), jax.devices()[:devices])
+  scores = evaluate(
+    make_encoders(model, mesh),
+    jax.device_put(params, parameter_shardings(params, mesh)),
+    tokenize,
+    in_batches(examples, 4),
+    batch_size=4,
+    class_names=NAMES,
+    templates=TEMPLATES,
+  )
+  assert scores == pytest.approx(expected)
+  assert all(type(score) is float for score in scores.values())
+
+
+@pytest.mark.parametrize("recipe", [FULL, SWITCHBACK, FP8_TENSORWISE])
+def test_the_padding_of_the_last_batch_changes_nothing(recipe):
+  rng = np.random.default_rng(1)
+  x, w = (np.float32(rng.normal(size=shape)) for shape in ((3, 16), (16, 8)))
+  encode = jax.jit(lambda x: quantized_dot(x, w, recipe))
+  padded = evaluation._in_pieces(encode, x / 100, 8)
+  np.testing.assert_allclose(padded, encode(x / 100), rtol=1e-6, atol=1e-6)
+
+
+def test_batches_of_any_size_are_encoded_by_one_program(model):
+  shapes = []
+
+  def encode(x):
+    shapes.append(x.shape)
+    return x * 2
+
+  rows = np.arange(22.0).reshape(11, 2)
+  np.testing.assert_array_equal(evaluation._in_pieces(encode, rows, 4), rows * 2)
+  np.testing.assert_array_equal(evaluation._in_pieces(encode, rows[:1], 4), rows[:1] * 2)
+  assert set(shapes) == {(4, 2)}
+  assert make_encoders(model, make_mesh(MeshConfig())) is make_encoders(
+    model, make_mesh(MeshConfig())
+  )
+
+
+def test_only_what_the_data_tell_is_measured(examples):
+  fake = types.SimpleNamespace(
+    image=lambda params, x: jnp.mean(x.astype(jnp.float32), (1, 2)),
+    text=lambda params, x: x[:, :3].astype(jnp.float32),
+    mesh=make_mesh(MeshConfig()),
+  )
+
+  def metrics(**changes):
+    batches = in_batches(examples | changes.pop("examples", {}), 4)
+    return set(evaluate(fake, None, tokenize, batches, batch_size=4, **changes))
+
+  zero_shot = {"class_names": NAMES, "templates": TEMPLATES}
+  found = {f"{way}_recall@{k}" for way in ("image_to_text", "text_to_image") for k in KS}
+  assert metrics() == found
+  assert metrics(**zero_shot) == found | {"zero_shot_top1"}
+  assert metrics(**zero_shot, retrieval=False) == {"zero_shot_top1"}
+  assert metrics(examples={"captions": [[]] * 11}, **zero_shot) == {"zero_shot_top1"}
+  with pytest.raises(ValueError, match="split is empty"):
+    evaluate(fake, None, tokenize, [], batch_size=4)

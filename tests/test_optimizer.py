@@ -1,0 +1,206 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from sbjax.models.clip import CLIP, SIZES, TextConfig, VisionConfig
+from sbjax.stable_adamw import tensor_rms
+from train.config import OptimizerConfig
+from train.optimizer import decays, make_optimizer, stacked, warmup_cosine
+
+LAYERS = 3
+
+
+def config(**changes):
+  return dataclasses.replace(OptimizerConfig(learning_rate=0.1, warmup_steps=4), **changes)
+
+
+def train(optimizer, params, gradients):
+  step = jax.jit(optimizer.update)
+  state = optimizer.init(params)
+  for g in gradients:
+    updates, state = step(g, state, params)
+    params = optax.apply_updates(params, updates)
+  return params, state
+
+
+def random_like(params, seed):
+  leaves, treedef = jax.tree.flatten(params)
+  rng = np.random.default_rng(seed)
+  return jax.tree.unflatten(
+    treedef, [jnp.asarray(rng.normal(size=p.shape), jnp.float32) for p in leaves]
+  )
+
+
+def unstack(tree):
+  """{"blocks": [layers, ...]} as {"block_0": ..., "block_1": ...}, at any depth."""
+  if not isinstance(tree, dict):
+    return tree
+  layers = {
+    f"block_{i}": jax.tree.map(lambda x, i=i: x[i], tree["blocks"])
+    for i in range(LAYERS)
+    if "blocks" in tree
+  }
+  return layers | {k: unstack(v) for k, v in tree.items() if k != "blocks"}
+
+
+def clip_parameters(scan):
+  """Shapes of a CLIP's parameters with every option on that adds some."""
+  size = dataclasses.replace(
+    SIZES["tiny"],
+    vision=VisionConfig(image_size=8, patch_size=4, width=16, layers=LAYERS, heads=2),
+    text=TextConfig(context_length=4, vocab_size=32, width=16, layers=LAYERS, heads=2, eot_id=1),
+  )
+  model = CLIP(size, zero_init_layer_scale=True, qk_norm=True, scan=scan)
+  return jax.eval_shape(
+    model.init, jax.random.key(0), jnp.zeros((1, 8, 8, 3)), jnp.zeros((1, 4), jnp.int32)
+  )["params"]
+
+
+def names(tree):
+  return {
+    jax.tree_util.keystr(path, simple=True, separator="/"): leaf
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+  }
+
+
+def assert_close(a, b):
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), a, b)
+
+
+def test_the_rate_warms_up_to_its_peak_and_follows_a_cosine_to_zero():
+  schedule = warmup_cosine(2.0, 4, 12)
+  expected = [2 * (t + 1) / 4 for t in range(4)]
+  expected += [1 + np.cos(np.pi * (t - 4) / 8) for t in range(4, 13)]
+  np.testing.assert_allclose([schedule(t) for t in range(13)], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("warmup, first", [(0, 1.0), (1, 1.0), (2, 0.5)])
+def test_short_warm_ups_start_where_they_should(warmup, first):
+  schedule = warmup_cosine(1.0, warmup, 3)
+  assert schedule(0) == first
+  assert schedule(warmup) == 1
+  assert schedule(3) == pytest.approx(0, abs=1e-6)
+
+
+def test_the_optimizer_follows_the_schedule_it_returns():
+  optimizer, schedule = make_optimizer(config(weight_decay=0.0), steps=10)
+  state, params = optimizer.init(jnp.zeros(3)), jnp.zeros(3)
+  for t in range(10):
+    updates, state = optimizer.update(jnp.ones(3), state, params)
+    np.testing.assert_allclose(updates, -schedule(t), rtol=1e-5)
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_clip_decays_its_matrices_alone(scan):
+  decayed = {name for name, yes in names(decays(clip_parameters(scan))).items() if yes}
+  matrices = {
+    *("image/patch_embedding/kernel", "image/positional_embedding", "image/proj"),
+    *("text/token_embedding/embedding", "text/positional_embedding", "text/proj"),
+  }
+  blocks = ["blocks"] if scan else [f"block_{i}" for i in range(LAYERS)]
+  assert decayed == matrices | {
+    f"{tower}/{block}/{linear}/kernel"
+    for tower in ("image", "text")
+    for block in blocks
+    for linear in ("qkv", "out", "fc1", "fc2")
+  }
+
+
+def test_a_scanned_clip_is_an_unscanned_one_with_its_blocks_stacked():
+  scanned = jax.tree.map(lambda p: np.empty(p.shape), clip_parameters(scan=True))
+  apart = clip_parameters(scan=False)
+  assert jax.tree.structure(unstack(scanned)) == jax.tree.structure(apart)
+  jax.tree.map(lambda a, b: np.testing.assert_equal(a.shape, b.shape), unstack(scanned), apart)
+
+
+@pytest.mark.parametrize("name", ["stable_adamw", "adamw"])
+def test_a_stack_of_blocks_trains_like_blocks_apart(name):
+  shapes = {
+    "image": {
+      "blocks": {"fc1": {"kernel": jnp.zeros((LAYERS, 4, 5)), "bias": jnp.zeros((LAYERS, 5))}},
+      "proj": jnp.zeros((5, 3)),
+    },
+    "logit_scale": jnp.zeros(()),
+  }
+  params, *gradients = (random_like(shapes, seed) for seed in range(6))
+  gradients = [jax.tree.map(lambda g, t=t: g * 3**t, g) for t, g in enumerate(gradients)]
+  optimizer, _ = make_optimizer(config(name=name, clip_norm=1e3), steps=10)
+  scanned, state = train(optimizer, params, gradients)
+  apart, apart_state = train(optimizer, unstack(params), [unstack(g) for g in gradients])
+  assert_close(unstack(scanned), apart)
+  rms, apart_rms = optax.tree.get(state, "rms"), optax.tree.get(apart_state, "rms")
+  assert_close(unstack(rms), apart_rms)
+  kernel = rms["image"]["blocks"]["fc1"]["kernel"]
+  assert len(np.unique(kernel)) == LAYERS and max(kernel) > 1.2
+
+
+def test_adamw_is_optax_s_and_shows_its_rms():
+  params, *gradients = (random_like({"w": jnp.ones((5, 4)), "b": jnp.ones(4)}, s) for s in range(9))
+  c = config(name="adamw", b1=0.8, b2=0.95, eps=1e-3, weight_decay=0.1, clip_norm=2.0)
+  optimizer, schedule = make_optimizer(c, steps=20)
+  theirs = optax.chain(
+    optax.clip_by_global_norm(2.0),
+    optax.adamw(schedule, c.b1, c.b2, c.eps, weight_decay=c.weight_decay, mask=decays),
+  )
+  ours, state = train(optimizer, params, gradients)
+  expected, _ = train(theirs, params, gradients)
+  assert_close(ours, expected)
+  assert set(tensor_rms(state)) == {"w", "b"}
+
+
+def test_gradients_are_clipped_by_their_global_norm():
+  params = {"a": jnp.zeros(3), "b": jnp.zeros(4)}
+  small, large = (jax.tree.map(lambda p, s=s: p + s, params) for s in (1e-3, 1e3))
+  clipped, state = train(make_optimizer(config(clip_norm=1.0), 10)[0], params, [small, large])
+  norm = np.sqrt(7.0)
+  scaled = jax.tree.map(lambda p: p + 1 / norm, params)
+  expected, expected_state = train(make_optimizer(config(), 10)[0], params, [small, scaled])
+  np.testing.assert_allclose(tensor_rms(state)["a"], tensor_rms(expected_state)["a"], rtol=1e-5)
+  assert_close(clipped, expected)
+
+
+@pytest.mark.parametrize("decay_with", ["clipped", "plain"])
+def test_decay_with_reaches_stable_adamw(decay_with):
+  params, small, large = (random_like({"w": jnp.ones((5, 4))}, seed) for seed in range(3))
+  large = jax.tree.map(lambda g: 100 * g, large)
+  optimizer, schedule = make_optimizer(config(decay_with=decay_with), 10)
+  still, _ = make_optimizer(config(weight_decay=0.0), 10)
+  state, still_state = optimizer.init(params), still.init(params)
+  for t, g in enumerate((small, large)):
+    updates, state = optimizer.update(g, state, params)
+    without, still_state = still.update(g, still_state, params)
+    rms = tensor_rms(state)["w"] if decay_with == "clipped" else 1
+    np.testing.assert_allclose(
+      updates["w"] - without["w"],
+      -schedule(t) * 0.2 * params["w"] / np.maximum(1, rms),
+      atol=1e-6,
+    )
+  assert tensor_rms(state)["w"] > 1.2
+
+
+def test_a_stack_is_known_by_its_module_s_name():
+  tree = {"blocks": {"x": 0, "y": {"z": 0}}, "block_0": {"x": 0}, "blocks_0": 0, "my_blocks": 0}
+  assert stacked(tree) == {
+    "blocks": {"x": 1, "y": {"z": 1}},
+    "block_0": {"x": 0},
+    "blocks_0": 0,
+    "my_blocks": 0,
+  }
+
+
+@pytest.mark.parametrize(
+  "changes, message",
+  [
+    ({"name": "sgd"}, r"optimizer.name='sgd' is none of stable_adamw, adamw"),
+    ({"decay_with": "eta"}, r"decay_with='eta'.*'clipped' or 'plain'"),
+    ({"warmup_steps": 10}, r"warmup_steps=10 must be in \[0, steps=10\)"),
+    ({"warmup_steps": -1}, r"warmup_steps=-1 must be"),
+  ],
+)
+def test_errors_name_the_value_and_what_would_be_right(changes, message):
+  with pytest.raises(ValueError, match=message):
+    make_optimizer(config(**changes), steps=10)

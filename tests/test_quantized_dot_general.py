@@ -1,0 +1,157 @@
+"""Flax's own layers with `quantized_dot_general` are einsums over quantized operands."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+from flax import nnx
+from flax_case import assert_close, drawn, linen, normal, value_and_grads
+
+from sbjax import FULL, SWITCHBACK, quantized_dot_general
+
+# To rounding in float32. In bfloat16 to a unit in the last place of the largest.
+RTOL = {"float32": 2e-6, "bfloat16": 2**-7}
+
+DENSE = {  # name: (shape of x, the layer)
+  "dense": ((2, 5, 12), functools.partial(nn.Dense, 8)),
+  "vector": ((12,), functools.partial(nn.Dense, 8)),
+  "to heads": ((2, 5, 12), functools.partial(nn.DenseGeneral, (3, 4))),
+  "from heads": ((2, 5, 3, 4), functools.partial(nn.DenseGeneral, 8, axis=(-2, -1))),
+  "middle axis": ((2, 12, 5), functools.partial(nn.DenseGeneral, (3, 4), axis=1)),
+  "axes apart": ((2, 3, 5, 4), functools.partial(nn.DenseGeneral, (2, 3), axis=(3, 1))),
+  "batch": ((3, 5, 12), functools.partial(nn.DenseGeneral, 8, batch_dims=(0,))),
+  "batches": ((3, 2, 5, 12), functools.partial(nn.DenseGeneral, (2, 4), batch_dims=(0, 1))),
+}
+
+
+@pytest.mark.parametrize(
+  ("name", "dtype"), [("switchback", "bfloat16"), ("switchback_q", "float32")]
+)
+@pytest.mark.parametrize("kind", DENSE)
+def test_linen_s_dense_layers(kind, name, dtype):
+  shape, layer = DENSE[kind]
+  x = normal(shape, dtype)
+  actual = linen(layer(dtype=dtype, dot_general=quantized_dot_general(name)), x)
+  expected = linen(layer(dtype=dtype, dot_general=reference.dot_general(name)), x)
+  assert_close(actual, expected, RTOL[dtype])
+
+
+@pytest.mark.parametrize("kind", ["axes apart", "batches"])
+def test_a_full_dot_general_is_flax_s_own(kind):
+  shape, layer = DENSE[kind]
+  x = normal(shape)
+  actual = linen(layer(dot_general=quantized_dot_general(FULL)), x)
+  assert_close(actual, linen(layer(), x), RTOL["float32"])
+
+
+@pytest.mark.parametrize("name", ["switchback", "switchback_q"])
+def test_linen_s_attention(name):
+  def attention(dot):
+    return nn.MultiHeadDotProductAttention(4, qkv_dot_general=dot, out_dot_general=dot)
+
+  x = normal((2, 6, 16))
+  actual = linen(attention(quantized_dot_general(name)), x)
+  assert_close(actual, linen(attention(reference.dot_general(name)), x), 1e-5)
+
+
+def run_nnx(layer, x):
+  graph, params, rest = nnx.split(layer, nnx.Param, ...)
+  params = drawn(jax.eval_shape(lambda: params))
+  return value_and_grads(lambda params, x: nnx.merge(graph, params, rest)(x), params, x)
+
+
+@pytest.mark.parametrize(
+  ("name", "dtype"), [("switchback", "bfloat16"), ("switchback_q", "float32")]
+)
+def test_nnx_s_linear(name, dtype):
+  def linear(dot):
+    return nnx.Linear(12, 8, dtype=dtype, dot_general=dot, rngs=nnx.Rngs(0))
+
+  x = normal((2, 5, 12), dtype)
+  actual = run_nnx(linear(quantized_dot_general(name)), x)
+  assert_close(actual, run_nnx(linear(reference.dot_general(name)), x), RTOL[dtype])
+
+
+def nnx_attention(dot, dtype="float32"):
+  return nnx.MultiHeadAttention(
+    num_heads=4,
+    in_features=16,
+    dtype=dtype,
+    decode=False,
+    qkv_dot_general=dot,
+    out_dot_general=dot,
+    rngs=nnx.Rngs(0),
+  )
+
+
+@pytest.mark.parametrize("name", ["switchback", "switchback_q"])
+def test_nnx_s_attention(name):
+  x = normal((2, 6, 16))
+  actual = run_nnx(nnx_attention(quantized_dot_general(name)), x)
+  assert_close(actual, run_nnx(nnx_attention(reference.dot_general(name)), x), 1e-5)
+
+
+@pytest.mark.parametrize("library", ["linen", "nnx"])
+def test_attention_in_bfloat16_errs_as_int8_does(library):
+  def run(recipe):
+    dot = quantized_dot_general(recipe)
+    if library == "nnx":
+      # JAX's own attention promotes bfloat16 to float32 by itself.
+      with jax.numpy_dtype_promotion("standard"):
+        return run_nnx(nnx_attention(dot, "bfloat16"), x)
+    return linen(
+      nn.MultiHeadDotProductAttention(
+        4, dtype=jnp.bfloat16, qkv_dot_general=dot, out_dot_general=dot
+      ),
+      x,
+    )
+
+  x = normal((2, 6, 16), "bfloat16")
+  actual, expected = run(SWITCHBACK), run(FULL)
+  assert np.any(actual[0] != expected[0])
+  assert_close(actual, expected, 0.1)  # Measured: 0.03, of rounding two products in a row.
+
+
+def test_no_tokens_give_no_rows():
+  layer = nn.Dense(8, dot_general=quantized_dot_general("switchback"))
+  y = layer.apply(
+    drawn(jax.eval_shape(layer.init, jax.random.key(0), normal((2, 12)))), normal((0, 12))
+  )
+  assert y.shape == (0, 8)
+
+
+MATRIX = (((1,), (0,)), ((), ()))
+
+
+def test_preferred_element_type_is_the_result_s():
+  x, w = normal((5, 12), "bfloat16"), normal((12, 8), "bfloat16")
+  dot = quantized_dot_general("switchback")
+  wide = dot(x, w, MATRIX, preferred_element_type=jnp.float32)
+  assert wide.dtype == jnp.float32
+  np.testing.assert_array_equal(wide.astype(jnp.bfloat16), dot(x, w, MATRIX))
+  assert np.any(wide != wide.astype(jnp.bfloat16).astype(jnp.float32))  # Rounded once, by us.
+
+
+def test_a_precision_cannot_be_honoured_and_says_so():
+  layer = nn.Dense(8, precision="highest", dot_general=quantized_dot_general("switchback"))
+  with pytest.raises(ValueError, match=r"precision=.*cannot be honoured.*leave it None"):
+    jax.eval_shape(layer.init, jax.random.key(0), normal((2, 12)))
+
+
+def test_an_unknown_recipe_fails_when_the_layer_is_written():
+  with pytest.raises(ValueError, match=r"'int4'.*switchback"):
+    quantized_dot_general("int4")
+
+
+def test_integer_operands_are_refused():
+  with pytest.raises(ValueError, match=r"floating.*int32"):
+    quantized_dot_general("full")(np.ones((2, 4), np.int32), np.ones((4, 3), np.int32), MATRIX)
+
+
+def test_sizes_that_do_not_match_are_refused():
+  with pytest.raises(ValueError, match=r"agree in K.*\(2, 4\).*\(5, 3\)"):
+    quantized_dot_general("switchback")(normal((2, 4)), normal((5, 3)), MATRIX)

@@ -1,0 +1,111 @@
+"""`quantized_dot` over a mesh gives what it gives on one device, and gathers no activation."""
+
+import jax
+import numpy as np
+import pytest
+from dot_case import INT8_SUMS, Case, apply, assert_close, assert_same, layer, make_case
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from sbjax import RECIPES, SWITCHBACK
+
+LAYOUTS = {  # name: (mesh shape, x, w)
+  "batch": ((4, 2), P("data"), P()),
+  "batch over both": ((4, 2), P(("data", "model")), P()),
+  "K": ((4, 2), P("data", "model"), P("model")),
+  "N": ((2, 4), P("data"), P(None, "model")),
+  "K and N": ((2, 4), P(None, "data"), P("data", "model")),
+  "fsdp": ((2, 4), P("data"), P("data")),
+}
+
+
+def case_32():
+  return make_case(m=32, k=136, n=128)
+
+
+def sharded(case, layout, axis_type=AxisType.Auto):
+  """The case laid out on eight devices; dy as y comes out."""
+  shape, x_spec, w_spec = LAYOUTS[layout]
+  mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(axis_type,) * 2)
+  dy_spec = P(x_spec[0], *[None] * (case.x.ndim - 2), w_spec[1] if len(w_spec) > 1 else None)
+  if case.x.ndim > 2 and len(x_spec) > 1:
+    x_spec = P(x_spec[0], None, x_spec[1])
+  specs = (x_spec, w_spec, dy_spec)
+  return [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(case, specs, strict=True)]
+
+
+def compare(name, split, alone):
+  split = jax.tree.map(np.asarray, split)
+  if name in INT8_SUMS:
+    assert_same((split.y, split.dx), (alone.y, alone.dx))
+  if name == "llm_int8":
+    assert_same(split.dw, alone.dw)
+  assert_close(split, alone, 1e-6)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_split_batch_gives_the_numbers_of_one_device_and_gathers_nothing(name):
+  case = case_32()
+  alone = apply(*case, RECIPES[name])
+  operands = sharded(case, "batch")
+  compiled = layer.lower(*operands, RECIPES[name]).compile()
+  compare(name, compiled(*operands), alone)
+  hlo = compiled.as_text()
+  assert "all-reduce" in hlo  # dw is a sum over the batch.
+  for moved in ("all-gather", "all-to-all", "collective-permute"):
+    assert moved not in hlo
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("layout", ["K", "N"])
+def test_a_split_width_gives_the_numbers_of_one_device(name, layout):
+  case = case_32()
+  split = layer(*sharded(case, layout), RECIPES[name])
+  assert len(split.y.sharding.device_set) == 8
+  compare(name, split, apply(*case, RECIPES[name]))
+
+
+@pytest.mark.parametrize("layout", ["batch over both", "K and N", "fsdp"])
+@pytest.mark.parametrize("name", ["switchback", "switchback_m"])
+def test_switchback_gives_the_numbers_of_one_device(name, layout):
+  case = case_32()
+  compare(name, layer(*sharded(case, layout), RECIPES[name]), apply(*case, RECIPES[name]))
+
+
+def test_a_split_batch_of_sequences_gathers_nothing():
+  case = case_32()
+  alone = apply(*case, SWITCHBACK)
+  case = Case(case.x.reshape(8, 4, -1), case.w, case.dy.reshape(8, 4, -1))
+  operands = sharded(case, "batch")
+  compiled = layer.lower(*operands, SWITCHBACK).compile()
+  y, dx, dw = jax.tree.map(np.asarray, compiled(*operands))
+  assert_same((y.reshape(alone.y.shape), dx.reshape(alone.dx.shape)), (alone.y, alone.dx))
+  assert_close(dw, alone.dw, 1e-6)
+  for moved in ("all-gather", "all-to-all", "collective-permute"):
+    assert moved not in compiled.as_text()
+
+
+@pytest.mark.parametrize("layout", ["batch", "N", "fsdp"])
+@pytest.mark.parametrize("name", ["full", "switchback_m", "llm_int8"])
+def test_in_explicit_mode_each_gradient_is_sharded_as_its_primal(name, layout):
+  case = case_32()
+  x, w, dy = sharded(case, layout, AxisType.Explicit)
+  with jax.set_mesh(x.sharding.mesh):
+    split = layer(x, w, dy, RECIPES[name])
+  assert split.dx.sharding.is_equivalent_to(x.sharding, 2)
+  assert split.dw.sharding.is_equivalent_to(w.sharding, 2)
+  compare(name, split, apply(*case, RECIPES[name]))
+
+
+def test_explicit_mode_takes_a_batch_of_sequences():
+  case = case_32()
+  alone = apply(*case, SWITCHBACK)
+  case = Case(case.x.reshape(8, 4, -1), case.w, case.dy.reshape(8, 4, -1))
+  x, w, dy = sharded(case, "batch", AxisType.Explicit)
+  with jax.set_mesh(x.sharding.mesh):
+    y, dx, dw = layer(x, w, dy, SWITCHBACK)
+  assert y.sharding.is_equivalent_to(dy.sharding, 3)
+  assert dx.sharding.is_equivalent_to(x.sharding, 3)
+  y, dx = np.asarray(y), np.asarray(dx)
+  assert_same((y.reshape(alone.y.shape), dx.reshape(alone.dx.shape)), (alone.y, alone.dx))
+  assert_close(dw, alone.dw, 1e-6)

@@ -1,0 +1,117 @@
+"""A recipe is a value: compared, hashed, looked up by name, and checked once."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+import reference
+
+import sbjax
+from sbjax import (
+  E4M3,
+  E5M2,
+  FULL,
+  INT8,
+  RECIPES,
+  SWITCHBACK,
+  SWITCHBACK_M,
+  Recipe,
+  Spec,
+  quantized_dot,
+)
+from sbjax.recipes import as_recipe
+
+INT8_ROW, INT8_TENSOR = Spec(INT8, "rowwise"), Spec(INT8, "tensorwise")
+
+
+@pytest.mark.parametrize("name", reference.METHODS)
+def test_each_named_recipe_is_the_paper_s(name):
+  formats = {"int8": INT8, "e4m3": E4M3, "e5m2": E5M2}
+  scalings = {"row": "rowwise", "tensor": "tensorwise"}
+
+  def specs(pair):
+    return pair and tuple(Spec(formats[fmt], scalings[scaling]) for fmt, scaling in pair)
+
+  method = reference.METHODS[name]
+  assert RECIPES[name] == Recipe(
+    fwd=specs(method.y),
+    dgrad=specs(method.dx),
+    wgrad=specs(method.dw),
+    residuals="quantized" if method.saves_rounded_x else "full",
+  )
+  assert RECIPES[name] is getattr(sbjax, name.upper())
+
+
+def test_there_are_seven_and_no_two_are_equal():
+  assert list(RECIPES) == list(reference.METHODS)
+  assert len(set(RECIPES.values())) == 7
+
+
+def test_equality_is_by_value():
+  twin = Recipe(fwd=(INT8_ROW, INT8_TENSOR), dgrad=(INT8_ROW, INT8_TENSOR), wgrad=None)
+  assert twin == SWITCHBACK and hash(twin) == hash(SWITCHBACK)
+  assert twin != SWITCHBACK_M
+  assert dataclasses.replace(twin, residuals="quantized") == SWITCHBACK_M
+
+
+def test_equal_recipes_share_one_trace_as_static_argument():
+  traced = []
+
+  def f(x, w, recipe):
+    traced.append(recipe)
+    return quantized_dot(x, w, recipe)
+
+  f = jax.jit(f, static_argnames="recipe")
+  x, w = jnp.ones((2, 4)), jnp.ones((4, 3))
+  twin = Recipe(fwd=(INT8_ROW, INT8_TENSOR), dgrad=(INT8_ROW, INT8_TENSOR), wgrad=None)
+  f(x, w, recipe=SWITCHBACK), f(x, w, recipe=twin), f(x, w, recipe=FULL)
+  assert traced == [SWITCHBACK, FULL]
+
+
+def test_a_recipe_is_frozen():
+  with pytest.raises(dataclasses.FrozenInstanceError):
+    SWITCHBACK.wgrad = (INT8_ROW, INT8_ROW)
+
+
+def test_the_repr_says_all():
+  text = repr(SWITCHBACK_M)
+  for word in ("fwd", "dgrad", "wgrad=None", "int8", "rowwise", "tensorwise", "'quantized'"):
+    assert word in text
+
+
+def test_a_name_stands_for_its_recipe():
+  assert as_recipe("switchback") is SWITCHBACK
+  assert as_recipe(SWITCHBACK) is SWITCHBACK
+
+
+@pytest.mark.parametrize("unknown", ["int4", "", "SwitchBack", None, 8])
+def test_an_unknown_recipe_is_answered_with_the_known(unknown):
+  with pytest.raises(ValueError, match=f"{unknown!r}.*{', '.join(RECIPES)}"):
+    as_recipe(unknown)
+
+
+PAIR = (INT8_ROW, INT8_TENSOR)
+ROWS = (INT8_ROW, INT8_ROW)
+
+
+@pytest.mark.parametrize(
+  ("fields", "message"),
+  [
+    ({"fwd": (INT8_ROW, None)}, r"fwd=.*None or a pair of Specs"),
+    ({"dgrad": INT8_ROW}, r"dgrad=.*None or a pair of Specs"),
+    ({"wgrad": ("int8", "int8")}, r"wgrad=.*'int8'.*None or a pair of Specs"),
+    ({"fwd": (INT8_ROW, Spec(E4M3, "tensorwise"))}, r"fwd: .*int8 with float8_e4m3fn"),
+    ({"fwd": (INT8_ROW, Spec(jnp.float8_e4m3fn, "tensorwise"))}, r"fwd: .*int8 with float8_e4m3fn"),
+    ({"fwd": (INT8_ROW, Spec(INT8, "colwise"))}, r"'colwise'.*rowwise, tensorwise, static"),
+    ({"fwd": (INT8_ROW, Spec(jnp.float16, "rowwise"))}, r"float16.*int8, float8_e4m3fn"),
+    ({"residuals": "int8"}, r"residuals='int8'.*'full' or 'quantized'"),
+    ({"fwd": None, "residuals": "quantized"}, r"'quantized' needs a quantized fwd and dgrad"),
+    ({"dgrad": None, "residuals": "quantized"}, r"'quantized' needs a quantized fwd and dgrad"),
+    ({"fwd": ROWS, "dgrad": ROWS, "residuals": "quantized"}, r"'tensorwise'.*rowwise"),
+    ({"dgrad": (INT8_ROW, Spec(INT8, "static")), "residuals": "quantized"}, r"same.*static"),
+  ],
+)
+def test_an_impossible_recipe_is_refused(fields, message):
+  with pytest.raises(ValueError, match=message):
+    Recipe(**{"fwd": PAIR, "dgrad": PAIR, "wgrad": None} | fields)

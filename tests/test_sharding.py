@@ -1,0 +1,79 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+
+from sbjax.models.clip import CLIP, SIZES
+from train.config import MeshConfig, OptimizerConfig
+from train.optimizer import make_optimizer
+from train.sharding import make_mesh, parameter_shardings, path_name, state_shardings
+from train.step import make_init
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["scan", "unrolled"])
+def state(request):
+  """Shapes of the state of a tiny CLIP with all that is optional."""
+  model = CLIP(SIZES["tiny"], scan=request.param, zero_init_layer_scale=True, qk_norm=True)
+  optimizer, _ = make_optimizer(OptimizerConfig(warmup_steps=1), 10)
+  return jax.eval_shape(make_init(model, optimizer, 0))
+
+
+def specs(tree):
+  return {path_name(path): s.spec for path, s in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+@pytest.mark.parametrize(
+  ("config", "shape"),
+  [((-1, 1), (8, 1)), ((-1, 4), (2, 4)), ((2, -1), (2, 4)), ((1, 8), (1, 8))],
+)
+def test_a_size_of_minus_one_takes_what_is_left(config, shape):
+  mesh = make_mesh(MeshConfig(data=config[0], fsdp=config[1]))
+  assert (mesh.shape["data"], mesh.shape["fsdp"]) == shape
+
+
+@pytest.mark.parametrize("config", [(3, 2), (-1, 3), (-1, -1), (0, 8), (4, 1)])
+def test_a_mesh_that_is_not_all_devices_is_an_error(config):
+  with pytest.raises(ValueError, match="does not make 8 devices"):
+    make_mesh(MeshConfig(data=config[0], fsdp=config[1]))
+
+
+def test_every_parameter_has_a_rule_and_kernels_are_split(state):
+  found = specs(parameter_shardings(state.params, make_mesh(MeshConfig(data=2, fsdp=4))))
+  for name, spec in found.items():
+    large = name.endswith(("kernel", "proj", "token_embedding/embedding"))
+    assert ("fsdp" in spec) == large, name
+
+
+def test_moments_live_with_their_parameters_and_counts_everywhere(state):
+  mesh = make_mesh(MeshConfig(data=2, fsdp=4))
+  parameters = specs(parameter_shardings(state.params, mesh))
+  for name, spec in specs(state_shardings(state, state.params, mesh)).items():
+    owner = next((p for p in parameters if name.endswith("/" + p)), None)
+    if owner and ("/mu/" in name or "/nu/" in name or name.startswith("params/")):
+      assert spec == parameters[owner], name
+    else:
+      assert spec == PartitionSpec(), name
+
+
+def test_a_parameter_without_a_rule_is_named():
+  mesh = make_mesh(MeshConfig())
+  with pytest.raises(ValueError, match="covers parameter 'image/mystery'"):
+    parameter_shardings({"image": {"mystery": jnp.zeros(3)}}, mesh)
+
+
+def test_an_axis_that_does_not_divide_is_named():
+  mesh = make_mesh(MeshConfig(data=1, fsdp=8))
+  with pytest.raises(ValueError, match=r"mesh.fsdp=8 does not divide .* 12 .*'image/proj'"):
+    parameter_shardings({"image": {"proj": jnp.zeros((12, 8))}}, mesh)
+
+
+def test_any_optax_state_is_covered(state):
+  mesh = make_mesh(MeshConfig(data=1, fsdp=8))
+  optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+  moments = jax.eval_shape(optimizer.init, state.params)
+  split = [s for s in jax.tree.leaves(state_shardings(moments, state.params, mesh)) if s.spec]
+  kernels = sum("fsdp" in s for s in specs(parameter_shardings(state.params, mesh)).values())
+  assert sum("fsdp" in s.spec for s in split) == 2 * kernels
+  assert np.all([s.mesh == mesh for s in split])

@@ -1,0 +1,298 @@
+"""The import of tar shards: what is read, what is skipped and counted, what is refused."""
+
+import gzip
+import io
+import json
+import os
+import tarfile
+
+import numpy as np
+import pytest
+import tensorflow_datasets as tfds
+from PIL import Image
+
+from train.config import DataConfig
+from train.data import prepare
+from train.datasets import tar_shards, webdataset
+
+
+def image_bytes(kind="jpeg", colour=(200, 30, 30), size=(8, 6)):
+  file = io.BytesIO()
+  Image.new("RGB", size, colour).save(file, kind)
+  return file.getvalue()
+
+
+def write_shard(path, members, mode="w"):
+  with tarfile.open(path, mode) as tar:
+    for name, content in members:
+      info = tarfile.TarInfo(name)
+      info.size = len(content)
+      tar.addfile(info, io.BytesIO(content))
+
+
+def pairs(count, first=0):
+  """Members of whole samples: a jpg and a txt each."""
+  for i in range(first, first + count):
+    yield f"{i:06d}.jpg", image_bytes(colour=(i % 256, 0, 0))
+    yield f"{i:06d}.txt", f"caption {i}".encode()
+
+
+@pytest.fixture
+def config(tmp_path):
+  (tmp_path / "shards").mkdir()
+  return DataConfig(
+    name="mine",
+    data_dir=str(tmp_path / "data"),
+    root=str(tmp_path / "shards"),
+    train_shards="*.tar*",
+  )
+
+
+@pytest.fixture
+def folder(config, tmp_path):
+  return tmp_path / "shards"
+
+
+def records(builder, split="train"):
+  skip = {"image": tfds.decode.SkipDecoding()}
+  return list(builder.as_data_source(split, decoders=skip))
+
+
+def captions(builder, split="train"):
+  return [[caption.decode() for caption in r["captions"]] for r in records(builder, split)]
+
+
+def test_images_keep_their_bytes_and_captions_their_order(config, folder):
+  images = {kind: image_bytes(kind) for kind in ("jpeg", "png", "webp")}
+  write_shard(
+    folder / "a.tar",
+    [
+      ("0.jpg", images["jpeg"]),
+      ("0.txt", b" one caption \n"),
+      ("1.PNG", images["png"]),
+      ("1.json", json.dumps({"captions": ["first", "second"], "width": 8}).encode()),
+      ("1.txt", b"not this one"),
+      ("2.webp", images["webp"]),
+      ("2.json", json.dumps({"caption": "from \u00fcnicode json"}).encode()),
+      ("deep/er/3.jpeg", images["jpeg"]),
+      ("deep/er/3.json", json.dumps({"caption": None, "url": "x"}).encode()),
+      ("deep/er/3.txt", "\u732b".encode()),
+      ("4.seg.png", b"another thing"),
+      ("4.jpg", images["jpeg"]),
+      ("4.json", json.dumps({"caption": ["a", "", "b"]}).encode()),
+    ],
+  )
+  builder = prepare(config)
+  found = records(builder)
+  assert [r["image"] for r in found] == [images[k] for k in ("jpeg", "png", "webp", "jpeg", "jpeg")]
+  assert captions(builder) == [
+    ["one caption"],
+    ["first", "second"],
+    ["from \u00fcnicode json"],
+    ["\u732b"],
+    ["a", "b"],
+  ]
+  assert builder.info.metadata["skipped"] == {}
+
+
+def test_what_is_corrupt_is_skipped_and_counted_by_reason(config, folder, capsys):
+  jpg = image_bytes(size=(64, 64))
+  write_shard(
+    folder / "a.tar",
+    [
+      *pairs(3),
+      ("100.jpg", jpg[: len(jpg) // 2]),
+      ("100.txt", b"cut image"),
+      ("101.jpg", b"no image at all"),
+      ("101.txt", b"x"),
+      ("102.jpg", jpg),
+      ("103.jpg", jpg),
+      ("103.txt", b"  \n"),
+      ("104.jpg", jpg),
+      ("104.txt", b"caf\xe9"),
+      ("105.jpg", jpg),
+      ("105.json", b"{not json"),
+      ("106.jpg", jpg),
+      ("106.json", json.dumps({"caption": 3}).encode()),
+      ("107.txt", b"no image"),
+      ("._108.jpg", b"resource fork"),
+      *pairs(2, first=200),
+    ],
+  )
+  builder = prepare(config)
+  assert captions(builder) == [[f"caption {i}"] for i in (0, 1, 2, 200, 201)]
+  assert builder.info.metadata["skipped"] == {
+    "undecodable image": 2,
+    "no caption": 2,
+    "unreadable text": 3,
+    "no image": 1,
+  }
+  lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Imported")]
+  assert lines == [
+    "Imported mine: 5 train; skipped 8 (2 no caption, 1 no image, 2 undecodable image, "
+    "3 unreadable text)."
+  ]
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_a_truncated_shard_gives_what_came_before(config, folder, compress):
+  path = folder / ("a.tar.gz" if compress else "a.tar")
+  rng = np.random.default_rng(0)
+  noise = [image_bytes_of(rng.integers(0, 256, (32, 32, 3), np.uint8)) for _ in range(20)]
+  members = [(f"{i}.jpg", image) for i, image in enumerate(noise)]
+  members = [m for i, m in enumerate(members) for m in (m, (f"{i}.txt", f"{i}".encode()))]
+  write_shard(path, members, "w:gz" if compress else "w")
+  whole = path.read_bytes()
+  path.write_bytes(whole[: len(whole) // 2])
+  builder = prepare(config)
+  found = captions(builder)
+  assert found == [[str(i)] for i in range(len(found))]
+  assert 8 <= len(found) <= 12
+  assert builder.info.metadata["damaged"] == [path.name]
+
+
+def image_bytes_of(array):
+  file = io.BytesIO()
+  Image.fromarray(array).save(file, "jpeg", quality=95)
+  return file.getvalue()
+
+
+@pytest.mark.parametrize(
+  ("cut", "whole"),
+  [(0, 2), (100, 2), (512, 2), (513, 3), (1024, 3), (1100, 3), (1536, 3), (1537, 4), (2048, 4)],
+)
+def test_every_member_that_came_whole_is_used(tmp_path, cut, whole):
+  """Two samples of two members, each a header and a block; `cut` counts from the second sample.
+
+  At 2048 nothing is missing but the end mark.
+  """
+  path = tmp_path / "a.tar"
+  members = [("0.jpg", b"A"), ("0.txt", b"a"), ("1.jpg", b"B"), ("1.txt", b"b")]
+  write_shard(path, members)
+  path.write_bytes(path.read_bytes()[: 2048 + cut])
+  found, shard = [], tar_shards.samples(str(path))
+  with pytest.raises(tar_shards.DamagedShard, match=r"a\.tar"):
+    for sample in shard:
+      found += sample.items()
+  assert found == [(name[2:], content) for name, content in members[:whole]]
+
+
+def test_a_damaged_shard_among_whole_ones_is_named(config, folder):
+  write_shard(folder / "a.tar", pairs(2))
+  (folder / "b.tar").write_bytes(b"this is no tar archive" * 100)
+  with gzip.open(folder / "c.tar.gz", "wb") as file:
+    file.write(b"nor is this")
+  builder = prepare(config)
+  assert builder.info.metadata["damaged"] == ["b.tar", "c.tar.gz"]
+  assert captions(builder) == [["caption 0"], ["caption 1"]]
+
+
+def test_several_shards_in_several_processes_keep_the_order(config, folder, monkeypatch):
+  for i in range(3):
+    write_shard(folder / f"{i}.tar", [] if i == 1 else pairs(2, first=10 * i))
+  monkeypatch.setattr(os, "cpu_count", lambda: 2)
+  monkeypatch.setattr(webdataset, "_BYTES_PER_PROCESS", 1)
+  builder = prepare(config)
+  assert captions(builder) == [[f"caption {i}"] for i in (0, 1, 20, 21)]
+  assert builder.info.splits["train"].num_shards == 2  # The empty one is left out.
+
+
+def test_both_splits_are_imported(config, folder):
+  write_shard(folder / "a-000.tar", pairs(2))
+  write_shard(folder / "a-001.tar", pairs(2, first=2))
+  write_shard(folder / "b.tar", pairs(1, first=9))
+  config.train_shards, config.eval_shards = "a-{000..001}.tar", "b.tar"
+  builder = prepare(config)
+  assert len(captions(builder, "train")) == 4
+  assert captions(builder, "val") == [["caption 9"]]
+
+
+@pytest.mark.parametrize("names", [None, ["cat", "dog", "ox"]])
+def test_cls_becomes_a_label(config, folder, names):
+  jpg = image_bytes()
+  labels = [b"0", b"2\n", b"x", b"7" if names else b"-1", b"1"]
+  members = [(f"{i}.cls", label) for i, label in enumerate(labels)]
+  write_shard(
+    folder / "a.tar", [m for i, cls in enumerate(members) for m in ((f"{i}.jpg", jpg), cls)]
+  )
+  config.text_key, config.label_key = "", "label"
+  if names:
+    (folder / "classnames.txt").write_text("\n".join(names) + "\n")
+    config.class_names = "classnames.txt"
+  builder = prepare(config)
+  assert [r["label"] for r in records(builder)] == [0, 2, 1]
+  assert builder.info.features["label"].names == (names or ["0", "1", "2"])
+  assert builder.info.metadata["skipped"] == {"unreadable label": 1, "label out of range": 1}
+
+
+def test_nothing_usable_is_an_error_that_names_pattern_and_reasons(config, folder):
+  write_shard(folder / "a.tar", [("0.jpg", image_bytes()), ("1.txt", b"x")])
+  with pytest.raises(
+    ValueError, match=r"No usable sample in .*\*\.tar\*.*1 no caption, 1 no image"
+  ):
+    prepare(config)
+  assert not list((folder.parent / "data" / "mine").glob("*.*.*"))
+
+
+@pytest.mark.parametrize("pattern", ["none-*.tar", "none-{000..003}.tar"])
+def test_a_pattern_that_matches_nothing_is_named(config, pattern):
+  config.train_shards = pattern
+  with pytest.raises(ValueError, match=r"No shard matches .*none-"):
+    prepare(config)
+
+
+def test_the_import_is_done_once(config, folder, monkeypatch):
+  write_shard(folder / "a.tar", pairs(2))
+  prepare(config)
+  monkeypatch.setattr(webdataset, "_run", lambda jobs: pytest.fail("imported again"))
+  assert len(captions(prepare(config))) == 2
+  config.train_shards = ""  # The name alone finds it, too.
+  assert len(captions(prepare(config))) == 2
+
+
+@pytest.mark.parametrize("change", ["another shard", "another size", "labels"])
+def test_a_changed_import_under_the_same_name_is_noticed(config, folder, change):
+  write_shard(folder / "a.tar", pairs(2))
+  prepare(config)
+  if change == "another shard":
+    write_shard(folder / "b.tar", pairs(2))
+  elif change == "another size":
+    write_shard(folder / "a.tar", pairs(20))
+  else:
+    config.label_key = "label"
+  match = "other features" if change == "labels" else "other shards"
+  with pytest.raises(ValueError, match=f"mine was imported before with {match}.*delete"):
+    prepare(config)
+
+
+def test_an_interrupted_import_leaves_no_data_set(config, folder, monkeypatch):
+  write_shard(folder / "a.tar", pairs(4))
+
+  def killed(self, split, parts):
+    assert any((folder.parent / "data").rglob("part-*"))
+    raise KeyboardInterrupt
+
+  with monkeypatch.context() as patch:
+    patch.setattr(webdataset.WebDataset, "_finish_split", killed)
+    with pytest.raises(KeyboardInterrupt):
+      prepare(config)
+  assert len(captions(prepare(config))) == 4
+
+
+def test_braces_expand_as_in_a_shell(tmp_path):
+  for name in ("a-08", "a-09", "a-10", "b-x", "b-y", "c"):
+    (tmp_path / f"{name}.tar").touch()
+  found = tar_shards.expand(str(tmp_path / "{a-{08..10},b-{x,z}}.tar"))
+  assert [os.path.basename(path) for path in found] == [
+    "a-08.tar",
+    "a-09.tar",
+    "a-10.tar",
+    "b-x.tar",
+  ]
+
+
+def test_a_name_that_cannot_be_one_is_refused(config, folder):
+  write_shard(folder / "a.tar", pairs(1))
+  config.name = "My data"
+  with pytest.raises(ValueError, match="'My data'"):
+    prepare(config)

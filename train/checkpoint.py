@@ -1,0 +1,138 @@
+"""Checkpoints that a killed run resumes from exactly.
+
+One step holds the training state (orbax, written in the background) and a JSON record: the
+position of the data iterator and a checksum of every array. The position is the same in every
+process, since all take the same steps. A step that is incomplete, unreadable or does not match
+its checksums is put aside and the one before it is used.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+from train.errors import RunError
+
+
+class Restored(NamedTuple):
+  step: int
+  state: Any
+  data: dict  # the data iterator's position
+
+
+class Checkpointer:
+  """Saves to and restores from `directory`, keeping the newest `keep` steps."""
+
+  def __init__(self, directory: str | Path, keep: int):
+    self.directory = Path(directory).absolute()
+    self._manager = ocp.CheckpointManager(
+      self.directory,
+      item_names=("state", "record"),
+      options=ocp.CheckpointManagerOptions(max_to_keep=keep, create=True),
+    )
+    self.last_good: int | None = self._manager.latest_step()
+
+  def save(self, step: int, state, data: dict) -> None:
+    """Starts to write the state after `step` steps; it may be donated as soon as this returns."""
+    record = {"data": data, "checksums": _checksums(state)}
+    self._reporting(
+      lambda: self._manager.save(
+        step,
+        args=ocp.args.Composite(
+          state=ocp.args.StandardSave(state), record=ocp.args.JsonSave(record)
+        ),
+      )
+    )
+
+  def wait(self) -> None:
+    """Returns when all that was saved is on disk."""
+    self._reporting(self._manager.wait_until_finished)
+    self.last_good = self._manager.latest_step()
+
+  def restore(self, like) -> Restored | None:
+    """The newest step that is whole, laid out as `like` (shapes with shardings), or None.
+
+    Raises:
+      RunError: there are checkpoints, and none of them can be read into `like`.
+    """
+    reasons = []
+    for step in sorted(self._manager.all_steps(), reverse=True):
+      try:
+        restored = self._restore(step, like)
+      except Exception as error:  # Damage shows as anything: a missing file, a codec, a shape.
+        reasons.append(f"step {step}: {_first_line(error)}")
+        continue
+      for reason in reasons:
+        print(f"Damaged checkpoint put aside, {reason}", file=sys.stderr)
+      if reasons:
+        print(f"Falling back to the checkpoint of step {step}.", file=sys.stderr)
+        self._put_aside(newer_than=step)
+      self.last_good = step
+      return restored
+    if reasons:
+      raise RunError(
+        f"No checkpoint in {self.directory} can be restored: {'; '.join(reasons)}."
+        " Was it written with another model? A new --workdir starts afresh."
+      )
+    return None
+
+  def close(self) -> None:
+    self._manager.close()
+
+  def _restore(self, step: int, like) -> Restored:
+    items = self._manager.restore(
+      step,
+      args=ocp.args.Composite(state=ocp.args.StandardRestore(like), record=ocp.args.JsonRestore()),
+    )
+    found = _checksums(items.state)
+    wrong = [name for name, value in items.record["checksums"].items() if found[name] != value]
+    if wrong:
+      raise ValueError(f"checksum of {wrong[0]} ({len(wrong)} arrays in all)")
+    return Restored(step, items.state, items.record["data"])
+
+  def _put_aside(self, newer_than: int) -> None:
+    for step in self._manager.all_steps():
+      if step > newer_than and jax.process_index() == 0:
+        (self.directory / str(step)).rename(self.directory / f"damaged-{step}")
+    self._manager.reload()
+
+  def _reporting(self, write) -> None:
+    try:
+      write()
+    except Exception as error:
+      raise RunError(
+        f"Could not write a checkpoint to {self.directory}: {_first_line(error)}."
+        f" The last good one is {self.describe_last_good()}."
+      ) from error
+
+  def describe_last_good(self) -> str:
+    if self.last_good is None:
+      return "none"
+    return f"step {self.last_good} in {self.directory}"
+
+
+def _first_line(error: Exception) -> str:
+  lines = str(error).strip().splitlines()
+  return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+
+
+@jax.jit
+def _bit_sums(leaves):
+  """For each array the sum of its bits as unsigned integers, modulo 2**32: exact in any order."""
+
+  def bit_sum(x):
+    unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
+    return jnp.sum(jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32))
+
+  return [bit_sum(x) for x in leaves]
+
+
+def _checksums(state) -> dict[str, int]:
+  paths, leaves = zip(*jax.tree_util.tree_leaves_with_path(state), strict=True)
+  names = [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
+  sums = jax.device_get(_bit_sums(leaves))
+  return {name: int(np.asarray(value)) for name, value in zip(names, sums, strict=True)}

@@ -1,0 +1,352 @@
+"""Image-text batches: prepared data sets, read at random by grain.
+
+The stream is a function of (seed, position): epoch after epoch a new permutation of the data, cut
+into batches of `config.batch_size` (a remainder is left out, so no batch holds a pair twice), each
+dealt out to the processes. Neither workers nor processes change what a batch holds, and the place
+in it is one number: a run resumes exactly, on another machine too.
+"""
+
+import contextlib
+import dataclasses
+import io
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import grain
+import numpy as np
+import tensorflow_datasets as tfds
+from absl import flags
+from PIL import Image
+
+from train.config import Config
+from train.datasets.prepared import feature, prepare
+from train.tokenizer import Tokenizer
+
+__all__ = [
+  "captions",
+  "class_names",
+  "eval_batches",
+  "prefetch_to_device",
+  "prepare",
+  "train_iterator",
+]
+
+
+def class_names(config: Config, builder: tfds.core.DatasetBuilder) -> list[str] | None:
+  """Names of the classes in label order; None where the config names no label."""
+  key = config.data.label_key
+  return list(feature(builder, key).names) if key else None
+
+
+def captions(config: Config, builder: tfds.core.DatasetBuilder) -> Iterator[str]:
+  """All captions of the train split."""
+  if config.data.text_key:
+    examples = _Examples(config, builder, config.data.train_split)
+    for i in range(len(examples)):
+      yield from examples[i]["captions"]
+  else:
+    for name in class_names(config, builder):
+      yield from _prompts(config, name)
+
+
+def train_iterator(
+  config: Config,
+  builder: tfds.core.DatasetBuilder,
+  tokenizer: Tokenizer,
+  *,
+  image_size: int,
+  context_length: int,
+  process_index: int = 0,
+  process_count: int = 1,
+) -> grain.DatasetIterator:
+  """This process's share of every batch, without end.
+
+  {"image": uint8 [b, image_size, image_size, 3], "text": int32 [b, context_length]}, with
+  b = batch_size / process_count. Each epoch draws crop, flip and one of the captions anew.
+  """
+  examples = _Examples(config, builder, config.data.train_split)
+  batch_size, count = config.batch_size, len(examples)
+  if batch_size % process_count:
+    raise ValueError(f"{batch_size=} is not a multiple of {process_count=}.")
+  if batch_size > count:
+    raise ValueError(
+      f"{batch_size=} is more than the {count} examples of {config.data.name} "
+      f"{config.data.train_split}: a batch holds a pair at most once."
+    )
+  batches = (
+    grain.MapDataset.source(examples)
+    .seed(config.seed)
+    .shuffle()
+    # Before the deal, so that the random numbers go with the position in the stream.
+    .random_map(_Augment(image_size, tuple(config.data.crop_scale), config.data.flip))
+    .slice(slice(process_index, count // batch_size * batch_size, process_count))
+    .batch(batch_size // process_count, batch_fn=_Tokenize(tokenizer, context_length))
+    .repeat()
+  )
+  return _Batches(batches, config.data.workers, config.data.prefetch)
+
+
+def eval_batches(
+  config: Config,
+  builder: tfds.core.DatasetBuilder,
+  split: str,
+  *,
+  image_size: int,
+  batch_size: int,
+) -> Iterator[dict[str, Any]]:
+  """The split once, in its order; the last batch may be smaller.
+
+  {"image": uint8 [b, image_size, image_size, 3], "captions": b lists of str,
+  "label": int32 [b], -1 where unknown}.
+  """
+  batches = (
+    grain.MapDataset.source(_Examples(config, builder, split))
+    .map(_CentreCrop(image_size))
+    .batch(batch_size, batch_fn=_stack)
+    .to_iter_dataset(_threads(config.data.prefetch))
+  )
+  with contextlib.closing(iter(batches)) as iterator:
+    yield from iterator
+
+
+def prefetch_to_device(
+  iterator: grain.DatasetIterator, put: Any, size: int
+) -> Iterator[tuple[Any, dict[str, Any]]]:
+  """(batch on its devices, the state of `iterator` after that batch), `size` batches ahead.
+
+  A thread fetches and puts. Its errors are raised here; closing ends it, and `iterator`.
+
+  Args:
+    iterator: gives this process's part of each batch.
+    put: the jax.sharding.Sharding of the global batch, or a function of the host's batch.
+    size: batches ahead; 0: no thread.
+  """
+  if not callable(put):
+    put = _ToSharding(put)
+  on_device = _OnDevice(iterator, put)
+  ahead = grain.experimental.ThreadPrefetchDatasetIterator(on_device, size)
+  with contextlib.closing(ahead):
+    for batch in ahead:
+      yield batch, ahead.get_state()
+
+
+class _Examples:
+  """A split as a sequence of {"where", "image": bytes, "captions": list of str, "label": int}."""
+
+  def __init__(self, config: Config, builder: tfds.core.DatasetBuilder, split: str):
+    if split.partition("[")[0] not in builder.info.splits:  # "train[:90%]" is a split, too.
+      there = ", ".join(builder.info.splits)
+      raise ValueError(f"{builder.info.full_name} has no split {split!r}: it has {there}.")
+    self._config, self._split = config, split
+    self._names = class_names(config, builder)
+    self._source = builder.as_data_source(
+      split, decoders={config.data.image_key: tfds.decode.SkipDecoding()}
+    )
+
+  def __len__(self) -> int:
+    return len(self._source)
+
+  def __getitem__(self, index: int) -> dict[str, Any]:
+    record, keys, where = self._source[index], self._config.data, f"{self._split}[{index}]"
+    label = int(_value(record, keys.label_key)) if keys.label_key else -1
+    if keys.text_key:
+      texts = _value(record, keys.text_key)
+      texts = [texts] if isinstance(texts, bytes) else texts
+      texts = [text.decode("utf-8", errors="replace") for text in texts]
+    else:
+      texts = _prompts(self._config, self._names[label]) if label >= 0 else []
+    if not texts:
+      raise ValueError(f"{keys.name} {where} has no caption.")
+    return {
+      "where": f"{keys.name} {where}",
+      "image": _value(record, keys.image_key),
+      "captions": texts,
+      "label": label,
+    }
+
+
+def _value(record: dict, key: str) -> Any:
+  for name in key.split("/"):
+    record = record[name]
+  return record
+
+
+def _prompts(config: Config, name: str) -> list[str]:
+  return [template.format(name) for template in config.data.templates]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Augment:
+  """A random crop of the image and one of the captions."""
+
+  image_size: int
+  crop_scale: tuple[float, float]
+  flip: bool
+
+  def __call__(self, example: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    image = _decode(example)
+    image = image.crop(_random_box(*image.size, self.crop_scale, rng))
+    image = image.resize((self.image_size,) * 2, Image.Resampling.BICUBIC)
+    if self.flip and rng.random() < 0.5:
+      image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    texts = example["captions"]
+    return {"image": np.asarray(image), "caption": texts[rng.integers(len(texts))]}
+
+
+@dataclasses.dataclass(frozen=True)
+class _CentreCrop:
+  """The shorter side scaled to the size, then the middle: open_clip's evaluation transform."""
+
+  image_size: int
+
+  def __call__(self, example: dict[str, Any]) -> dict[str, Any]:
+    image, size = _decode(example), self.image_size
+    shorter = min(image.size)
+    width, height = (size * side // shorter for side in image.size)
+    image = image.resize((width, height), Image.Resampling.BICUBIC)
+    left, top = round((width - size) / 2), round((height - size) / 2)
+    image = image.crop((left, top, left + size, top + size))
+    return {"image": np.asarray(image), "captions": example["captions"], "label": example["label"]}
+
+
+def _decode(example: dict[str, Any]) -> Image.Image:
+  try:
+    return Image.open(io.BytesIO(example["image"])).convert("RGB")
+  except Exception as error:  # Each of Pillow's decoders has its own errors.
+    raise ValueError(f"The image of {example['where']} cannot be decoded: {error}") from error
+
+
+def _random_box(
+  width: int, height: int, scale: Sequence[float], rng: np.random.Generator
+) -> tuple[int, int, int, int]:
+  """(left, top, right, bottom) with a share of the area in `scale` and a ratio of 3/4 to 4/3.
+
+  torchvision's RandomResizedCrop: ten draws, then the largest allowed box in the middle.
+  """
+  for _ in range(10):
+    area = width * height * rng.uniform(*scale)
+    ratio = math.exp(rng.uniform(math.log(3 / 4), math.log(4 / 3)))
+    w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+    if 0 < w <= width and 0 < h <= height:
+      left, top = int(rng.integers(width - w + 1)), int(rng.integers(height - h + 1))
+      return left, top, left + w, top + h
+  w, h = min(width, round(height * 4 / 3)), min(height, round(width * 4 / 3))
+  left, top = (width - w) // 2, (height - h) // 2
+  return left, top, left + w, top + h
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tokenize:
+  """Stacks images, and makes token ids of the captions of the batch."""
+
+  tokenizer: Tokenizer
+  context_length: int
+
+  def __call__(self, examples: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
+    return {
+      "image": np.stack([example["image"] for example in examples]),
+      "text": self.tokenizer([example["caption"] for example in examples], self.context_length),
+    }
+
+
+def _stack(examples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+  return {
+    "image": np.stack([example["image"] for example in examples]),
+    "captions": [example["captions"] for example in examples],
+    "label": np.array([example["label"] for example in examples], np.int32),
+  }
+
+
+def _threads(ahead: int) -> grain.ReadOptions:
+  """Threads of this process, each of which makes a batch; `ahead` batches wait."""
+  return grain.ReadOptions(num_threads=min(ahead, os.cpu_count() or 1), prefetch_buffer_size=ahead)
+
+
+class _Batches(grain.DatasetIterator):
+  """Iterates an endless MapDataset of batches; the state is the number of batches given."""
+
+  def __init__(self, batches: grain.MapDataset, workers: int, ahead: int):
+    super().__init__()
+    self._batches, self._workers, self._ahead = batches, workers, ahead
+    self._given = 0
+    self._iterator: grain.DatasetIterator | None = None
+
+  def start_prefetch(self) -> None:
+    if self._iterator is None:
+      self._iterator = iter(self._from(self._given))
+      self._iterator.start_prefetch()
+
+  def _from(self, first: int) -> grain.IterDataset:
+    batches = self._batches.slice(slice(first, None))
+    if not self._workers:
+      return batches.to_iter_dataset(_threads(self._ahead))
+    if not flags.FLAGS.is_parsed():  # grain's workers read flags; absl's `app.run` parses them.
+      flags.FLAGS.mark_as_parsed()
+    # One thread in each worker: the workers are the parallelism.
+    return batches.to_iter_dataset(_threads(1)).mp_prefetch(
+      grain.MultiprocessingOptions(
+        num_workers=self._workers,
+        per_worker_buffer_size=max(1, self._ahead // self._workers),
+      ),
+      worker_init_fn=_leave_the_accelerator,
+    )
+
+  def __next__(self) -> dict[str, np.ndarray]:
+    self.start_prefetch()
+    batch = next(self._iterator)
+    self._given += 1
+    # Out of the workers' shared memory, which grain frees when its array dies, and late at exit.
+    return {name: np.array(values) for name, values in batch.items()} if self._workers else batch
+
+  def get_state(self) -> dict[str, int]:
+    return {"batches": self._given}
+
+  def set_state(self, state: dict[str, int]) -> None:
+    self.close()
+    self._given = state["batches"]
+
+  def close(self) -> None:
+    """Ends the threads or processes; `next` would start them again."""
+    if self._iterator is not None:
+      self._iterator.close()
+      self._iterator = None
+
+
+def _leave_the_accelerator(worker: int, workers: int) -> None:
+  """A worker has no use for the GPU, should anything in it ask JAX for a device."""
+  import jax  # Here: grain has imported it anyway, and this file has no other use for it.
+
+  jax.config.update("jax_platforms", "cpu")
+
+
+@dataclasses.dataclass(frozen=True)
+class _ToSharding:
+  sharding: Any
+
+  def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, Any]:
+    import jax  # Here: workers import this file, and start faster without.
+
+    put = jax.make_array_from_process_local_data
+    return {name: put(self.sharding, values) for name, values in batch.items()}
+
+
+class _OnDevice(grain.DatasetIterator):
+  """`put` of each batch."""
+
+  def __init__(self, iterator: grain.DatasetIterator, put: Callable):
+    super().__init__(iterator)
+    self._put = put
+
+  def __next__(self) -> Any:
+    return self._put(next(self._parent))
+
+  def get_state(self) -> dict[str, Any]:
+    return self._parent.get_state()
+
+  def set_state(self, state: dict[str, Any]) -> None:
+    self._parent.set_state(state)
+
+  def close(self) -> None:
+    self._parent.close()

@@ -1,0 +1,1 @@
+"""The data sets of this project, as TFDS builders that need no TensorFlow."""

@@ -1,0 +1,139 @@
+"""The data set that a config names, on disk: drawn, imported from shards, or found there."""
+
+import contextlib
+import fcntl
+import io
+import pathlib
+import sys
+from collections.abc import Iterator
+
+import tensorflow_datasets as tfds
+
+from train.config import DataConfig
+from train.datasets.shapes import Shapes
+from train.datasets.webdataset import WebDataset
+
+
+def prepare(config: DataConfig) -> tfds.core.DatasetBuilder:
+  """A builder to read the data set from, which is made first where it is missing."""
+  if config.train_shards:
+    builder = _shards_builder(config)
+  elif config.name.partition("/")[0] == Shapes.name:
+    builder = _shapes_builder(config)
+  else:
+    return _checked(_find(config), config)
+  with _only_one(pathlib.Path(builder.data_dir).parent):
+    if not builder.data_path.exists():  # TFDS gives a directory its name when it is complete.
+      _build(builder)
+    elif isinstance(builder, WebDataset):
+      builder.check_unchanged()
+  # Read from what is on disk, as any other data set: workers need not know how it was made.
+  return _checked(tfds.builder_from_directory(builder.data_dir), config)
+
+
+def _shapes_builder(config: DataConfig) -> Shapes:
+  _, _, size = config.name.partition("/")
+  if size not in ("", *Shapes.builder_configs):
+    known = ", ".join(f"shapes/{name}" for name in Shapes.builder_configs)
+    raise ValueError(f"No data set data.name={config.name!r}: there are {known}.")
+  return Shapes(
+    config=size or None,
+    data_dir=config.data_dir or None,
+    file_format=tfds.core.FileFormat.ARRAY_RECORD,
+  )
+
+
+def _shards_builder(config: DataConfig) -> WebDataset:
+  if not (config.name.isidentifier() and config.name == config.name.lower()):
+    raise ValueError(
+      f"data.name={config.name!r} cannot name an import: lower case letters, digits and _ can."
+    )
+  root = pathlib.Path(config.root).expanduser()
+  shards = {config.train_split: str(root / config.train_shards)}
+  if config.eval_shards:
+    shards[config.eval_split] = str(root / config.eval_shards)
+  class_names = []
+  if config.class_names:
+    class_names = (root / config.class_names).read_text(encoding="utf-8").split("\n")
+    class_names = [name.strip() for name in class_names if name.strip()]
+  return WebDataset(
+    name=config.name,
+    shards=shards,
+    captions=bool(config.text_key),
+    labels=bool(config.label_key),
+    class_names=class_names,
+    data_dir=config.data_dir or None,
+  )
+
+
+def _find(config: DataConfig) -> tfds.core.DatasetBuilder:
+  """A data set that TFDS, in this or another program, has prepared."""
+  data_dir = pathlib.Path(config.data_dir or tfds.core.constants.DATA_DIR).expanduser()
+  try:
+    builder = tfds.core.read_only_builder.builder_from_files(config.name, data_dir=str(data_dir))
+  except tfds.core.DatasetNotFoundError:
+    found = sorted(path.name for path in data_dir.glob("*") if any(path.rglob("features.json")))
+    raise ValueError(
+      f"No data set data.name={config.name!r} in {data_dir}: found {', '.join(found) or 'none'}. "
+      'Prepare it with TFDS (file_format="array_record"), name shards to import '
+      "(data.train_shards), or take the built-in shapes."
+    ) from None
+  if builder.info.file_format != tfds.core.FileFormat.ARRAY_RECORD:
+    raise ValueError(
+      f"{builder.data_dir} is in the format {builder.info.file_format.value}, which cannot be read "
+      'at random: prepare it again with download_and_prepare(file_format="array_record").'
+    )
+  return builder
+
+
+@contextlib.contextmanager
+def _only_one(directory: pathlib.Path) -> Iterator[None]:
+  """One process at a time builds in `directory`; the others wait and then find the data set."""
+  directory.mkdir(parents=True, exist_ok=True)
+  with open(directory / ".lock", "w") as lock:
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    yield
+
+
+def _build(builder: tfds.core.DatasetBuilder) -> None:
+  if not sys.stderr.isatty():
+    tfds.disable_progress_bar()
+  print(f"Preparing {builder.info.full_name} in {builder.data_dir}", flush=True)
+  with contextlib.redirect_stdout(io.StringIO()):  # TFDS announces sizes it does not know.
+    builder.download_and_prepare()
+  if isinstance(builder, WebDataset):
+    print(builder.summary(), flush=True)
+
+
+def _checked(builder: tfds.core.DatasetBuilder, config: DataConfig) -> tfds.core.DatasetBuilder:
+  """The builder, if it has the features of the config."""
+  if not (config.text_key or config.label_key):
+    raise ValueError("Captions come from data.text_key or data.label_key: one of them must be set.")
+  wanted = {"image_key": tfds.features.Image, "text_key": tfds.features.Text}
+  wanted["label_key"] = tfds.features.ClassLabel
+  for field, kind in wanted.items():
+    key = getattr(config, field)
+    if not key:
+      continue
+    found = feature(builder, key)
+    if isinstance(found, tfds.features.Sequence) and kind is tfds.features.Text:
+      found = found.feature
+    if not isinstance(found, kind):
+      there = ", ".join(f"{name} ({type(f).__name__})" for name, f in builder.info.features.items())
+      raise ValueError(
+        f"data.{field}={key!r} is no {kind.__name__} feature of {builder.info.full_name}: it has "
+        f"{there}."
+      )
+  return builder
+
+
+def feature(builder: tfds.core.DatasetBuilder, key: str):
+  """The feature of a key; "captions/text" is the text in each of the captions. None: no such."""
+  found = builder.info.features
+  for name in key.split("/"):
+    if isinstance(found, tfds.features.Sequence):
+      found = found.feature
+    if not isinstance(found, tfds.features.FeaturesDict) or name not in found:
+      return None
+    found = found[name]
+  return found

@@ -1,0 +1,154 @@
+"""Reading img2dataset/webdataset tar shards: which files, which samples, what is wrong with them.
+
+A sample is a run of neighbouring members with one key, the path up to the first dot of the file
+name: `0001.jpg`, `0001.txt`, `0001.json`. Image: jpg, jpeg, png or webp. Captions: those of the
+json (`captions` or `caption`, a text or a list), else the txt. Label: cls, an integer.
+"""
+
+import glob
+import io
+import itertools
+import json
+import os
+import re
+import tarfile
+import warnings
+import zlib
+from collections.abc import Iterator
+
+from PIL import Image
+
+_IMAGES = ("jpg", "jpeg", "png", "webp")
+_READ = (*_IMAGES, "txt", "json", "cls")
+
+
+class Unusable(Exception):
+  """A sample is skipped; the message is the reason, the same for all samples of its kind."""
+
+
+class DamagedShard(Exception):
+  """A shard ends before its end mark, or holds what is no tar archive."""
+
+
+def expand(pattern: str) -> list[str]:
+  """The files of a pattern with globs and `{000..099}` or `{a,b}` braces, sorted."""
+  paths = sorted({path for part in _expand_braces(pattern) for path in glob.glob(part)})
+  if not paths:
+    raise ValueError(f"No shard matches {pattern!r}.")
+  return paths
+
+
+def _expand_braces(pattern: str) -> list[str]:
+  braces = re.search(r"\{([^{}]*)\}", pattern)
+  if braces is None:
+    return [pattern]
+  if numbers := re.fullmatch(r"(\d+)\.\.(\d+)", braces[1]):
+    first, last = numbers.groups()
+    options = [str(i).zfill(len(first)) for i in range(int(first), int(last) + 1)]
+  else:
+    options = braces[1].split(",")
+  parts = (pattern[: braces.start()] + option + pattern[braces.end() :] for option in options)
+  return [path for part in parts for path in _expand_braces(part)]
+
+
+def samples(path: str) -> Iterator[dict[str, bytes]]:
+  """The samples of a shard, each as {extension: content}.
+
+  Where the shard breaks, all members that came whole are used; then DamagedShard is raised.
+  """
+  damage: list[Exception] = []
+  for _, group in itertools.groupby(_whole_members(path, damage), key=lambda member: member[0]):
+    yield {extension: content for _, extension, content in group}
+  if damage:
+    raise DamagedShard(f"{path}: {damage[0]}") from damage[0]
+
+
+def _whole_members(path: str, damage: list[Exception]) -> Iterator[tuple[str, str, bytes]]:
+  """(key, extension, content) of each file, up to the end or the damage, which is appended."""
+  try:
+    with tarfile.open(path, tarinfo=_StrictTarInfo) as tar:
+      yield from _members(tar)
+  except (tarfile.ReadError, EOFError, zlib.error, OSError) as error:
+    if isinstance(error, OSError) and error.errno is not None:
+      raise  # The disk's fault, not the shard's. (gzip.BadGzipFile has no number.)
+    damage.append(error)
+
+
+class _StrictTarInfo(tarfile.TarInfo):
+  """tarfile takes a broken header or a missing end mark for the end: here they are errors."""
+
+  @classmethod
+  def fromtarfile(cls, tar):
+    try:
+      return super().fromtarfile(tar)
+    except tarfile.EOFHeaderError:
+      raise
+    except tarfile.HeaderError as error:
+      raise tarfile.ReadError(str(error)) from error
+
+
+def _members(tar: tarfile.TarFile) -> Iterator[tuple[str, str, bytes]]:
+  for member in tar:
+    folder, name = os.path.split(member.name)
+    stem, _, extension = name.partition(".")
+    # No stem: `._0001.jpg` and the like, which macOS adds.
+    if member.isfile() and stem:
+      wanted = extension.lower() in _READ
+      content = tar.extractfile(member).read() if wanted else b""
+      yield os.path.join(folder, stem), extension.lower(), content
+
+
+def example(sample: dict[str, bytes], *, with_captions: bool, num_classes: int | None) -> dict:
+  """{"image": bytes as they are, "captions": list of str, "label": int}, each where asked for.
+
+  Raises Unusable with the reason. `num_classes` None: no label; 0: any label.
+  """
+  found = {"image": _image(sample)}
+  if with_captions:
+    found["captions"] = _captions(sample)
+  if num_classes is not None:
+    found["label"] = _label(sample, num_classes)
+  return found
+
+
+def _image(sample: dict[str, bytes]) -> bytes:
+  content = next((sample[extension] for extension in _IMAGES if extension in sample), None)
+  if content is None:
+    raise Unusable("no image")
+  try:
+    with warnings.catch_warnings():
+      warnings.simplefilter("ignore")  # on odd metadata, which does not matter here
+      with Image.open(io.BytesIO(content)) as image:
+        image.load()
+  except Exception as error:  # Each of Pillow's decoders has its own errors.
+    raise Unusable("undecodable image") from error
+  return content
+
+
+def _captions(sample: dict[str, bytes]) -> list[str]:
+  try:
+    fields = json.loads(sample.get("json", b"{}").decode("utf-8"))
+    found = (
+      fields.get("captions") or fields.get("caption") or sample.get("txt", b"").decode("utf-8")
+    )
+  except (UnicodeDecodeError, json.JSONDecodeError, AttributeError) as error:
+    raise Unusable("unreadable text") from error
+  found = [found] if isinstance(found, str) else found
+  if not isinstance(found, list) or not all(isinstance(caption, str) for caption in found):
+    raise Unusable("unreadable text")
+  found = [caption.strip() for caption in found if caption.strip()]
+  if not found:
+    raise Unusable("no caption")
+  return found
+
+
+def _label(sample: dict[str, bytes], num_classes: int) -> int:
+  if "cls" not in sample:
+    raise Unusable("no label")
+  try:
+    label = int(sample["cls"])
+  except ValueError as error:
+    raise Unusable("unreadable label") from error
+  if label < 0 or (num_classes and label >= num_classes):
+    raise Unusable("label out of range")
+  return label

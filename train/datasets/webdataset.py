@@ -1,0 +1,225 @@
+"""Imports tar shards once, as a TFDS data set that is read at random.
+
+Each shard becomes an ArrayRecord file, written by a process of its own; images keep their bytes.
+What cannot be used is skipped and counted (`info.metadata["skipped"]`). TFDS writes into a
+directory that gets its name when all is done, so that an interrupted import is no data set.
+"""
+
+import collections
+import concurrent.futures
+import multiprocessing
+import os
+import pathlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow_datasets as tfds
+from tqdm import tqdm
+
+from train.datasets import tar_shards
+
+_BYTES_PER_PROCESS = 8 * 2**20  # Less is imported before a process has started.
+
+
+class WebDataset(tfds.core.dataset_builder.FileReaderBuilder, skip_registration=True):
+  """Tar shards under a name.
+
+  Args:
+    name: what the data set is called: lower case letters, digits, underscores.
+    shards: pattern of the shards of each split (see `tar_shards.expand`).
+    captions: whether samples need a caption; the feature "captions" then exists.
+    labels: whether samples need a label; the feature "label" then exists.
+    class_names: of the labels; without them the classes are numbers, up to the largest found.
+    data_dir: where prepared data sets live.
+  """
+
+  VERSION = tfds.core.Version("1.0.0")
+  url_infos = None  # Nothing is downloaded. Left to TFDS, it imports a package it does not install.
+
+  def __init__(
+    self,
+    *,
+    name: str,
+    shards: Mapping[str, str],
+    captions: bool = True,
+    labels: bool = False,
+    class_names: Sequence[str] = (),
+    data_dir: str | None = None,
+  ):
+    self.name = name
+    self._captions, self._labels, self._class_names = captions, labels, list(class_names)
+    self._patterns = dict(shards)
+    self._paths = {split: tar_shards.expand(pattern) for split, pattern in shards.items()}
+    super().__init__(data_dir=data_dir, file_format=tfds.core.FileFormat.ARRAY_RECORD)
+
+  def check_unchanged(self) -> None:
+    """Raises where the data set under this name was imported from something else."""
+    before, now = dict(self.info.metadata).get("source"), self._source()
+    if before != now:
+      changed = [key for key in now if before is None or before.get(key) != now[key]]
+      raise ValueError(
+        f"{self.name} was imported before with other {' and '.join(changed)}. Give this import "
+        f"another name, or delete {self.data_dir} to import again."
+      )
+
+  def _source(self) -> dict:
+    """What was asked for: kept in `info.metadata`."""
+    return {
+      "shards": {
+        split: [[os.path.basename(path), os.path.getsize(path)] for path in paths]
+        for split, paths in self._paths.items()
+      },
+      "features": sorted(self.info.features),
+      "class_names": self._class_names,
+    }
+
+  def _info(self) -> tfds.core.DatasetInfo:
+    features = {"image": tfds.features.Image()}
+    if self._captions:
+      features["captions"] = tfds.features.Sequence(tfds.features.Text())
+    if self._labels:
+      features["label"] = tfds.features.ClassLabel(names=self._class_names or None)
+    return tfds.core.DatasetInfo(
+      builder=self,
+      description="Imported from tar shards.",
+      features=tfds.features.FeaturesDict(features),
+      metadata=tfds.core.MetadataDict(),
+    )
+
+  def _download_and_prepare(self, dl_manager, download_config=None) -> None:
+    num_classes = len(self._class_names) if self._labels else None
+    jobs = [
+      _Job(split, path, str(self.data_path / f"part-{n}"), self._captions, num_classes)
+      for n, (split, path) in enumerate(
+        (split, path) for split, paths in self._paths.items() for path in paths
+      )
+    ]
+    parts = dict(zip(jobs, _run(jobs), strict=True))
+    splits = []
+    for split in self._paths:
+      mine = {job: part for job, part in parts.items() if job.split == split}
+      splits.append(self._finish_split(split, mine))
+    self.info.set_splits(tfds.core.SplitDict(splits))
+    if self._labels and not self._class_names:
+      largest = max(part.largest_label for part in parts.values())
+      self.info.features["label"].names = [str(i) for i in range(largest + 1)]
+    self.info.metadata.update(
+      source=self._source(),
+      skipped=dict(sum((part.skipped for part in parts.values()), collections.Counter())),
+      damaged=[os.path.basename(job.path) for job, part in parts.items() if part.damaged],
+    )
+
+  def _finish_split(self, split: str, parts: "Mapping[_Job, _Part]") -> tfds.core.SplitInfo:
+    """Gives the parts that hold something their final names."""
+    full = [(job, part) for job, part in parts.items() if part.count]
+    if not full:
+      reasons = sum((part.skipped for part in parts.values()), collections.Counter())
+      damaged = sum(part.damaged for part in parts.values())
+      raise ValueError(
+        f"No usable sample in {self._patterns[split]!r}: {len(parts)} shard(s), {damaged} of them "
+        f"damaged; skipped: {_listed(reasons) or 'none'}."
+      )
+    template = self._get_filename_template(split)
+    for i, (job, _) in enumerate(full):
+      os.rename(job.output, template.sharded_filepath(shard_index=i, num_shards=len(full)))
+    return tfds.core.SplitInfo(
+      name=split,
+      shard_lengths=[part.count for _, part in full],
+      num_bytes=sum(part.bytes for _, part in full),
+      filename_template=template,
+    )
+
+  def summary(self) -> str:
+    """A line that says what was imported and what was not."""
+    skipped, damaged = self.info.metadata["skipped"], self.info.metadata["damaged"]
+    sizes = ", ".join(f"{info.num_examples:,} {name}" for name, info in self.info.splits.items())
+    text = f"Imported {self.name}: {sizes}; skipped {sum(skipped.values()):,}"
+    if skipped:
+      text += f" ({_listed(skipped)})"
+    if damaged:
+      text += f"; damaged, kept up to the damage: {', '.join(damaged)}"
+    return text + "."
+
+  def _as_dataset(self, *args, **kwargs):
+    raise NotImplementedError("Read with `as_data_source`: tf.data reads no ArrayRecord.")
+
+
+class _Job(NamedTuple):
+  split: str
+  path: str
+  output: str
+  captions: bool
+  num_classes: int | None
+
+
+class _Part(NamedTuple):
+  count: int  # examples written
+  bytes: int
+  skipped: collections.Counter
+  damaged: bool
+  largest_label: int
+
+
+def _run(jobs: Sequence[_Job]) -> list[_Part]:
+  """The parts of the jobs, in their order, made by up to as many processes as there are cores."""
+  worthwhile = 1 + sum(os.path.getsize(job.path) for job in jobs) // _BYTES_PER_PROCESS
+  workers = min(len(jobs), os.cpu_count() or 1, worthwhile)
+  with tqdm(total=len(jobs), desc="Importing", unit="shard", disable=None) as progress:
+    if workers == 1:
+      return list(_shown(map(_import_shard, jobs), progress))
+    # spawn: a fork of a process that runs JAX's threads may hang.
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
+      futures = [pool.submit(_import_shard, job) for job in jobs]
+      try:
+        for _ in _shown((f.result() for f in concurrent.futures.as_completed(futures)), progress):
+          pass
+      except BaseException:
+        pool.shutdown(cancel_futures=True)
+        raise
+      return [future.result() for future in futures]
+
+
+def _shown(parts: Iterable[_Part], progress: tqdm) -> Iterator[_Part]:
+  images = skipped = 0
+  for part in parts:
+    images, skipped = images + part.count, skipped + part.skipped.total()
+    progress.set_postfix(images=images, skipped=skipped)
+    progress.update()
+    yield part
+
+
+def _import_shard(job: _Job) -> _Part:
+  """Writes the usable samples of a shard to `job.output`, one at a time."""
+  count, largest, damaged, skipped = 0, -1, False, collections.Counter()
+  features = {"image": tfds.features.Image()}
+  if job.captions:
+    features["captions"] = tfds.features.Sequence(tfds.features.Text())
+  if job.num_classes is not None:
+    # Stored as ClassLabel stores it, before the number of classes is known.
+    features["label"] = tfds.features.Scalar(np.int64)
+  features = tfds.features.FeaturesDict(features)
+
+  def records() -> Iterator[tuple[int, bytes]]:
+    nonlocal count, largest, damaged
+    try:
+      for sample in tar_shards.samples(job.path):
+        try:
+          example = tar_shards.example(
+            sample, with_captions=job.captions, num_classes=job.num_classes
+          )
+        except tar_shards.Unusable as reason:
+          skipped[str(reason)] += 1
+        else:
+          yield count, features.serialize_example(example)
+          count, largest = count + 1, max(largest, example.get("label", -1))
+    except tar_shards.DamagedShard:
+      damaged = True
+
+  tfds.core.ExampleWriter(tfds.core.FileFormat.ARRAY_RECORD).write(job.output, records())
+  return _Part(count, pathlib.Path(job.output).stat().st_size, skipped, damaged, largest)
+
+
+def _listed(counts: Mapping[str, int]) -> str:
+  return ", ".join(f"{count:,} {reason}" for reason, count in sorted(counts.items()))

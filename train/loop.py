@@ -1,0 +1,260 @@
+"""The training loop: batches in, checkpoints and measurements out, until the last step or a signal.
+
+The host stays one step ahead: it reads a step's metrics after it has started the next one.
+"""
+
+import contextlib
+import json
+import signal
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from train import data
+from train.config import Config
+from train.errors import RunError
+from train.evaluate import evaluate_run
+from train.loss import LOSSES
+from train.record import Recorder, read_metrics
+from train.report import write_report
+from train.run import Run, check_continues, make_run
+from train.sharding import batch_sharding, replicated
+from train.step import make_train_step, tensor_names
+
+
+class Stopped(RunError):
+  """A signal ended the run; its state is saved."""
+
+  def __init__(self, signum: int, step: int, saved: str):
+    super().__init__(
+      f"Stopped by {signal.Signals(signum).name} after step {step}; saved: {saved}."
+      " The same command continues."
+    )
+    self.signum = signum
+
+
+def train(config: Config, workdir: Path) -> dict:
+  """Runs, or continues, the run that `config` describes, and returns what result.json holds."""
+  check_continues(config, workdir)
+  workdir.mkdir(parents=True, exist_ok=True)
+  run = make_run(config, workdir)
+  write_json(workdir / "config.json", config.to_dict())
+  started = time.time()
+
+  iterator = data.train_iterator(
+    config,
+    run.builder,
+    run.tokenizer,
+    image_size=run.model.config.vision.image_size,
+    context_length=run.model.config.text.context_length,
+    process_index=jax.process_index(),
+    process_count=jax.process_count(),
+  )
+  restored = run.checkpointer.restore(run.abstract_state)
+  if restored is None:
+    start, state = 0, run.new_state()
+  else:
+    start, state = restored.step, restored.state
+    iterator.set_state(restored.data)
+    print(f"Continuing after step {start} of {config.steps}, from {run.checkpointer.directory}.")
+
+  recorder = Recorder(workdir, config, start)
+  with contextlib.closing(run.checkpointer), contextlib.closing(recorder), Signals() as signals:
+    describe(run, recorder, start)
+    state = _steps(run, state, start, iterator, recorder, signals)
+    run.checkpointer.wait()
+    result = _result(run, workdir, time.time() - started)
+  write_json(workdir / "result.json", result)
+  write_report(workdir, f"{config.model.size} on {config.data.name}, recipe {config.model.recipe}")
+  return result
+
+
+def _steps(run: Run, state, start: int, iterator, recorder: Recorder, signals: "Signals"):
+  """Takes the steps after `start`; returns the state after the last one."""
+  config, checkpointer = run.config, run.checkpointer
+  train_step = jit_train_step(run)
+  batches = data.prefetch_to_device(iterator, batch_sharding(run.mesh), config.data.prefetch)
+  meter = _Meter(run, state, recorder)
+  with contextlib.closing(batches):
+    for step in range(start + 1, config.steps + 1):
+      waiting = time.perf_counter()
+      batch, position = next(batches)
+      waited = time.perf_counter() - waiting
+      state, metrics, finite = train_step(state, batch)
+      meter.push(step, metrics, finite, waited)
+
+      last, stop = step == config.steps, signals.received(step, config.log_every)
+      evaluating = last or _due(step, config.eval_every)
+      saving = last or stop or _due(step, config.checkpoint_every)
+      if evaluating or saving:
+        meter.flush()  # Nothing is saved before it is known to be finite.
+      if evaluating:
+        scores = evaluate_run(run, state.params)
+        recorder.write(step, {f"eval/{name}": value for name, value in scores.items()})
+        recorder.say(step, "  ".join(f"{name} {value:.3f}" for name, value in scores.items()))
+      if saving:
+        checkpointer.save(step, state, position)
+      if stop and not last:
+        checkpointer.wait()
+        raise Stopped(stop, step, checkpointer.describe_last_good())
+      if evaluating or saving:
+        meter.restart_clock()
+  return state
+
+
+def jit_train_step(run: Run):
+  """The compiled step: `(state, batch) -> (state, metrics, finite)`, the old state donated."""
+  config = run.config
+  if config.loss not in LOSSES:
+    raise ValueError(f"loss={config.loss!r} is none of {', '.join(LOSSES)}.")
+  step = make_train_step(run.model, run.optimizer, LOSSES[config.loss], config.seed)
+  shardings = jax.tree.map(lambda x: x.sharding, run.abstract_state)
+  everywhere = replicated(run.mesh)
+  return jax.jit(
+    step,
+    in_shardings=(shardings, batch_sharding(run.mesh)),
+    out_shardings=(shardings, everywhere, everywhere),
+    donate_argnums=0,
+  )
+
+
+def _due(step: int, every: int) -> bool:
+  return every > 0 and step % every == 0
+
+
+class _Meter:
+  """Reads the metrics of the step before, stops on what is not finite, and times the steps."""
+
+  def __init__(self, run: Run, state, recorder: Recorder):
+    self._run, self._recorder = run, recorder
+    self._names = tensor_names(state.params, run.model.config)
+    self._pending = None
+    self._first = True
+    self.restart_clock()
+
+  def restart_clock(self) -> None:
+    self._since, self._steps, self._waited = time.perf_counter(), 0, 0.0
+
+  def push(self, step, metrics, finite, waited) -> None:
+    pending, self._pending = self._pending, (step, metrics, finite, waited)
+    self._read(pending)
+
+  def flush(self) -> None:
+    pending, self._pending = self._pending, None
+    self._read(pending)
+
+  def _read(self, pending) -> None:
+    if pending is None:
+      return
+    step, metrics, finite, waited = pending
+    finite = np.asarray(finite)
+    if not finite.all():
+      raise self._not_finite(step, finite, float(metrics["loss"]))
+    self._recorder.advance(step)
+    self._steps, self._waited = self._steps + 1, self._waited + waited
+    config = self._run.config
+    if step % config.log_every == 0 or step == config.steps:
+      self._log(step, metrics)
+      self.restart_clock()
+    elif self._first:
+      seconds = time.perf_counter() - self._since
+      self._recorder.say(step, f"compiled and ran the first step in {seconds:.1f} s")
+      self.restart_clock()
+    self._first = False
+
+  def _log(self, step, metrics) -> None:
+    config = self._run.config
+    seconds = (time.perf_counter() - self._since) / self._steps
+    scalars = {name: float(value) for name, value in jax.device_get(metrics).items()}
+    scalars |= {
+      "learning_rate": float(self._run.schedule(step - 1)),
+      "step_seconds": seconds,
+      "data_wait_seconds": self._waited / self._steps,
+      "images_per_second": config.batch_size / seconds,
+    }
+    self._recorder.write(step, scalars)
+    left = (config.steps - step) * seconds
+    self._recorder.say(
+      step,
+      f"loss {scalars['loss']:.4f}  lr {scalars['learning_rate']:.2e}"
+      f"  {scalars['images_per_second']:,.0f} images/s"
+      f"  waiting for data {self._waited / self._steps / seconds:.0%}"
+      f"  {left // 60:.0f} min {left % 60:02.0f} s left",
+    )
+
+  def _not_finite(self, step: int, finite, loss: float) -> RunError:
+    wrong = [name for name, ok in zip(self._names, finite, strict=True) if not ok]
+    return RunError(
+      f"Step {step}: {wrong[0]} is not finite, and {len(wrong) - 1} tensors after it; the loss is"
+      f" {loss}. The last good checkpoint is {self._run.checkpointer.describe_last_good()}."
+    )
+
+
+class Signals:
+  """Turns SIGTERM and the first Ctrl-C into a flag that the loop reads between steps."""
+
+  def __enter__(self):
+    self._signum = 0
+    self._before = {}
+    with contextlib.suppress(ValueError):  # Not in the main thread: then nobody sends us any.
+      for signum in (signal.SIGTERM, signal.SIGINT):
+        self._before[signum] = signal.signal(signum, self._receive)
+    return self
+
+  def __exit__(self, *_):
+    for signum, handler in self._before.items():
+      signal.signal(signum, handler)
+
+  def received(self, step: int, agree_every: int) -> int:
+    """The signal's number, or 0; several processes agree on it every `agree_every` steps."""
+    if jax.process_count() == 1:
+      return self._signum
+    if step % agree_every:
+      return 0
+    return int(np.max(multihost_utils.process_allgather(np.int32(self._signum))))
+
+  def _receive(self, signum, _frame):
+    if self._signum:  # The second one does what it would have done without us.
+      signal.signal(signum, self._before[signum])
+      signal.raise_signal(signum)
+    self._signum = signum
+
+
+def describe(run: Run, recorder: Recorder, start: int) -> None:
+  config = run.config
+  count = sum(np.prod(x.shape) for x in jax.tree.leaves(run.abstract_state.params))
+  device = jax.devices()[0]
+  recorder.say(
+    start,
+    f"CLIP {config.model.size}, {count / 1e6:.1f} M parameters, recipe {config.model.recipe},"
+    f" {config.data.name}, batch {config.batch_size}, on"
+    f" {run.mesh.size} x {device.device_kind} (data {run.mesh.shape['data']},"
+    f" fsdp {run.mesh.shape['fsdp']})",
+  )
+
+
+def _result(run: Run, workdir: Path, seconds: float) -> dict:
+  """The last metrics and scores, and what they were measured on."""
+  records = read_metrics(workdir / "metrics.jsonl")
+  scores = [r for r in records if any(name.startswith("eval/") for name in r)]
+  losses = [r for r in records if "loss" in r]
+  return {
+    "step": run.config.steps,
+    "loss": losses[-1]["loss"],
+    "eval": {k.removeprefix("eval/"): v for k, v in scores[-1].items() if k != "step"},
+    "images_per_second": float(np.median([r["images_per_second"] for r in losses])),
+    "seconds": round(seconds, 1),  # of the process that finished the run
+    "recipe": run.config.model.recipe,
+    "device": f"{run.mesh.size} x {jax.devices()[0].device_kind}",
+    "jax": jax.__version__,
+  }
+
+
+def write_json(path: Path, value: dict) -> None:
+  """Writes whole or not at all."""
+  partial = path.with_suffix(".partial")
+  partial.write_text(json.dumps(value, indent=2) + "\n")
+  partial.replace(path)

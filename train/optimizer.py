@@ -1,0 +1,66 @@
+"""The optax chain of a run: clipping, StableAdamW or AdamW, warm-up and cosine.
+
+Two rules go by the shape of a tensor: vectors and scalars (biases, norms, layer-scale, the logit
+scale) do not decay, and StableAdamW's RMS is one number a tensor. A scanned model stacks the
+tensors of its layers, [layers, ...] under a module named "blocks", so both look through the stack:
+a run trains the same with and without scan.
+"""
+
+import math
+
+import jax
+import optax
+
+from sbjax.stable_adamw import stable_adamw
+from train.config import OptimizerConfig
+
+STACK = "blocks"  # The module of sbjax.models.clip whose parameters are [layers, ...].
+
+# AdamW is StableAdamW that never clips: its RMS is what the paper plots.
+_CLIP_THRESHOLD = {"stable_adamw": 1.0, "adamw": math.inf}
+
+
+def make_optimizer(
+  config: OptimizerConfig, steps: int
+) -> tuple[optax.GradientTransformationExtraArgs, optax.Schedule]:
+  """The optimizer of a run of `steps`, and its learning rate as a function of the step."""
+  if config.name not in _CLIP_THRESHOLD:
+    raise ValueError(f"optimizer.name={config.name!r} is none of {', '.join(_CLIP_THRESHOLD)}.")
+  schedule = warmup_cosine(config.learning_rate, config.warmup_steps, steps)
+  optimizer = stable_adamw(
+    schedule,
+    b1=config.b1,
+    b2=config.b2,
+    eps=config.eps,
+    weight_decay=config.weight_decay,
+    mask=decays,
+    decay_with=config.decay_with,
+    clip_threshold=_CLIP_THRESHOLD[config.name],
+    stacked=stacked,
+  )
+  if config.clip_norm:
+    optimizer = optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
+  return optimizer, schedule
+
+
+def warmup_cosine(peak: float, warmup_steps: int, steps: int) -> optax.Schedule:
+  """`peak * (step + 1) / warmup_steps`, then from `peak` down a half cosine that ends in 0."""
+  if not 0 <= warmup_steps < steps:
+    raise ValueError(f"optimizer.warmup_steps={warmup_steps} must be in [0, {steps=}).")
+  cosine = optax.cosine_decay_schedule(peak, steps - warmup_steps)
+  if not warmup_steps:
+    return cosine
+  warmup = optax.linear_schedule(peak / warmup_steps, peak, warmup_steps - 1)
+  return optax.join_schedules([warmup, cosine], [warmup_steps])
+
+
+def decays(params):
+  """True for the tensors of two or more axes, the layers of a stack taken one by one."""
+  return jax.tree.map(lambda p, axes: p.ndim - axes >= 2, params, stacked(params))
+
+
+def stacked(params):
+  """How many leading axes of each parameter count layers: 1 in a scanned stack, else 0."""
+  return jax.tree_util.tree_map_with_path(
+    lambda path, _: int(any(getattr(key, "key", None) == STACK for key in path)), params
+  )

@@ -1,0 +1,101 @@
+"""What a run leaves behind while it runs: metrics.jsonl, TensorBoard events, a progress line.
+
+metrics.jsonl is the record: one JSON object a line with "step" and scalars by name. A resumed
+run drops the lines after its checkpoint first, so that it ends with the file of a run that was
+never interrupted. Only the first process writes.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+from tensorboardX import SummaryWriter
+from tqdm import tqdm
+
+from train.config import Config
+from train.errors import RunError
+
+
+class Recorder:
+  """Takes scalars by step and puts them where they can be read."""
+
+  def __init__(self, workdir: Path, config: Config, start: int):
+    self._writes = jax.process_index() == 0
+    if not self._writes:
+      return
+    path = workdir / "metrics.jsonl"
+    _drop_after(path, start)
+    self._file = path.open("a", buffering=1)
+    self._events = SummaryWriter(str(workdir / "tensorboard"), purge_step=start + 1)
+    self._wandb = _wandb_run(config, workdir)
+    self._progress = tqdm(
+      total=config.steps,
+      initial=start,
+      unit="step",
+      dynamic_ncols=True,
+      disable=None if sys.stderr.isatty() else True,
+    )
+    self._width = len(str(config.steps))
+    self._steps = config.steps
+
+  def advance(self, step: int) -> None:
+    """`step` steps are done."""
+    if self._writes:
+      self._progress.update(step - self._progress.n)
+
+  def write(self, step: int, scalars: dict[str, float]) -> None:
+    """Records scalars after `step` steps."""
+    if not self._writes:
+      return
+    self._file.write(json.dumps({"step": step, **scalars}) + "\n")
+    for name, value in scalars.items():
+      self._events.add_scalar(name.replace("@", "_at_"), value, step)
+    if self._wandb is not None:
+      self._wandb.log(scalars, step=step)
+
+  def say(self, step: int, text: str) -> None:
+    """A line for whoever watches."""
+    if self._writes:
+      tqdm.write(f"step {step:>{self._width}}/{self._steps}  {text}", file=sys.stdout)
+      sys.stdout.flush()
+
+  def close(self) -> None:
+    if self._writes:
+      self._progress.close()
+      self._file.close()
+      self._events.close()
+      if self._wandb is not None:
+        self._wandb.finish()
+
+
+def read_metrics(path: Path) -> list[dict]:
+  """The records of a metrics.jsonl; a last line cut short by a kill is left out."""
+  records = []
+  for line in path.read_text().splitlines():
+    try:
+      records.append(json.loads(line))
+    except json.JSONDecodeError:
+      break
+  return records
+
+
+def _drop_after(path: Path, step: int) -> None:
+  if path.is_file():
+    kept = [r for r in read_metrics(path) if r["step"] <= step]
+    path.write_text("".join(json.dumps(r) + "\n" for r in kept))
+
+
+def _wandb_run(config: Config, workdir: Path):
+  if not config.wandb_project:
+    return None
+  try:
+    import wandb
+  except ImportError as error:
+    raise RunError(
+      f"wandb_project={config.wandb_project!r} needs Weights & Biases: pip install wandb,"
+      ' or leave it "".'
+    ) from error
+  return wandb.init(
+    project=config.wandb_project, id=workdir.name, resume="allow", config=config.to_dict()
+  )

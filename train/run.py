@@ -1,0 +1,156 @@
+"""What a `Config` stands for: the data set, tokenizer, mesh, model and optimizer of one run.
+
+Training and evaluation build the same run from the same config, so they cannot disagree.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from sbjax.backends import get_backend
+from sbjax.models.clip import CLIP, SIZES, CLIPConfig
+from sbjax.recipes import as_recipe
+from train import data
+from train.checkpoint import Checkpointer
+from train.config import Config, ModelConfig
+from train.errors import RunError
+from train.optimizer import make_optimizer
+from train.sharding import make_mesh, state_shardings
+from train.step import TrainState, make_init
+from train.tokenizer import Tokenizer, make_tokenizer
+
+# What may differ between a run and its continuation: where it computes and what it reports.
+_MAY_CHANGE = {
+  "steps", "log_every", "eval_every", "eval_batch_size", "checkpoint_every", "checkpoint_keep",
+  "wandb_project", "mesh", "data.data_dir", "data.root", "data.prefetch", "model.backend",
+  "model.scan", "model.remat", "data.eval_split", "data.eval_shards",
+}  # fmt: skip
+
+
+class Run(NamedTuple):
+  config: Config
+  builder: object  # of the data set, prepared
+  tokenizer: Tokenizer
+  mesh: jax.sharding.Mesh
+  model: CLIP
+  optimizer: optax.GradientTransformation
+  schedule: optax.Schedule
+  abstract_state: TrainState  # shapes and shardings
+  checkpointer: Checkpointer
+
+  def new_state(self) -> TrainState:
+    """The state at step 0, made where it lives."""
+    shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state)
+    init = make_init(self.model, self.optimizer, self.config.seed)
+    return jax.jit(init, out_shardings=shardings)()
+
+
+def make_run(config: Config, workdir: Path) -> Run:
+  """Everything but the training itself; the data set is prepared if it has to be.
+
+  Raises:
+    ValueError, RunError: a value of the config that cannot be, or data that is not there.
+  """
+  config.check()
+  as_recipe(config.model.recipe)  # Before the data, which takes longer to be wrong.
+  mesh = make_mesh(config.mesh)
+  optimizer, schedule = make_optimizer(config.optimizer, config.steps)
+  if config.batch_size % mesh.size:
+    raise ValueError(f"batch_size={config.batch_size} must be a multiple of {mesh.size} devices.")
+  builder = data.prepare(config.data)
+  tokenizer = _tokenizer(config, builder, workdir)
+  model = make_model(config.model, tokenizer, siglip=config.loss == "siglip")
+  abstract = jax.eval_shape(make_init(model, optimizer, config.seed))
+  shardings = state_shardings(abstract, abstract.params, mesh)
+  return Run(
+    config=config,
+    builder=builder,
+    tokenizer=tokenizer,
+    mesh=mesh,
+    model=model,
+    optimizer=optimizer,
+    schedule=schedule,
+    abstract_state=jax.tree.map(
+      lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings
+    ),
+    checkpointer=Checkpointer(workdir / "checkpoints", config.checkpoint_keep),
+  )
+
+
+def make_model(config: ModelConfig, tokenizer: Tokenizer, *, siglip: bool) -> CLIP:
+  """The CLIP of that size, with the tokenizer's vocabulary and the config's options."""
+  if config.size not in SIZES:
+    raise ValueError(f"model.size={config.size!r} is unknown; known: {', '.join(SIZES)}.")
+  size = SIZES[config.size]
+  vision = dataclasses.replace(size.vision, image_size=config.image_size or size.vision.image_size)
+  text = dataclasses.replace(
+    size.text,
+    context_length=config.context_length or size.text.context_length,
+    vocab_size=tokenizer.vocab_size,
+    eot_id=tokenizer.eot_id,
+  )
+  backend = config.backend or None
+  get_backend(backend)
+  return CLIP(
+    CLIPConfig(size.embed_dim, vision, text),
+    recipe=as_recipe(config.recipe),
+    backend=backend,
+    dtype=jnp.dtype(config.dtype),
+    zero_init_layer_scale=config.zero_init_layer_scale,
+    qk_norm=config.qk_norm,
+    patch_dropout=config.patch_dropout,
+    scan=config.scan,
+    remat=config.remat,
+    **({"init_logit_scale": 10.0, "init_logit_bias": -10.0} if siglip else {}),
+  )
+
+
+def check_continues(config: Config, workdir: Path) -> None:
+  """Raises a RunError if the workdir holds a run that this config would not continue."""
+  path = workdir / "config.json"
+  if not path.is_file():
+    return
+  before, now = (_flat(c) for c in (json.loads(path.read_text()), config.to_dict()))
+  changed = [
+    f"{name}: {before.get(name)!r} -> {now.get(name)!r}"
+    for name in sorted(before | now)
+    if before.get(name) != now.get(name) and not _may_change(name)
+  ]
+  if changed:
+    raise RunError(
+      f"{workdir} holds a run with another config ({'; '.join(changed)})."
+      " Choose a new --workdir, or go back to that config to continue it."
+    )
+
+
+def _may_change(name: str) -> bool:
+  return name in _MAY_CHANGE or name.partition(".")[0] in _MAY_CHANGE
+
+
+def _flat(config: dict, prefix: str = "") -> dict:
+  flat = {}
+  for name, value in config.items():
+    if isinstance(value, dict):
+      flat |= _flat(value, f"{prefix}{name}.")
+    else:
+      flat[prefix + name] = list(value) if isinstance(value, tuple) else value
+  return flat
+
+
+def _tokenizer(config: Config, builder, workdir: Path) -> Tokenizer:
+  """The workdir's own, so that a checkpoint keeps its meaning; else a new one, kept there."""
+  path = workdir / "tokenizer.json"
+  if path.is_file():
+    return Tokenizer.load(path)
+  tokenizer = make_tokenizer(
+    config.data.tokenizer, data.captions(config, builder), config.data.tokenizer_vocab_size
+  )
+  partial = path.with_suffix(".partial")
+  tokenizer.save(partial)
+  partial.replace(path)
+  return tokenizer

@@ -1,0 +1,106 @@
+"""Where arrays live: a mesh with the axes `data` and `fsdp`, and a rule for every parameter.
+
+The batch is split over both axes. Parameters and optimizer state are split over `fsdp` alone
+(Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054, stage 3): each matmul gathers its
+kernel where it needs it. A rule is a pattern of the parameter's path and the axes of its
+trailing dimensions; what `nn.scan` stacks in front is never split.
+"""
+
+import re
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from train.config import MeshConfig
+
+BATCH_AXES = ("data", "fsdp")
+# For the constraints that models put on their activations by logical name.
+LOGICAL_AXIS_RULES = (("batch", BATCH_AXES),)
+
+RULES = (
+  (r"/(qkv|out|fc1|fc2)/kernel$", ("fsdp", None)),
+  (r"/patch_embedding/kernel$", (None, "fsdp")),
+  (r"/token_embedding/embedding$", (None, "fsdp")),
+  (r"/proj$", ("fsdp", None)),
+  (r"/(class|positional)_embedding$", ()),
+  (r"/(bias|scale|gamma)$", ()),
+  (r"^logit_(scale|bias)$", ()),
+)
+
+
+def make_mesh(config: MeshConfig, devices=None) -> Mesh:
+  """All devices as a `data` x `fsdp` mesh; a size of -1 takes what the other leaves."""
+  devices = np.asarray(jax.devices() if devices is None else devices)
+  data, fsdp = config.data, config.fsdp
+  if data == -1 and fsdp > 0:
+    data = devices.size // fsdp
+  elif fsdp == -1 and data > 0:
+    fsdp = devices.size // data
+  if data < 1 or fsdp < 1 or data * fsdp != devices.size:
+    raise ValueError(
+      f"mesh.data={config.data} x mesh.fsdp={config.fsdp} does not make {devices.size} devices;"
+      " set one of them to -1, and the other to a divisor of the number of devices."
+    )
+  return Mesh(devices.reshape(data, fsdp), BATCH_AXES)
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+  return NamedSharding(mesh, PartitionSpec())
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+  return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+
+
+def path_name(path) -> str:
+  """A parameter's path as "image/blocks/fc1/kernel"."""
+  return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def parameter_shardings(params, mesh: Mesh):
+  """The tree of NamedShardings that RULES gives to a tree of parameters (or their shapes).
+
+  Raises:
+    ValueError: no rule covers a parameter, or an axis does not divide its dimension.
+  """
+
+  def sharding(path, leaf):
+    name = path_name(path)
+    axes = next((axes for pattern, axes in RULES if re.search(pattern, name)), None)
+    if axes is None:
+      raise ValueError(f"No sharding rule covers parameter {name!r}; add one to RULES.")
+    spec = (None,) * (leaf.ndim - len(axes)) + axes
+    for size, axis in zip(leaf.shape, spec, strict=True):
+      if axis is not None and size % mesh.shape[axis]:
+        raise ValueError(
+          f"mesh.{axis}={mesh.shape[axis]} does not divide a dimension of {size} of parameter"
+          f" {name!r} {leaf.shape}; choose a divisor."
+        )
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+  return jax.tree_util.tree_map_with_path(sharding, params)
+
+
+def state_shardings(state, params, mesh: Mesh):
+  """Shardings for any tree that holds copies of `params`, such as an optimizer's state.
+
+  A leaf whose path ends in a parameter's path and which has its shape is split like it; the
+  others (counts, RMS) are replicated.
+  """
+  shardings = parameter_shardings(params, mesh)
+  known = {
+    path_name(path): (leaf.shape, sharding)
+    for (path, leaf), sharding in zip(
+      jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(shardings), strict=True
+    )
+  }
+
+  def sharding(path, leaf):
+    for start in range(len(path)):
+      shape, found = known.get(path_name(path[start:]), (None, None))
+      if shape == leaf.shape:
+        return found
+    return replicated(mesh)
+
+  return jax.tree_util.tree_map_with_path(sharding, state)

@@ -1,0 +1,104 @@
+"""One training step: loss over the global batch, gradients, update, and what to watch."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from sbjax.models.clip import CLIP, CLIPConfig
+from sbjax.stable_adamw import tensor_rms
+from train.images import normalize
+from train.sharding import path_name
+
+
+class TrainState(NamedTuple):
+  """All that a step changes. Randomness is a function of the seed and `step`."""
+
+  step: jax.Array  # int32 []: steps taken
+  params: Any
+  opt_state: Any
+
+
+def make_init(model: CLIP, optimizer: optax.GradientTransformation, seed: int):
+  """A function without arguments that makes the state at step 0."""
+
+  def init() -> TrainState:
+    vision, text = model.config.vision, model.config.text
+    params = model.init(
+      jax.random.key(seed),
+      jnp.zeros((1, vision.image_size, vision.image_size, 3), jnp.float32),
+      jnp.zeros((1, text.context_length), jnp.int32),
+    )["params"]
+    return TrainState(jnp.zeros([], jnp.int32), params, optimizer.init(params))
+
+  return init
+
+
+def make_train_step(model: CLIP, optimizer: optax.GradientTransformation, loss, seed: int):
+  """`train_step(state, batch) -> (state, metrics, finite)`, pure and ready for `jax.jit`.
+
+  loss: one of train.loss.LOSSES.
+  batch: image uint8 [B, S, S, 3] and text int32 [B, L], B being the global batch.
+  metrics: float32 scalars by name.
+  finite: a bool for each of `tensor_names`: the first False is where trouble began.
+  """
+
+  def train_step(state: TrainState, batch):
+    key = jax.random.fold_in(jax.random.key(seed), state.step)
+
+    def loss_of(params):
+      image, text = normalize(batch["image"]), batch["text"]
+      out = model.apply({"params": params}, image, text, train=True, rngs={"dropout": key})
+      value, metrics = loss(out)
+      return value, (out, metrics)
+
+    (value, (out, metrics)), gradients = jax.value_and_grad(loss_of, has_aux=True)(state.params)
+    updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    metrics = {
+      "loss": value,
+      **metrics,
+      "logit_scale": out["logit_scale"],
+      "gradient_norm": optax.global_norm(gradients),
+      "parameter_norm": optax.global_norm(params),
+      # RMS of the patch embedding: it goes up 1 to 8 steps before the loss does (the paper's 3.4).
+      **{
+        f"rms/{name}": rms
+        for name, rms in tensor_rms(opt_state).items()
+        if name.endswith("patch_embedding/kernel")
+      },
+      **{
+        f"mean_abs_feature/{tower}_block_{i}": outputs[i]
+        for tower, outputs in out["block_outputs"].items()
+        for i in range(outputs.shape[0])
+      },
+    }
+    checked = (
+      *jax.tree.leaves(state.params),
+      *(x for tower in ("image", "text") for x in out["block_outputs"][tower]),
+      out["image_features"],
+      out["text_features"],
+      value,
+      *jax.tree.leaves(gradients),
+      metrics["parameter_norm"],
+    )
+    finite = jnp.stack([jnp.isfinite(x).all() for x in checked])
+    return TrainState(state.step + 1, params, opt_state), metrics, finite
+
+  return train_step
+
+
+def tensor_names(params, config: CLIPConfig) -> list[str]:
+  """What `finite` of a train step speaks of, in the order in which values depend on each other."""
+  names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+  return [
+    *(f"parameter {name}" for name in names),
+    *(f"output of image block {i}" for i in range(config.vision.layers)),
+    *(f"output of text block {i}" for i in range(config.text.layers)),
+    "image features",
+    "text features",
+    "loss",
+    *(f"gradient of {name}" for name in names),
+    "parameters after the update",
+  ]

@@ -1,0 +1,173 @@
+"""Text to token ids `[N, L]`, through Hugging Face `tokenizers`.
+
+Three vocabularies, one row layout: `<start> tokens <end> 0 0 ...`. The end token survives
+truncation, since a CLIP text tower pools at its first occurrence. `clip` gives open_clip's ids;
+`bpe` is trained on the captions of the run; any other `tokenizer.json` is used as it is.
+"""
+
+import gzip
+import html
+import importlib.util
+import itertools
+import pathlib
+from collections.abc import Iterable, Sequence
+
+import ftfy
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+_START, _END = "<start_of_text>", "<end_of_text>"
+# The names that other tokenizer.json files give to the two, most specific first.
+_STARTS = (_START, "<|startoftext|>", "<|begin_of_text|>", "<s>", "<bos>", "[CLS]")
+_ENDS = (_END, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+
+_CLIP_FILE = "bpe_simple_vocab_16e6.txt.gz"
+_CLIP_MERGES = 48_894  # the lines after the header that CLIP uses
+# A contraction, a word, a digit or a run of signs. The two code points are what IGNORECASE does
+# in open_clip: U+017F folds to s, and U+0345, which folds to a letter, is no sign either.
+_CLIP_WORDS = r"'[s\x{17f}]|'t|'re|'ve|'m|'ll|'d|\p{L}+|\p{N}|[^\s\p{L}\p{N}\x{345}]+"
+
+
+class Tokenizer:
+  """Token ids of texts; `sot_id` is None where the vocabulary has no start token."""
+
+  def __init__(self, tokenizer: tokenizers.Tokenizer):
+    self._tokenizer = tokenizer
+    self.vocab_size: int = tokenizer.get_vocab_size()
+    self.sot_id: int | None = _first_id(tokenizer, _STARTS)
+    eot_id = _first_id(tokenizer, _ENDS)
+    if eot_id is None:
+      raise ValueError(f"The tokenizer has no end token: expected one of {', '.join(_ENDS)}.")
+    self.eot_id: int = eot_id
+    # CLIP's cleaning goes with CLIP's special tokens; a foreign file brings its own normalizer.
+    self._clean = _clean if tokenizer.token_to_id(_START) is not None else str
+
+  def __call__(self, texts: Sequence[str], context_length: int) -> np.ndarray:
+    """int32 `[len(texts), context_length]`, 0 after the end token."""
+    start = [] if self.sot_id is None else [self.sot_id]
+    room = context_length - len(start) - 1
+    if room < 1:
+      raise ValueError(f"{context_length=} leaves no room for text: at least 3 is needed.")
+    encodings = self._tokenizer.encode_batch(
+      [self._clean(text) for text in texts], add_special_tokens=False
+    )
+    ids = np.zeros((len(texts), context_length), np.int32)
+    for row, encoding in zip(ids, encodings, strict=True):
+      tokens = [*start, *encoding.ids[:room], self.eot_id]
+      row[: len(tokens)] = tokens
+    return ids
+
+  def decode(self, ids: Iterable[int]) -> str:
+    """The (cleaned) text of one row of ids."""
+    text = itertools.takewhile(lambda i: i != self.eot_id, map(int, ids))
+    return self._tokenizer.decode(list(text), skip_special_tokens=True).strip()
+
+  def save(self, path: str | pathlib.Path) -> None:
+    self._tokenizer.save(str(path))
+
+  @classmethod
+  def load(cls, path: str | pathlib.Path) -> "Tokenizer":
+    """The tokenizer of a `tokenizer.json`, saved here or elsewhere."""
+    try:
+      # Read here: `Tokenizer.from_file` says neither which file nor what is wrong with it.
+      tokenizer = tokenizers.Tokenizer.from_str(pathlib.Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+      raise
+    except Exception as error:  # `tokenizers` raises bare Exception.
+      raise ValueError(
+        f"{path} is not a tokenizer.json of Hugging Face tokenizers: {error}."
+      ) from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return cls(tokenizer)
+
+
+def make_tokenizer(spec: str, captions: Iterable[str] | None, vocab_size: int) -> Tokenizer:
+  """The tokenizer that a config names.
+
+  Args:
+    spec: "bpe" trains one on `captions`; "clip" takes the vocabulary of the installed open_clip;
+      anything else is the path of a `tokenizer.json` or of CLIP's `bpe_simple_vocab_16e6.txt.gz`.
+    captions: the training texts; read for "bpe" alone.
+    vocab_size: the most tokens that a trained one has.
+  """
+  if spec == "bpe":
+    return _train(captions, vocab_size)
+  if spec == "clip":
+    return _clip(_installed_clip_file())
+  if not pathlib.Path(spec).is_file():
+    raise ValueError(f'No tokenizer {spec!r}: expected "bpe", "clip" or the path of a file.')
+  return _clip(pathlib.Path(spec)) if spec.endswith(".gz") else Tokenizer.load(spec)
+
+
+def _first_id(tokenizer: tokenizers.Tokenizer, names: Sequence[str]) -> int | None:
+  ids = (tokenizer.token_to_id(name) for name in names)
+  return next((i for i in ids if i is not None), None)
+
+
+def _clean(text: str) -> str:
+  """open_clip's cleaning: mend the encoding, unescape HTML twice, one space, lower case.
+
+  In Python rather than as a `tokenizers` normalizer, whose lower case and white space differ
+  in a few characters (final sigma, the separators U+001C to U+001F).
+  """
+  text = html.unescape(html.unescape(ftfy.fix_text(text)))
+  return " ".join(text.split()).lower()
+
+
+def _clip(path: pathlib.Path) -> Tokenizer:
+  """CLIP's BPE: 256 bytes, the same at a word's end, the merges, start and end."""
+  with gzip.open(path, "rt", encoding="utf-8") as file:
+    lines = file.read().split("\n")[1 : 1 + _CLIP_MERGES]
+  merges = [tuple(line.split()) for line in lines]
+  if len(merges) < _CLIP_MERGES or any(len(pair) != 2 for pair in merges):
+    raise ValueError(f"{path} is not CLIP's {_CLIP_FILE}: expected {_CLIP_MERGES} merges.")
+  # Bytes that print come first, in their order, then the others: the order of the code points
+  # that stand for them.
+  alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+  names = [*alphabet, *(byte + "</w>" for byte in alphabet), *("".join(pair) for pair in merges)]
+  vocab = {name: i for i, name in enumerate([*names, _START, _END])}
+  tokenizer = tokenizers.Tokenizer(models.BPE(vocab, merges, end_of_word_suffix="</w>"))
+  tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+    [
+      pre_tokenizers.Split(tokenizers.Regex(_CLIP_WORDS), behavior="removed", invert=True),
+      pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+  )
+  # Byte by byte characters first, then "</w>" to a space: the BPE decoder alone would leave the
+  # letters that stand for bytes.
+  tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace("</w>", " ")])
+  tokenizer.add_special_tokens([_START, _END])
+  return Tokenizer(tokenizer)
+
+
+def _installed_clip_file() -> pathlib.Path:
+  package = importlib.util.find_spec("open_clip")  # Finds, does not import: torch is heavy.
+  if package is None or package.origin is None:
+    raise ValueError(
+      'tokenizer "clip" needs the vocabulary file of open_clip, which is not installed: '
+      f"`pip install open_clip_torch`, or give the path of {_CLIP_FILE}."
+    )
+  return pathlib.Path(package.origin).parent / _CLIP_FILE
+
+
+def _train(captions: Iterable[str] | None, vocab_size: int) -> Tokenizer:
+  """A byte-level BPE: no text is out of vocabulary. Id 0 is padding."""
+  alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+  special = ["<pad>", _START, _END]
+  if vocab_size < len(alphabet) + len(special):
+    raise ValueError(f"{vocab_size=} cannot hold 256 bytes and {len(special)} special tokens.")
+  tokenizer = tokenizers.Tokenizer(models.BPE())
+  tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+  tokenizer.decoder = decoders.ByteLevel()
+  trainer = trainers.BpeTrainer(
+    vocab_size=vocab_size,
+    special_tokens=special,
+    initial_alphabet=alphabet,
+    show_progress=False,
+  )
+  tokenizer.train_from_iterator((_clean(text) for text in captions or ()), trainer)
+  if tokenizer.get_vocab_size() == len(alphabet) + len(special):
+    raise ValueError('tokenizer "bpe" is trained on the captions, and there are none.')
+  return Tokenizer(tokenizer)
