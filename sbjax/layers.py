@@ -101,11 +101,11 @@ class LayerScale(nn.Module):
   deep models (Touvron et al. 2021, https://arxiv.org/abs/2103.17239; zero: Wortsman et al. 2023).
   """
 
-  init: float = 0.0
+  initial: float = 0.0
   dtype: jnp.dtype | None = None
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
-    gamma = self.param("gamma", nn.initializers.constant(self.init), (x.shape[-1],), jnp.float32)
+    gamma = self.param("gamma", nn.initializers.constant(self.initial), (x.shape[-1],), jnp.float32)
     dtype = x.dtype if self.dtype is None else self.dtype
     return x.astype(dtype) * _along_last(gamma.astype(dtype), x.ndim)

@@ -10,11 +10,12 @@ from sbjax.quantize import Quantized
 MAX_INT8_CONTRACTION = 2**17
 
 
-def scaled_matmul(lhs: Quantized, rhs: Quantized, out_dtype) -> jax.Array:
+def scaled_matmul(lhs: Quantized, rhs: Quantized, out_dtype, out_sharding=None) -> jax.Array:
   """`dequantize(lhs) @ dequantize(rhs).T` for lhs [M, K] and rhs [N, K], in `out_dtype` [M, N].
 
-  int8 products are summed in int32 without error, fp8 products in float32. The scales multiply
-  the sum in float32, the left one first, and the result is cast once.
+  int8 products are summed in int32 without error, fp8 products in float32. The product of the
+  two scales multiplies the sum in float32, and the result is cast once. `out_sharding` is
+  jax.lax.dot_general's.
 
   Raises:
     ValueError: the contracted sizes differ, int8 meets fp8, or K > 131,072 in int8.
@@ -31,5 +32,6 @@ def scaled_matmul(lhs: Quantized, rhs: Quantized, out_dtype) -> jax.Array:
     rhs.values,
     (((1,), (1,)), ((), ())),
     preferred_element_type=accumulator_dtype(lhs.values.dtype),
+    out_sharding=out_sharding,
   )
-  return (total.astype(jnp.float32) * lhs.scale * rhs.scale.T).astype(out_dtype)
+  return (total.astype(jnp.float32) * (lhs.scale * rhs.scale.T)).astype(out_dtype)

@@ -65,7 +65,9 @@ def quantize(x: jax.Array, spec: Spec) -> Quantized:
 
   x = x.astype(jnp.float32)
   axis = 1 if spec.scaling == "rowwise" else (0, 1)
-  absmax = jnp.max(jnp.abs(x), axis=axis, keepdims=True, initial=0.0)
+  # XLA's maximum on a CPU drops NaN from more than 4096 elements, but not infinity.
+  magnitude = jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x))
+  absmax = jnp.max(magnitude, axis=axis, keepdims=True, initial=0.0)
   if spec.scaling == "static":
     factor, scale = jnp.ones_like(absmax), jnp.ones_like(absmax)
   else:

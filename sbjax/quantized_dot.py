@@ -78,33 +78,42 @@ def _dot_bwd(recipe, backend, residuals, dy):
   ops = get_backend(backend)
   if recipe.residuals == "quantized":
     x_q, w_q, like_w = residuals
+    x_sharding, w_sharding = _sharding(x_q.values), _sharding(w_q.values)
     x, w, w_dtype = dequantize(x_q, dy.dtype), None, like_w.dtype
   else:
     x, w = residuals
+    x_sharding, w_sharding = _sharding(x), _sharding(w)
     w_q, w_dtype = None, w.dtype
 
   if recipe.dgrad is None:
-    dx = _full_dot(dy, w.astype(dy.dtype), ((1,), (1,)), dy.dtype)
+    dx = _full_dot(dy, w.astype(dy.dtype), ((1,), (1,)), dy.dtype, x_sharding)
   else:
     dy_spec, w_spec = recipe.dgrad
     w_q = ops.quantize(w, w_spec) if w_q is None else w_q
-    dx = ops.scaled_matmul(ops.quantize(dy, dy_spec), w_q, dy.dtype)
+    dx = ops.scaled_matmul(ops.quantize(dy, dy_spec), w_q, dy.dtype, x_sharding)
 
   if recipe.wgrad is None:
-    dw = _full_dot(x, dy, ((0,), (0,)), w_dtype)
+    dw = _full_dot(x, dy, ((0,), (0,)), w_dtype, w_sharding)
   else:
     x_spec, dy_spec = recipe.wgrad
-    dw = ops.scaled_matmul(ops.quantize(x.T, x_spec), ops.quantize(dy.T, dy_spec), w_dtype)
+    dw = ops.scaled_matmul(
+      ops.quantize(x.T, x_spec), ops.quantize(dy.T, dy_spec), w_dtype, w_sharding
+    )
   return dx, dw
 
 
 _dot.defvjp(_dot_fwd, _dot_bwd)
 
 
-def _full_dot(lhs, rhs, contracting, out_dtype):
+def _sharding(operand):
+  """How its gradient must be sharded in JAX's explicit mode."""
+  return jax.typeof(operand).sharding
+
+
+def _full_dot(lhs, rhs, contracting, out_dtype, out_sharding=None):
   """A matmul in the operands' own dtype, summed in float32 and cast once."""
   return jax.lax.dot_general(
-    lhs, rhs, (contracting, ((), ())), preferred_element_type=jnp.float32
+    lhs, rhs, (contracting, ((), ())), preferred_element_type=jnp.float32, out_sharding=out_sharding
   ).astype(out_dtype)
 
 
@@ -128,6 +137,14 @@ def quantized_dot_general(recipe: Recipe | str, *, backend: str | None = None) -
         " jax.default_matmul_precision for the matmuls that a recipe leaves in full."
       )
     (lhs_k, rhs_k), (lhs_b, rhs_b) = dimension_numbers
+    if [lhs.shape[a] for a in lhs_k] != [rhs.shape[a] for a in rhs_k]:
+      raise ValueError(
+        f"The contracted axes {lhs_k} of {lhs.shape} and {rhs_k} of {rhs.shape} must agree in K."
+      )
+    if preferred_element_type is not None:
+      # Widened first, not last: x is quantized to the same bits, and y is cast once.
+      wider = jnp.dtype(preferred_element_type).itemsize > lhs.dtype.itemsize
+      lhs = lhs.astype(preferred_element_type) if wider else lhs
     lhs_free = [a for a in range(lhs.ndim) if a not in (*lhs_k, *lhs_b)]
     rhs_free = [a for a in range(rhs.ndim) if a not in (*rhs_k, *rhs_b)]
     batch = [lhs.shape[a] for a in lhs_b]

@@ -12,6 +12,8 @@ A method is a value here, so that one look compares it with the others.
 import dataclasses
 from typing import Literal
 
+import jax.numpy as jnp
+
 from sbjax.formats import E4M3, E5M2, INT8, max_value
 from sbjax.quantize import SCALINGS, Spec
 
@@ -55,7 +57,9 @@ def _check_pair(name: str, pair) -> None:
       raise ValueError(f"{name}: unknown scaling {spec.scaling!r}; known: {', '.join(SCALINGS)}.")
   lhs, rhs = pair
   if (lhs.dtype == INT8) != (rhs.dtype == INT8):
-    raise ValueError(f"{name}: no matmul takes {lhs.dtype.name} with {rhs.dtype.name}.")
+    raise ValueError(
+      f"{name}: no matmul takes {jnp.dtype(lhs.dtype).name} with {jnp.dtype(rhs.dtype).name}."
+    )
 
 
 int8_row, int8_tensor = Spec(INT8, "rowwise"), Spec(INT8, "tensorwise")

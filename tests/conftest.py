@@ -20,3 +20,10 @@ def strict_jax(request):
   promotion = "standard" if standard else "strict"
   with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion(promotion):
     yield
+
+
+def pytest_collection_modifyitems(items):
+  if jax.default_backend() != "gpu":
+    for item in items:
+      if "gpu" in item.keywords:
+        item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU"))

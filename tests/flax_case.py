@@ -43,10 +43,10 @@ def linen(module, x):
 
 def assert_close(actual, expected, rtol):
   """Leaf by leaf in the same dtype, within rtol of the largest of its kind: y, or gradients."""
-  for actual, expected in zip(actual, expected, strict=True):
-    actual, expected = jax.tree.leaves(actual), jax.tree.leaves(expected)
-    largest = max(float(np.max(np.abs(b))) for b in expected)
-    for a, b in zip(actual, expected, strict=True):
+  for kinds in zip(actual, expected, strict=True):
+    ours, theirs = map(jax.tree.leaves, kinds)
+    largest = max(float(np.max(np.abs(b))) for b in theirs)
+    for a, b in zip(ours, theirs, strict=True):
       assert a.shape == b.shape and a.dtype == b.dtype
       a, b = a.astype(np.float32), b.astype(np.float32)
       np.testing.assert_allclose(a, b, rtol=0, atol=rtol * largest)

@@ -289,12 +289,11 @@ def gradients(recipe, policy=None, remat=True):
 SAVE_PRODUCTS = jax.checkpoint_policies.save_only_these_names("sbjax_dot")
 
 
-@pytest.mark.parametrize("name", ["switchback_m", "llm_int8"])
-def test_remat_changes_no_gradient(name):
+def test_remat_changes_no_gradient():
   x, w, _ = make_case()
-  expected = jax.jit(gradients(RECIPES[name], remat=False))(x, w, w.T)
+  expected = jax.jit(gradients(SWITCHBACK_M, remat=False))(x, w, w.T)
   for policy in (None, SAVE_PRODUCTS):
-    assert_close(jax.jit(gradients(RECIPES[name], policy))(x, w, w.T), expected, 1e-6)
+    assert_close(jax.jit(gradients(SWITCHBACK_M, policy))(x, w, w.T), expected, 1e-6)
 
 
 def test_a_remat_policy_that_saves_products_recomputes_none():

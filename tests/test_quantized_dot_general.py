@@ -29,9 +29,10 @@ DENSE = {  # name: (shape of x, the layer)
 
 
 @pytest.mark.parametrize(
-  ("name", "dtype"), [("switchback", "bfloat16"), ("switchback_q", "float32")]
+  ("kind", "name", "dtype"),
+  [(kind, "switchback_q", "float32") for kind in DENSE]
+  + [(kind, "switchback", "bfloat16") for kind in ("dense", "from heads", "axes apart", "batches")],
 )
-@pytest.mark.parametrize("kind", DENSE)
 def test_linen_s_dense_layers(kind, name, dtype):
   shape, layer = DENSE[kind]
   x = normal(shape, dtype)
@@ -48,14 +49,13 @@ def test_a_full_dot_general_is_flax_s_own(kind):
   assert_close(actual, linen(layer(), x), RTOL["float32"])
 
 
-@pytest.mark.parametrize("name", ["switchback", "switchback_q"])
-def test_linen_s_attention(name):
+def test_linen_s_attention():
   def attention(dot):
     return nn.MultiHeadDotProductAttention(4, qkv_dot_general=dot, out_dot_general=dot)
 
   x = normal((2, 6, 16))
-  actual = linen(attention(quantized_dot_general(name)), x)
-  assert_close(actual, linen(attention(reference.dot_general(name)), x), 1e-5)
+  actual = linen(attention(quantized_dot_general("switchback_q")), x)
+  assert_close(actual, linen(attention(reference.dot_general("switchback_q")), x), 1e-5)
 
 
 def run_nnx(layer, x):
@@ -88,11 +88,10 @@ def nnx_attention(dot, dtype="float32"):
   )
 
 
-@pytest.mark.parametrize("name", ["switchback", "switchback_q"])
-def test_nnx_s_attention(name):
+def test_nnx_s_attention():
   x = normal((2, 6, 16))
-  actual = run_nnx(nnx_attention(quantized_dot_general(name)), x)
-  assert_close(actual, run_nnx(nnx_attention(reference.dot_general(name)), x), 1e-5)
+  actual = run_nnx(nnx_attention(quantized_dot_general("switchback")), x)
+  assert_close(actual, run_nnx(nnx_attention(reference.dot_general("switchback")), x), 1e-5)
 
 
 @pytest.mark.parametrize("library", ["linen", "nnx"])
@@ -153,5 +152,5 @@ def test_integer_operands_are_refused():
 
 
 def test_sizes_that_do_not_match_are_refused():
-  with pytest.raises(ValueError, match=r"agree in K.*\(2, 4\).*\(5, 3\)"):
+  with pytest.raises(ValueError, match=r"\(2, 4\).*\(5, 3\).*must agree"):
     quantized_dot_general("switchback")(normal((2, 4)), normal((5, 3)), MATRIX)

@@ -4,7 +4,7 @@ import numpy as np
 import optax
 import pytest
 from flax import serialization
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sbjax.stable_adamw import scale_by_stable_adam, stable_adamw, tensor_rms
 
@@ -104,6 +104,9 @@ def test_first_moment_has_mu_dtype_or_the_parameter_s_and_the_second_is_float32(
     "narrow": mu_dtype or jnp.bfloat16,
   }
   assert {n.dtype for n in jax.tree.leaves((state.nu, state.rms))} == {np.dtype("float32")}
+  # As it was at the start, so that a scan may carry it.
+  start = scale_by_stable_adam(mu_dtype=mu_dtype).init(params)
+  assert jax.tree.map(jnp.result_type, state) == jax.tree.map(jnp.result_type, start)
 
 
 @pytest.mark.parametrize("decay_with", ["clipped", "plain"])
@@ -186,7 +189,7 @@ def test_a_stack_of_layers_is_as_many_tensors():
 
 
 def test_sharded_leaves_have_the_rms_of_the_whole_tensor():
-  mesh = jax.make_mesh((8,), ("fsdp",))
+  mesh = Mesh(np.array(jax.devices()[:8]), ("fsdp",))
   gradients = random_gradients((16, 4), 10)
   params = jnp.asarray(np.random.default_rng(5).normal(size=(16, 4)), jnp.float32)
   tx = stable_adamw(0.1, weight_decay=DECAY)

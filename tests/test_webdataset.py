@@ -1,5 +1,6 @@
 """The import of tar shards: what is read, what is skipped and counted, what is refused."""
 
+import contextlib
 import gzip
 import io
 import json
@@ -13,12 +14,20 @@ from PIL import Image
 
 from train.config import DataConfig
 from train.data import prepare
-from train.datasets import tar_shards, webdataset
+from train.datasets import prepared, tar_shards, webdataset
 
 
 def image_bytes(kind="jpeg", colour=(200, 30, 30), size=(8, 6)):
   file = io.BytesIO()
   Image.new("RGB", size, colour).save(file, kind)
+  return file.getvalue()
+
+
+def noisy_image_bytes(seed):
+  """A JPEG of which most bytes are pixels."""
+  file = io.BytesIO()
+  pixels = np.random.default_rng(seed).integers(0, 256, (32, 32, 3), np.uint8)
+  Image.fromarray(pixels).save(file, "jpeg", quality=95)
   return file.getvalue()
 
 
@@ -70,7 +79,7 @@ def test_images_keep_their_bytes_and_captions_their_order(config, folder):
       ("0.jpg", images["jpeg"]),
       ("0.txt", b" one caption \n"),
       ("1.PNG", images["png"]),
-      ("1.json", json.dumps({"captions": ["first", "second"], "width": 8}).encode()),
+      ("1.json", json.dumps({"caption": "first", "captions": ["first", "second"]}).encode()),
       ("1.txt", b"not this one"),
       ("2.webp", images["webp"]),
       ("2.json", json.dumps({"caption": "from \u00fcnicode json"}).encode()),
@@ -96,12 +105,12 @@ def test_images_keep_their_bytes_and_captions_their_order(config, folder):
 
 
 def test_what_is_corrupt_is_skipped_and_counted_by_reason(config, folder, capsys):
-  jpg = image_bytes(size=(64, 64))
+  jpg, noise = image_bytes(), noisy_image_bytes(0)
   write_shard(
     folder / "a.tar",
     [
       *pairs(3),
-      ("100.jpg", jpg[: len(jpg) // 2]),
+      ("100.jpg", noise[: len(noise) * 3 // 4]),
       ("100.txt", b"cut image"),
       ("101.jpg", b"no image at all"),
       ("101.txt", b"x"),
@@ -137,9 +146,7 @@ def test_what_is_corrupt_is_skipped_and_counted_by_reason(config, folder, capsys
 @pytest.mark.parametrize("compress", [False, True])
 def test_a_truncated_shard_gives_what_came_before(config, folder, compress):
   path = folder / ("a.tar.gz" if compress else "a.tar")
-  rng = np.random.default_rng(0)
-  noise = [image_bytes_of(rng.integers(0, 256, (32, 32, 3), np.uint8)) for _ in range(20)]
-  members = [(f"{i}.jpg", image) for i, image in enumerate(noise)]
+  members = [(f"{i}.jpg", noisy_image_bytes(i)) for i in range(20)]
   members = [m for i, m in enumerate(members) for m in (m, (f"{i}.txt", f"{i}".encode()))]
   write_shard(path, members, "w:gz" if compress else "w")
   whole = path.read_bytes()
@@ -149,12 +156,6 @@ def test_a_truncated_shard_gives_what_came_before(config, folder, compress):
   assert found == [[str(i)] for i in range(len(found))]
   assert 8 <= len(found) <= 12
   assert builder.info.metadata["damaged"] == [path.name]
-
-
-def image_bytes_of(array):
-  file = io.BytesIO()
-  Image.fromarray(array).save(file, "jpeg", quality=95)
-  return file.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -188,12 +189,12 @@ def test_a_damaged_shard_among_whole_ones_is_named(config, folder):
 
 
 def test_several_shards_in_several_processes_keep_the_order(config, folder, monkeypatch):
-  for i in range(3):
-    write_shard(folder / f"{i}.tar", [] if i == 1 else pairs(2, first=10 * i))
+  for i, count in enumerate((1, 0, 3)):
+    write_shard(folder / f"{i}.tar", pairs(count, first=10 * i))
   monkeypatch.setattr(os, "cpu_count", lambda: 2)
   monkeypatch.setattr(webdataset, "_BYTES_PER_PROCESS", 1)
   builder = prepare(config)
-  assert captions(builder) == [[f"caption {i}"] for i in (0, 1, 20, 21)]
+  assert captions(builder) == [[f"caption {i}"] for i in (0, 20, 21, 22)]
   assert builder.info.splits["train"].num_shards == 2  # The empty one is left out.
 
 
@@ -279,6 +280,43 @@ def test_an_interrupted_import_leaves_no_data_set(config, folder, monkeypatch):
   assert len(captions(prepare(config))) == 4
 
 
+def test_who_waited_for_another_import_uses_it(config, folder, monkeypatch):
+  write_shard(folder / "a.tar", pairs(2))
+  alone, runs, run = prepared._only_one, [], webdataset._run
+
+  @contextlib.contextmanager
+  def after_another(directory):
+    with monkeypatch.context() as patch:
+      patch.setattr(prepared, "_only_one", alone)
+      prepare(config)
+    yield
+
+  monkeypatch.setattr(prepared, "_only_one", after_another)
+  monkeypatch.setattr(webdataset, "_run", lambda jobs: runs.append(jobs) or run(jobs))
+  assert len(captions(prepare(config))) == 2
+  assert len(runs) == 1
+
+
+def test_what_a_killed_import_left_is_removed(config, folder):
+  write_shard(folder / "a.tar", pairs(1))
+  left = folder.parent / "data" / "mine" / "incomplete.ABC_1.0.0"
+  left.mkdir(parents=True)
+  (left / "part-0").write_bytes(b"half")
+  assert len(captions(prepare(config))) == 1
+  assert not left.exists()
+
+
+def test_a_full_disk_is_an_os_error_that_names_the_place(config, folder, monkeypatch):
+  write_shard(folder / "a.tar", pairs(1))
+
+  def write(self, path, examples):
+    raise RuntimeError("write() failed: No space left on device")
+
+  monkeypatch.setattr(tfds.core.ExampleWriter, "write", write)
+  with pytest.raises(OSError, match=r"prepare .*mine.*: write\(\) failed: No space left"):
+    prepare(config)
+
+
 def test_braces_expand_as_in_a_shell(tmp_path):
   for name in ("a-08", "a-09", "a-10", "b-x", "b-y", "c"):
     (tmp_path / f"{name}.tar").touch()
@@ -291,8 +329,24 @@ def test_braces_expand_as_in_a_shell(tmp_path):
   ]
 
 
-def test_a_name_that_cannot_be_one_is_refused(config, folder):
+@pytest.mark.parametrize("name", ["My data", "shapes", "a/b", ""])
+def test_a_name_that_cannot_be_one_is_refused(config, folder, name):
   write_shard(folder / "a.tar", pairs(1))
-  config.name = "My data"
-  with pytest.raises(ValueError, match="'My data'"):
+  config.name = name
+  with pytest.raises(ValueError, match=f"data.name='{name}' cannot name an import"):
+    prepare(config)
+
+
+def test_two_shard_lists_for_one_split_are_refused(config, folder):
+  write_shard(folder / "a.tar", pairs(1))
+  config.eval_shards, config.eval_split = "a.tar", "train"
+  with pytest.raises(ValueError, match="eval_split='train'"):
+    prepare(config)
+
+
+def test_a_wrong_feature_is_named_before_the_import(config, folder, monkeypatch):
+  write_shard(folder / "a.tar", pairs(1))
+  monkeypatch.setattr(webdataset, "_run", lambda jobs: pytest.fail("imported"))
+  config.text_key = "caption"
+  with pytest.raises(ValueError, match="text_key='caption' is no Text feature"):
     prepare(config)

@@ -19,15 +19,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app
 from jax.sharding import Mesh
 
 from sbjax.models.clip import CLIP
-from train import data
+from train import cli, data
 from train.config import Config
 from train.errors import RunError
 from train.images import normalize
-from train.main import parse_flags, run_reporting
 from train.run import Run, make_run
 from train.sharding import batch_sharding, replicated
 
@@ -245,4 +243,4 @@ def evaluate_checkpoint(config: Config, workdir: Path) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-  app.run(lambda argv: run_reporting(argv, evaluate_checkpoint), flags_parser=parse_flags)
+  cli.run(evaluate_checkpoint)

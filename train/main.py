@@ -1,80 +1,11 @@
 """Trains a CLIP: python -m train.main --config=configs/quickstart.py --workdir=runs/quickstart
 
-Any field of the config is a flag: --config.optimizer.learning_rate=1e-3. The same command continues
-a run that was stopped.
+The same command continues a run that was stopped. Every field of the config is a flag
+(--config.steps=300); train/config.py lists them.
 """
 
-import difflib
-import re
-import sys
-from pathlib import Path
-
-import jax
-from absl import app, flags, logging
-from ml_collections import config_flags
-
-from train.errors import RunError
-
-_CONFIG = config_flags.DEFINE_config_file("config", None, "What to run: a file of configs/.")
-_WORKDIR = flags.DEFINE_string("workdir", None, "Where the run keeps what it makes.")
-_DISTRIBUTED = flags.DEFINE_bool(
-  "distributed", False, "Several processes: jax.distributed.initialize() from the environment."
-)
-_DEBUG = flags.DEFINE_bool("debug", False, "Show the traceback of an explained error.")
-
-
-def main(argv) -> None:
-  from train.loop import train
-
-  run_reporting(argv, lambda config, workdir: train(config, workdir))
-
-
-def run_reporting(argv, job) -> None:
-  """Calls job(config, workdir); what a user can mend ends in one message on stderr."""
-  if len(argv) > 1:
-    sys.exit(f"Arguments must be flags: {' '.join(argv[1:])}. Did you mean --config.{argv[1]}?")
-  if _DISTRIBUTED.value:
-    jax.distributed.initialize()
-  logging.set_verbosity(logging.ERROR)  # orbax tells every file it writes.
-  try:
-    job(_CONFIG.value, Path(_WORKDIR.value))
-  except (RunError, ValueError, NotImplementedError, OSError) as error:
-    if _DEBUG.value:
-      raise
-    print(f"\n{describe(error)}", file=sys.stderr)
-    sys.exit(128 + error.signum if hasattr(error, "signum") else 1)
-
-
-def describe(error: Exception) -> str:
-  if isinstance(error, OSError) and error.strerror:
-    return f"{error.strerror}: {error.filename or 'while writing to the workdir'}"
-  return str(error)
-
-
-def parse_flags(argv):
-  """Parses flags; a wrong one is named, with the right one if there is a similar name."""
-  flags.mark_flags_as_required(["config", "workdir"])
-  try:
-    return app.parse_flags_with_usage(argv)
-  except (KeyError, AttributeError) as error:
-    field = re.search(r"[Ff]ield (\w+) not found", str(error))
-    if not field:
-      raise
-    near = difflib.get_close_matches(field[1], _field_names(), n=3)
-    hint = f"; did you mean {' or '.join(near)}?" if near else ""
-    sys.exit(f"The config has no field {field[1]!r}{hint} train/config.py lists them all.")
-  except (ValueError, TypeError, OSError) as error:
-    sys.exit(f"{error}")
-
-
-def _field_names() -> list[str]:
-  import dataclasses
-
-  from train import config
-
-  groups = (config.Config, config.ModelConfig, config.DataConfig, config.OptimizerConfig)
-  return [f.name for group in (*groups, config.MeshConfig) for f in dataclasses.fields(group)]
-
+from train import cli
+from train.loop import train
 
 if __name__ == "__main__":
-  app.run(main, flags_parser=parse_flags)
+  cli.run(train)

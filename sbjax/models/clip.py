@@ -167,7 +167,7 @@ class CLIP(nn.Module):
     backend: who computes them; None chooses.
     dtype: compute dtype.
     zero_init_layer_scale: each residual branch is multiplied by a learned vector that starts at
-      0 (Wortsman et al. 2023, https://arxiv.org/abs/2304.13013, section 2.3).
+      0 (Wortsman et al. 2023, https://arxiv.org/abs/2304.13013).
     qk_norm: layer norm over the full width of q and of k, before they are split into heads.
     patch_dropout: fraction of patches that a training step leaves out (Li et al. 2022,
       https://arxiv.org/abs/2212.00794).
@@ -323,7 +323,7 @@ class Block(nn.Module):
     """The block's output [B, L, D], and its mean |feature|."""
     x_BLD = x_BLD + self._layer_scale("ls_1", self._attention(_layer_norm(x_BLD, "ln_1")))
     x_BLD = x_BLD + self._layer_scale("ls_2", self._mlp(_layer_norm(x_BLD, "ln_2")))
-    # Without stop_gradient a rematerialised block would compute fc2 again for the signs.
+    # Without stop_gradient every block would keep the signs for its backward pass.
     features = jax.lax.stop_gradient(x_BLD).astype(jnp.float32)
     return x_BLD, jnp.mean(jnp.abs(features))
 
@@ -415,29 +415,42 @@ def _normalize(x_BE: jax.Array) -> jax.Array:
 
 
 def _attention(q_BLHD, k_BLHD, v_BLHD, *, causal: bool) -> jax.Array:
+  """Softmax attention in the operands' dtype, its logits in float32."""
+  batch, length, _, head_dim = q_BLHD.shape
   dtype = q_BLHD.dtype
-  implementation = _attention_implementation(dtype, q_BLHD.shape[-1])
-  if implementation is None:
+  if not _cudnn_runs(dtype, head_dim):
     # In 16 bits XLA's has float32 logits too, but its backward pass multiplies them with 16-bit
     # operands, which strict promotion forbids; measured on a CPU, all float32 is as fast.
-    q_BLHD, k_BLHD, v_BLHD = (x.astype(jnp.float32) for x in (q_BLHD, k_BLHD, v_BLHD))
+    qkv = (x.astype(jnp.float32) for x in (q_BLHD, k_BLHD, v_BLHD))
+    return jax.nn.dot_product_attention(*qkv, is_causal=causal).astype(dtype)
+  lengths = None
+  if length % 2:
+    # JAX trains with even lengths alone, and a class token makes them odd: one more, masked out.
+    padding = ((0, 0), (0, 1), (0, 0), (0, 0))
+    q_BLHD, k_BLHD, v_BLHD = (jnp.pad(x, padding) for x in (q_BLHD, k_BLHD, v_BLHD))
+    lengths = jnp.full((batch,), length, jnp.int32)
   y_BLHD = jax.nn.dot_product_attention(
-    q_BLHD, k_BLHD, v_BLHD, is_causal=causal, implementation=implementation
+    q_BLHD,
+    k_BLHD,
+    v_BLHD,
+    is_causal=causal,
+    query_seq_lengths=lengths,
+    key_value_seq_lengths=lengths,
+    implementation="cudnn",
   )
-  return y_BLHD.astype(dtype)
+  return y_BLHD[:, :length]
 
 
-def _attention_implementation(dtype: jnp.dtype, head_dim: int) -> str | None:
-  """ "cudnn" where JAX's cuDNN flash attention runs, else None: XLA's.
+def _cudnn_runs(dtype: jnp.dtype, head_dim: int) -> bool:
+  """Whether cuDNN's flash attention takes this: 16 bits, on an NVIDIA GPU from Ampere on.
 
   JAX raises where cuDNN cannot run instead of falling back, and lowers it for CUDA alone, so we
-  ask first: 16 bits, heads it takes, an NVIDIA GPU from Ampere on.
+  ask first.
   """
   device = jax.devices()[0]
   capability = getattr(device, "compute_capability", "")  # "9.0"; ROCm's is "gfx90a".
   ampere = capability.replace(".", "").isdigit() and float(capability) >= 8
-  sixteen_bit = dtype in (jnp.bfloat16, jnp.float16)
-  return "cudnn" if ampere and sixteen_bit and head_dim % 8 == 0 and head_dim <= 128 else None
+  return ampere and dtype in (jnp.bfloat16, jnp.float16) and head_dim % 8 == 0 and head_dim <= 128
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))

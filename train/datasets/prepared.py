@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import io
 import pathlib
+import re
 import sys
 from collections.abc import Iterator
 
@@ -21,14 +22,17 @@ def prepare(config: DataConfig) -> tfds.core.DatasetBuilder:
   elif config.name.partition("/")[0] == Shapes.name:
     builder = _shapes_builder(config)
   else:
-    return _checked(_find(config), config)
-  with _only_one(pathlib.Path(builder.data_dir).parent):
-    if not builder.data_path.exists():  # TFDS gives a directory its name when it is complete.
-      _build(builder)
-    elif isinstance(builder, WebDataset):
-      builder.check_unchanged()
+    builder = _find(config)
+  _check_features(builder, config)
+  # TFDS gives a directory its name when it is complete, so that what exists is whole.
+  if not builder.data_path.exists():
+    with _only_one(pathlib.Path(builder.data_dir).parent):
+      if not builder.data_path.exists():
+        _build(builder)
+  elif isinstance(builder, WebDataset):
+    builder.check_unchanged()
   # Read from what is on disk, as any other data set: workers need not know how it was made.
-  return _checked(tfds.builder_from_directory(builder.data_dir), config)
+  return tfds.builder_from_directory(builder.data_dir)
 
 
 def _shapes_builder(config: DataConfig) -> Shapes:
@@ -44,10 +48,13 @@ def _shapes_builder(config: DataConfig) -> Shapes:
 
 
 def _shards_builder(config: DataConfig) -> WebDataset:
-  if not (config.name.isidentifier() and config.name == config.name.lower()):
+  if not re.fullmatch("[a-z][a-z0-9_]*", config.name) or config.name == Shapes.name:
     raise ValueError(
-      f"data.name={config.name!r} cannot name an import: lower case letters, digits and _ can."
+      f"data.name={config.name!r} cannot name an import: lower case letters, digits and _ can, "
+      f"except {Shapes.name}."
     )
+  if config.eval_shards and config.eval_split == config.train_split:
+    raise ValueError(f"data.eval_split={config.eval_split!r} is the train split already.")
   root = pathlib.Path(config.root).expanduser()
   shards = {config.train_split: str(root / config.train_shards)}
   if config.eval_shards:
@@ -96,17 +103,21 @@ def _only_one(directory: pathlib.Path) -> Iterator[None]:
 
 
 def _build(builder: tfds.core.DatasetBuilder) -> None:
+  for left_by_a_killed_process in builder.data_path.parent.glob("incomplete.*"):
+    left_by_a_killed_process.rmtree()
   if not sys.stderr.isatty():
     tfds.disable_progress_bar()
   print(f"Preparing {builder.info.full_name} in {builder.data_dir}", flush=True)
-  with contextlib.redirect_stdout(io.StringIO()):  # TFDS announces sizes it does not know.
-    builder.download_and_prepare()
+  try:
+    with contextlib.redirect_stdout(io.StringIO()):  # TFDS announces sizes it does not know.
+      builder.download_and_prepare()
+  except RuntimeError as error:  # ArrayRecord's, of a full disk for one
+    raise OSError(f"Could not prepare {builder.data_dir}: {error}") from error
   if isinstance(builder, WebDataset):
     print(builder.summary(), flush=True)
 
 
-def _checked(builder: tfds.core.DatasetBuilder, config: DataConfig) -> tfds.core.DatasetBuilder:
-  """The builder, if it has the features of the config."""
+def _check_features(builder: tfds.core.DatasetBuilder, config: DataConfig) -> None:
   if not (config.text_key or config.label_key):
     raise ValueError("Captions come from data.text_key or data.label_key: one of them must be set.")
   wanted = {"image_key": tfds.features.Image, "text_key": tfds.features.Text}
@@ -124,7 +135,6 @@ def _checked(builder: tfds.core.DatasetBuilder, config: DataConfig) -> tfds.core
         f"data.{field}={key!r} is no {kind.__name__} feature of {builder.info.full_name}: it has "
         f"{there}."
       )
-  return builder
 
 
 def feature(builder: tfds.core.DatasetBuilder, key: str):

@@ -1,0 +1,148 @@
+"""The house: imports point one way, the public names are written out, files stay short."""
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import sbjax
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+# A file imports from those before it, and from none of its own line.
+ORDER = [
+  ["sbjax.formats"],
+  ["sbjax.quantize"],
+  ["sbjax.recipes", "sbjax.matmul"],
+  ["sbjax.pallas"],
+  ["sbjax.backends"],
+  ["sbjax.quantized_dot"],
+  ["sbjax.layers"],
+  ["sbjax.stable_adamw"],
+  ["sbjax.models"],
+  ["sbjax"],
+  ["train"],
+]
+# Within these packages files may import one another.
+PACKAGES = ("sbjax.pallas", "sbjax.models", "train")
+
+PUBLIC = [
+  "Spec",
+  "Recipe",
+  "RECIPES",
+  "FULL",
+  "SWITCHBACK",
+  "SWITCHBACK_M",
+  "SWITCHBACK_Q",
+  "LLM_INT8",
+  "FP8_TENSORWISE",
+  "FP8_SWITCHBACK",
+  "Quantized",
+  "quantize",
+  "dequantize",
+  "scaled_matmul",
+  "quantized_dot",
+  "quantized_dot_general",
+  "SwitchBackDense",
+  "SwitchBackLinear",
+  "scale_by_stable_adam",
+  "stable_adamw",
+]
+
+
+def files(*folders):
+  return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def module(path):
+  return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def rank(name):
+  """Where in ORDER a module stands: with the longest prefix that is listed."""
+  ranks = {
+    listed: i
+    for i, line in enumerate(ORDER)
+    for listed in line
+    if f"{name}.".startswith(f"{listed}.")
+  }
+  if name.startswith("sbjax.") and set(ranks) == {"sbjax"}:
+    pytest.fail(f"{name} has no place in ORDER.")
+  return ranks[max(ranks, key=len)] if ranks else None
+
+
+def imported(path):
+  """The modules a file imports, wherever in it: `from a import b` is a.b where b is a module."""
+  for node in ast.walk(ast.parse(path.read_text())):
+    if isinstance(node, ast.Import):
+      yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+      assert node.level == 0, f"{path}: imports are written from the root."
+      for alias in node.names:
+        inner = ROOT.joinpath(*node.module.split("."), alias.name)
+        is_module = inner.is_dir() or inner.with_suffix(".py").exists()
+        yield f"{node.module}.{alias.name}" if is_module else node.module
+
+
+def package(name):
+  """The package whose files may import one another, if the module is in one."""
+  return next((p for p in PACKAGES if f"{name}.".startswith(f"{p}.")), None)
+
+
+@pytest.mark.parametrize("path", files("sbjax", "train"), ids=module)
+def test_imports_point_one_way(path):
+  name = module(path)
+  for other in imported(path):
+    if rank(other) is not None and (package(other) is None or package(other) != package(name)):
+      assert rank(other) < rank(name), f"{name} imports {other}, which stands beside or above it."
+
+
+def test_nothing_imports_the_configs_the_tests_or_the_benchmarks():
+  for path in files("sbjax", "train"):
+    for other in imported(path):
+      assert other.partition(".")[0] not in ("configs", "tests", "benchmarks"), path
+
+
+def test_the_public_names_are_there_and_written_out():
+  missing = [name for name in PUBLIC if not hasattr(sbjax, name)]
+  assert not missing
+  assert set(PUBLIC) <= set(sbjax.__all__)
+  assert len(sbjax.__all__) == len(set(sbjax.__all__))
+  assert all(hasattr(sbjax, name) for name in sbjax.__all__)
+
+
+HEAVY = [
+  "torch",
+  "tensorflow",
+  "triton",
+  "jax_triton",
+  "orbax",
+  "grain",
+  "tensorflow_datasets",
+  "PIL",
+  "open_clip",
+]
+
+
+def test_importing_sbjax_needs_jax_flax_optax_and_numpy_alone():
+  # Flax itself brings in orbax where that is installed; so it goes first.
+  program = (
+    "import sys, jax, flax.linen, flax.nnx, optax, numpy; before = set(sys.modules);"
+    "import sbjax; print(*(set(sys.modules) - before))"
+  )
+  run = subprocess.run(
+    [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+  )
+  new = {name.partition(".")[0] for name in run.stdout.split()}
+  assert "sbjax" in new
+  assert not new & set(HEAVY)
+  assert not any(name.startswith("jax.experimental.pallas") for name in run.stdout.split())
+
+
+@pytest.mark.parametrize(
+  "path", files("sbjax", "train", "configs", "benchmarks", "tests"), ids=module
+)
+def test_a_file_reads_in_one_sitting(path):
+  assert len(path.read_text().splitlines()) <= 400
