@@ -18,6 +18,7 @@ def get_config() -> Config:
       context_length=32,  # captions have 12 words on average
       recipe="switchback",
       dtype="float32",
+      scan=False,  # unrolled layers take 15 % less time on a CPU
     ),
     data=DataConfig(
       name="flickr8k",

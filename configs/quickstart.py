@@ -15,6 +15,7 @@ def get_config() -> Config:
       size="tiny",
       recipe="switchback",
       dtype="float32",  # most CPUs emulate bfloat16
+      scan=False,  # unrolled layers take 15 % less time on a CPU
     ),
     data=DataConfig(
       name="shapes",

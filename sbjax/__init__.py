@@ -16,6 +16,7 @@ from sbjax.recipes import (
   SWITCHBACK_Q,
   Recipe,
 )
+from sbjax.stable_adamw import scale_by_stable_adam, stable_adamw
 
 __all__ = [
   "E4M3",
@@ -39,5 +40,7 @@ __all__ = [
   "quantize",
   "quantized_dot",
   "quantized_dot_general",
+  "scale_by_stable_adam",
   "scaled_matmul",
+  "stable_adamw",
 ]

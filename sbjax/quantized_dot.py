@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from sbjax.backends import get_backend
+from sbjax.backends import get_backend, warn_of_inexact_int8
+from sbjax.formats import INT8
 from sbjax.quantize import dequantize
 from sbjax.recipes import Recipe, as_recipe
 
@@ -40,6 +41,8 @@ def quantized_dot(
     NotImplementedError: the named backend cannot compute this.
   """
   recipe, backend = as_recipe(recipe), get_backend(backend).name
+  if recipe.uses(INT8) and backend == "xla":
+    warn_of_inexact_int8()
   check_floating("x", x)
   check_floating("w", w)
   if w.ndim != 2:

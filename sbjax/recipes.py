@@ -45,6 +45,11 @@ class Recipe:
           f" 'tensorwise' or 'static' Spec, not fwd={self.fwd[1]} and dgrad={self.dgrad[1]}."
         )
 
+  def uses(self, dtype) -> bool:
+    """Whether any operand is rounded to `dtype`."""
+    pairs = [pair for pair in (self.fwd, self.dgrad, self.wgrad) if pair is not None]
+    return any(jnp.dtype(spec.dtype) == dtype for pair in pairs for spec in pair)
+
 
 def _check_pair(name: str, pair) -> None:
   if pair is None:

@@ -3,7 +3,9 @@
 import os
 
 os.environ["XLA_FLAGS"] = (
-  os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+  os.environ.get("XLA_FLAGS", "")
+  + " --xla_force_host_platform_device_count=8"
+  + " --xla_gpu_enable_triton_gemm=false"  # See sbjax.backends.warn_of_inexact_int8.
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 

@@ -33,10 +33,14 @@ def shapes(state):
   return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
 
 
+def after(state, step):
+  return jax.tree.map(lambda x: x + x.dtype.type(step), state)
+
+
 def save(directory, state, steps, keep=3):
   checkpointer = Checkpointer(directory, keep)
   for step in steps:
-    checkpointer.save(step, jax.tree.map(lambda x: x + x.dtype.type(step), state), {"at": step})
+    checkpointer.save(step, after(state, step), {"at": step})
   checkpointer.wait()
   checkpointer.close()
 
@@ -77,7 +81,7 @@ def test_a_restored_state_is_bit_equal_and_lives_where_it_did(tmp_path, state):
   restored = restore(tmp_path, state)
   assert (restored.step, restored.data) == (5, {"at": 5})
   for name, value in state.items():
-    np.testing.assert_array_equal(restored.state[name], value + value.dtype.type(5))
+    np.testing.assert_array_equal(restored.state[name], after(value, 5))
     assert restored.state[name].sharding == value.sharding
 
 

@@ -8,17 +8,9 @@ import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
 
-from sbjax.models.clip import (
-  CLIP,
-  REMAT_POLICIES,
-  SIZES,
-  Block,
-  CLIPConfig,
-  TextConfig,
-  VisionConfig,
-  patch_dropout,
-)
+from sbjax.models.clip import CLIP, REMAT_POLICIES, Block, patch_dropout
 from sbjax.models.convert import unstack_blocks
+from sbjax.models.sizes import SIZES, CLIPConfig, TextConfig, VisionConfig
 from sbjax.recipes import RECIPES, SWITCHBACK, SWITCHBACK_M
 
 EOT = 63

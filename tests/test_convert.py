@@ -8,8 +8,9 @@ import pytest
 from interop import import_open_clip
 
 from sbjax.models import convert
-from sbjax.models.clip import CLIP, SIZES, CLIPConfig, TextConfig, VisionConfig
+from sbjax.models.clip import CLIP
 from sbjax.models.convert import load_open_clip, open_clip_state_dict, save_open_clip
+from sbjax.models.sizes import SIZES, CLIPConfig, TextConfig, VisionConfig
 
 MICRO = CLIPConfig(
   24,
@@ -204,7 +205,7 @@ def test_state_dict_that_does_not_fit_is_described():
 
 
 def test_state_dict_of_another_size_names_that_size():
-  shapes = convert._torch_shapes(convert._shapes(SIZES["B/16"], layer_scale=False))
+  shapes = convert._torch_shapes(convert._shapes(SIZES["B/16"], {}))
   state = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
   with pytest.raises(ValueError, match=r"It fits SIZES\['B/16'\]"):
     load_open_clip(state, SIZES["B/32"])

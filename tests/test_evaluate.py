@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sbjax.models.clip import CLIP, SIZES, TextConfig, VisionConfig
+from sbjax.models.clip import CLIP
+from sbjax.models.sizes import SIZES, TextConfig, VisionConfig
 from sbjax.quantized_dot import quantized_dot
 from sbjax.recipes import FP8_TENSORWISE, FULL, SWITCHBACK
 from train import evaluate as evaluation

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sbjax import RECIPES, quantized_dot
-from sbjax.models import clip
+from sbjax.models import attention
 
 pytestmark = pytest.mark.gpu
 
@@ -36,7 +36,7 @@ def test_int8_matmuls_are_the_same_bits_on_a_gpu_and_a_cpu(recipe):
 def test_cudnn_attention_is_xla_attention_to_bf16_rounding(length, causal):
   keys = jax.random.split(jax.random.key(0), 4)
   q, k, v, dy = (jax.random.normal(key, (4, length, 8, 64), jnp.bfloat16) for key in keys)
-  assert clip._cudnn_runs(q.dtype, 64)
+  assert attention.cudnn_runs(q.dtype, 64)
 
   @jax.jit
   def reference(q, k, v):
@@ -44,7 +44,7 @@ def test_cudnn_attention_is_xla_attention_to_bf16_rounding(length, causal):
 
   @jax.jit
   def ours(q, k, v):
-    return clip._attention(q, k, v, causal=causal)
+    return attention.attention(q, k, v, causal=causal)
 
   y, vjp = jax.vjp(ours, q, k, v)
   wide = [x.astype(jnp.float32) for x in (q, k, v)]

@@ -6,7 +6,8 @@ import numpy as np
 import optax
 import pytest
 
-from sbjax.models.clip import CLIP, SIZES, TextConfig, VisionConfig
+from sbjax.models.clip import CLIP
+from sbjax.models.sizes import SIZES, TextConfig, VisionConfig
 from sbjax.stable_adamw import tensor_rms
 from train.config import OptimizerConfig
 from train.optimizer import decays, make_optimizer, stacked, warmup_cosine

@@ -5,7 +5,8 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 
-from sbjax.models.clip import CLIP, SIZES
+from sbjax.models.clip import CLIP
+from sbjax.models.sizes import SIZES
 from train.config import MeshConfig, OptimizerConfig
 from train.optimizer import make_optimizer
 from train.sharding import make_mesh, parameter_shardings, path_name, state_shardings

@@ -26,6 +26,7 @@ from train.tokenizer import Tokenizer
 
 __all__ = [
   "captions",
+  "check_split",
   "class_names",
   "eval_batches",
   "prefetch_to_device",
@@ -132,13 +133,18 @@ def prefetch_to_device(
       yield batch, ahead.get_state()
 
 
+def check_split(builder: tfds.core.DatasetBuilder, split: str) -> None:
+  """Raises a ValueError that names the splits there are, if this is none of them."""
+  if split.partition("[")[0] not in builder.info.splits:  # "train[:90%]" is a split, too.
+    there = ", ".join(builder.info.splits)
+    raise ValueError(f"{builder.info.full_name} has no split {split!r}: it has {there}.")
+
+
 class _Examples:
   """A split as a sequence of {"where", "image": bytes, "captions": list of str, "label": int}."""
 
   def __init__(self, config: Config, builder: tfds.core.DatasetBuilder, split: str):
-    if split.partition("[")[0] not in builder.info.splits:  # "train[:90%]" is a split, too.
-      there = ", ".join(builder.info.splits)
-      raise ValueError(f"{builder.info.full_name} has no split {split!r}: it has {there}.")
+    check_split(builder, split)
     self._config, self._split = config, split
     self._names = class_names(config, builder)
     self._source = builder.as_data_source(

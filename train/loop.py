@@ -108,8 +108,6 @@ def _steps(run: Run, state, start: int, iterator, recorder: Recorder, signals: "
 def jit_train_step(run: Run):
   """The compiled step: `(state, batch) -> (state, metrics, finite)`, the old state donated."""
   config = run.config
-  if config.loss not in LOSSES:
-    raise ValueError(f"loss={config.loss!r} is none of {', '.join(LOSSES)}.")
   step = make_train_step(run.model, run.optimizer, LOSSES[config.loss], config.seed)
   shardings = jax.tree.map(lambda x: x.sharding, run.abstract_state)
   everywhere = replicated(run.mesh)

@@ -24,11 +24,11 @@ class Recorder:
     self._writes = jax.process_index() == 0
     if not self._writes:
       return
+    self._wandb = _wandb_run(config, workdir)
     path = workdir / "metrics.jsonl"
     _drop_after(path, start)
     self._file = path.open("a", buffering=1)
     self._events = SummaryWriter(str(workdir / "tensorboard"), purge_step=start + 1)
-    self._wandb = _wandb_run(config, workdir)
     self._progress = tqdm(
       total=config.steps,
       initial=start,

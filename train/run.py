@@ -13,12 +13,14 @@ import jax.numpy as jnp
 import optax
 
 from sbjax.backends import get_backend
-from sbjax.models.clip import CLIP, SIZES, CLIPConfig
+from sbjax.models.clip import CLIP
+from sbjax.models.sizes import SIZES, CLIPConfig
 from sbjax.recipes import as_recipe
 from train import data
 from train.checkpoint import Checkpointer
 from train.config import Config, ModelConfig
 from train.errors import RunError
+from train.loss import LOSSES
 from train.optimizer import make_optimizer
 from train.sharding import make_mesh, state_shardings
 from train.step import TrainState, make_init
@@ -28,7 +30,7 @@ from train.tokenizer import Tokenizer, make_tokenizer
 _MAY_CHANGE = {
   "steps", "log_every", "eval_every", "eval_batch_size", "checkpoint_every", "checkpoint_keep",
   "wandb_project", "mesh", "data.data_dir", "data.root", "data.prefetch", "model.backend",
-  "model.scan", "model.remat", "data.eval_split", "data.eval_shards",
+  "model.remat", "data.eval_split", "data.eval_shards", "data.workers",
 }  # fmt: skip
 
 
@@ -58,11 +60,15 @@ def make_run(config: Config, workdir: Path) -> Run:
   """
   config.check()
   as_recipe(config.model.recipe)  # Before the data, which takes longer to be wrong.
+  if config.loss not in LOSSES:
+    raise ValueError(f"loss={config.loss!r} is none of {', '.join(LOSSES)}.")
   mesh = make_mesh(config.mesh)
   optimizer, schedule = make_optimizer(config.optimizer, config.steps)
   if config.batch_size % mesh.size:
     raise ValueError(f"batch_size={config.batch_size} must be a multiple of {mesh.size} devices.")
   builder = data.prepare(config.data)
+  for split in (config.data.train_split, config.data.eval_split):
+    data.check_split(builder, split)
   tokenizer = _tokenizer(config, builder, workdir)
   model = make_model(config.model, tokenizer, siglip=config.loss == "siglip")
   abstract = jax.eval_shape(make_init(model, optimizer, config.seed))

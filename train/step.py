@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from sbjax.models.clip import CLIP, CLIPConfig
+from sbjax.models.clip import CLIP
+from sbjax.models.sizes import CLIPConfig
 from sbjax.stable_adamw import tensor_rms
 from train.images import normalize
 from train.sharding import path_name

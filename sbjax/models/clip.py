@@ -9,7 +9,6 @@ float32. Parameters are float32, and their tree depends on the sizes, `scan`,
 Letters in shapes: B batch, L length (patches or tokens), D width, H heads, E embedding.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -21,99 +20,10 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from sbjax.layers import LayerScale, SwitchBackDense
+from sbjax.models.attention import attention
+from sbjax.models.sizes import CLIPConfig, TextConfig, VisionConfig
 from sbjax.quantized_dot import DOT_NAME, RESIDUAL_NAME
 from sbjax.recipes import FULL, Recipe
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class VisionConfig:
-  image_size: int = 224
-  patch_size: int
-  width: int
-  layers: int
-  heads: int
-  mlp_ratio: float = 4.0
-
-  def __post_init__(self):
-    _check_divides("width", self.width, "heads", self.heads)
-    _check_divides("image_size", self.image_size, "patch_size", self.patch_size)
-
-  @property
-  def patches(self) -> int:
-    return (self.image_size // self.patch_size) ** 2
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TextConfig:
-  context_length: int = 77
-  vocab_size: int = 49408
-  width: int
-  layers: int
-  heads: int
-  mlp_ratio: float = 4.0
-  eot_id: int = 49407
-
-  def __post_init__(self):
-    _check_divides("width", self.width, "heads", self.heads)
-    if not 0 <= self.eot_id < self.vocab_size:
-      raise ValueError(f"eot_id={self.eot_id} must be below vocab_size={self.vocab_size}.")
-
-
-@dataclasses.dataclass(frozen=True)
-class CLIPConfig:
-  embed_dim: int
-  vision: VisionConfig
-  text: TextConfig
-
-
-def _check_divides(name: str, value: int, divisor_name: str, divisor: int) -> None:
-  if value % divisor:
-    raise ValueError(f"{name}={value} must be a multiple of {divisor_name}={divisor}.")
-
-
-# From S/16 on, the numbers are open_clip's; the two below are ours, for small machines.
-SIZES = {
-  "tiny": CLIPConfig(
-    128,
-    VisionConfig(image_size=32, patch_size=8, width=128, layers=4, heads=4),
-    TextConfig(context_length=24, vocab_size=1024, width=128, layers=3, heads=4, eot_id=1),
-  ),
-  "Ti/16": CLIPConfig(
-    192,
-    VisionConfig(patch_size=16, width=192, layers=12, heads=3),
-    TextConfig(width=192, layers=6, heads=3),
-  ),
-  "S/16": CLIPConfig(
-    384,
-    VisionConfig(patch_size=16, width=384, layers=12, heads=6),
-    TextConfig(width=384, layers=12, heads=6),
-  ),
-  "B/32": CLIPConfig(
-    512,
-    VisionConfig(patch_size=32, width=768, layers=12, heads=12),
-    TextConfig(width=512, layers=12, heads=8),
-  ),
-  "B/16": CLIPConfig(
-    512,
-    VisionConfig(patch_size=16, width=768, layers=12, heads=12),
-    TextConfig(width=512, layers=12, heads=8),
-  ),
-  "L/14": CLIPConfig(
-    768,
-    VisionConfig(patch_size=14, width=1024, layers=24, heads=16),
-    TextConfig(width=768, layers=12, heads=12),
-  ),
-  "H/14": CLIPConfig(
-    1024,
-    VisionConfig(patch_size=14, width=1280, layers=32, heads=16),
-    TextConfig(width=1024, layers=24, heads=16),
-  ),
-  "bigG/14": CLIPConfig(
-    1280,
-    VisionConfig(patch_size=14, width=1664, layers=48, heads=16, mlp_ratio=4.9231),
-    TextConfig(width=1280, layers=32, heads=20),
-  ),
-}
 
 # What a rematerialised block keeps besides its input. Policies go by name, since JAX's own
 # `checkpoint_dots` does not see a matmul inside a Pallas kernel.
@@ -174,6 +84,8 @@ class CLIP(nn.Module):
     scan: one compiled block scanned over layers, parameters stacked as [layers, ...] in `blocks`;
       False: `block_0`, `block_1`, ...
     remat: "none", "full" (a block keeps its input alone) or a key of REMAT_POLICIES.
+    init_logit_scale, init_logit_bias: what the factor on the features' dot products and, unless
+      None, a learned number added to them start at; the SigLIP loss wants 10 and -10.
   """
 
   config: CLIPConfig
@@ -185,6 +97,8 @@ class CLIP(nn.Module):
   patch_dropout: float = 0.0
   scan: bool = True
   remat: str = "none"
+  init_logit_scale: float = 1 / 0.07
+  init_logit_bias: float | None = None
 
   def setup(self):
     if self.remat not in ("none", "full", *REMAT_POLICIES):
@@ -205,9 +119,11 @@ class CLIP(nn.Module):
     embed_dim = self.config.embed_dim
     self.image = VisionTower(self.config.vision, embed_dim, blocks, self.dtype, self.patch_dropout)
     self.text = TextTower(self.config.text, embed_dim, blocks, self.dtype)
-    self.logit_scale = self.param(
-      "logit_scale", nn.initializers.constant(math.log(1 / 0.07)), (), jnp.float32
-    )
+    constant = nn.initializers.constant
+    log_scale = math.log(self.init_logit_scale)
+    self.logit_scale = self.param("logit_scale", constant(log_scale), (), jnp.float32)
+    if self.init_logit_bias is not None:
+      self.logit_bias = self.param("logit_bias", constant(self.init_logit_bias), (), jnp.float32)
 
   def __call__(self, image: jax.Array, text: jax.Array, *, train: bool = False) -> dict:
     """What a contrastive loss needs, all float32.
@@ -215,12 +131,15 @@ class CLIP(nn.Module):
     Returns:
       image_features, text_features: [B, E], of length 1.
       logit_scale: scalar in [1, 100], what their dot products are multiplied by.
+      logit_bias: scalar, if the model has one.
       block_outputs: {"image": [layers], "text": [layers]}, the mean |feature| after each block;
         no gradient flows into it.
     """
     image_features, image_blocks = self.image(image, train=train)
     text_features, text_blocks = self.text(text)
+    bias = {} if self.init_logit_bias is None else {"logit_bias": self.logit_bias}
     return {
+      **bias,
       "image_features": _normalize(image_features),
       "text_features": _normalize(text_features),
       "logit_scale": jnp.exp(_clamp(self.logit_scale, 0.0, MAX_LOG_LOGIT_SCALE)),
@@ -339,7 +258,7 @@ class Block(nn.Module):
     q_BLHD, k_BLHD, v_BLHD = (
       h.reshape(*h.shape[:2], self.heads, width // self.heads) for h in (q_BLD, k_BLD, v_BLD)
     )
-    y_BLHD = _attention(q_BLHD, k_BLHD, v_BLHD, causal=self.causal)
+    y_BLHD = attention(q_BLHD, k_BLHD, v_BLHD, causal=self.causal)
     out = self._linear("out", width, self.inits.out, zeros)
     return checkpoint_name(out(y_BLHD.reshape(x_BLD.shape)), _OUT_NAME)
 
@@ -412,45 +331,6 @@ def _normalize(x_BE: jax.Array) -> jax.Array:
   """Rows of length 1; a zero row stays zero, and its gradient finite."""
   square = jnp.sum(jnp.square(x_BE), axis=-1, keepdims=True)
   return x_BE * jax.lax.rsqrt(jnp.maximum(square, 1e-24))
-
-
-def _attention(q_BLHD, k_BLHD, v_BLHD, *, causal: bool) -> jax.Array:
-  """Softmax attention in the operands' dtype, its logits in float32."""
-  batch, length, _, head_dim = q_BLHD.shape
-  dtype = q_BLHD.dtype
-  if not _cudnn_runs(dtype, head_dim):
-    # In 16 bits XLA's has float32 logits too, but its backward pass multiplies them with 16-bit
-    # operands, which strict promotion forbids; measured on a CPU, all float32 is as fast.
-    qkv = (x.astype(jnp.float32) for x in (q_BLHD, k_BLHD, v_BLHD))
-    return jax.nn.dot_product_attention(*qkv, is_causal=causal).astype(dtype)
-  lengths = None
-  if length % 2:
-    # JAX trains with even lengths alone, and a class token makes them odd: one more, masked out.
-    padding = ((0, 0), (0, 1), (0, 0), (0, 0))
-    q_BLHD, k_BLHD, v_BLHD = (jnp.pad(x, padding) for x in (q_BLHD, k_BLHD, v_BLHD))
-    lengths = jnp.full((batch,), length, jnp.int32)
-  y_BLHD = jax.nn.dot_product_attention(
-    q_BLHD,
-    k_BLHD,
-    v_BLHD,
-    is_causal=causal,
-    query_seq_lengths=lengths,
-    key_value_seq_lengths=lengths,
-    implementation="cudnn",
-  )
-  return y_BLHD[:, :length]
-
-
-def _cudnn_runs(dtype: jnp.dtype, head_dim: int) -> bool:
-  """Whether cuDNN's flash attention takes this: 16 bits, on an NVIDIA GPU from Ampere on.
-
-  JAX raises where cuDNN cannot run instead of falling back, and lowers it for CUDA alone, so we
-  ask first.
-  """
-  device = jax.devices()[0]
-  capability = getattr(device, "compute_capability", "")  # "9.0"; ROCm's is "gfx90a".
-  ampere = capability.replace(".", "").isdigit() and float(capability) >= 8
-  return ampere and dtype in (jnp.bfloat16, jnp.float16) and head_dim % 8 == 0 and head_dim <= 128
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))

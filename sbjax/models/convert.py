@@ -14,14 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from sbjax.models.clip import CLIP, SIZES, CLIPConfig
+from sbjax.models.clip import CLIP
+from sbjax.models.sizes import SIZES, CLIPConfig
 
 
 def load_open_clip(source, config: CLIPConfig, *, scan: bool = True) -> dict:
   """Parameters of `CLIP(config, scan=scan)` in float32 from an open_clip state dict.
 
-  Layer-scale vectors are taken where the state dict has them: use the parameters with
-  `zero_init_layer_scale=True` then.
+  Layer-scale vectors and SigLIP's bias are taken where the state dict has them: use the parameters
+  with `zero_init_layer_scale=True` or an `init_logit_bias` then.
 
   Args:
     source: a path to a .safetensors, .pt, .pth or .bin file, or a mapping of names to tensors or
@@ -34,10 +35,10 @@ def load_open_clip(source, config: CLIPConfig, *, scan: bool = True) -> dict:
   state = _read(source) if isinstance(source, str | os.PathLike) else dict(source)
   state = state.get("state_dict", state)
   state = {name.removeprefix("module."): tensor for name, tensor in state.items()}
-  layer_scale = any(name.endswith(".ls_1.gamma") for name in state)
-  _check(state, config, layer_scale)
+  options = _options(any(n.endswith(".ls_1.gamma") for n in state), "logit_bias" in state)
+  _check(state, config, options)
   params = {}
-  for path, shape in _shapes(config, layer_scale).items():
+  for path, shape in _shapes(config, options).items():
     arrays = [_from_torch(path, _to_numpy(state[name])) for name in _names(path, shape)]
     params[path] = np.stack(arrays) if "blocks" in path else arrays[0]
   params = unflatten_dict(params)
@@ -63,7 +64,8 @@ def open_clip_state_dict(params: dict, config: CLIPConfig) -> dict[str, np.ndarr
   if ("image", "blocks", "q_norm", "scale") in params:
     raise ValueError("open_clip has no layer norm over the full width of q and k (qk_norm=True).")
   given = {keys: np.shape(array) for keys, array in params.items()}
-  problems = _differences(given, _shapes(config, ("image", "blocks", "ls_1", "gamma") in params))
+  options = _options(("image", "blocks", "ls_1", "gamma") in params, ("logit_bias",) in params)
+  problems = _differences(given, _shapes(config, options))
   if problems:
     raise ValueError(f"The parameters are not those of this config. {problems}")
   state = {}
@@ -106,6 +108,7 @@ def _unstack(tower: dict) -> dict:
 
 _NAMES = {
   "logit_scale": "logit_scale",
+  "logit_bias": "logit_bias",
   "image/class_embedding": "visual.class_embedding",
   "image/positional_embedding": "visual.positional_embedding",
   "image/patch_embedding/kernel": "visual.conv1.weight",
@@ -167,9 +170,15 @@ def _to_numpy(tensor) -> np.ndarray:
   return np.asarray(tensor, np.float32)
 
 
-def _shapes(config: CLIPConfig, layer_scale: bool) -> dict[tuple[str, ...], tuple[int, ...]]:
+def _options(layer_scale: bool, logit_bias: bool) -> dict:
+  """The arguments of CLIP that change which parameters it has."""
+  bias = {"init_logit_bias": 0.0} if logit_bias else {}
+  return {"zero_init_layer_scale": layer_scale, **bias}
+
+
+def _shapes(config: CLIPConfig, options: dict) -> dict[tuple[str, ...], tuple[int, ...]]:
   """The shapes of a CLIP's stacked parameters, by path."""
-  model = CLIP(config, zero_init_layer_scale=layer_scale)
+  model = CLIP(config, **options)
   size = config.vision.image_size
   image = jax.ShapeDtypeStruct((1, size, size, 3), jnp.float32)
   text = jax.ShapeDtypeStruct((1, config.text.context_length), jnp.int32)
@@ -186,15 +195,15 @@ def _torch_shapes(shapes: dict) -> dict[str, tuple[int, ...]]:
   return torch_shapes
 
 
-def _check(state: Mapping, config: CLIPConfig, layer_scale: bool) -> None:
+def _check(state: Mapping, config: CLIPConfig, options: dict) -> None:
   given = {name: tuple(tensor.shape) for name, tensor in state.items()}
-  problems = _differences(given, _torch_shapes(_shapes(config, layer_scale)))
+  problems = _differences(given, _torch_shapes(_shapes(config, options)))
   if not problems:
     return
   fits = [
     f" It fits SIZES[{size!r}]."
     for size, known in SIZES.items()
-    if _torch_shapes(_shapes(known, layer_scale)) == given
+    if _torch_shapes(_shapes(known, options)) == given
   ]
   raise ValueError(f"The state dict does not fit the config. {problems}{''.join(fits)}")
 
