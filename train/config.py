@@ -11,7 +11,8 @@ from collections.abc import Sequence
 @dataclasses.dataclass(kw_only=True)
 class ModelConfig:
   size: str  # a key of sbjax.models.clip.SIZES
-  image_size: int = 0  # 0: the size's own
+  image_size: int = 0  # pixels; 0: the size's own
+  patch_size: int = 0  # pixels; 0: the size's own
   context_length: int = 0  # 0: the size's own
   recipe: str = "switchback"  # a key of sbjax.RECIPES
   backend: str = ""  # "xla", "mosaic", "triton"; "" chooses

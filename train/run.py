@@ -93,7 +93,11 @@ def make_model(config: ModelConfig, tokenizer: Tokenizer, *, siglip: bool) -> CL
   if config.size not in SIZES:
     raise ValueError(f"model.size={config.size!r} is unknown; known: {', '.join(SIZES)}.")
   size = SIZES[config.size]
-  vision = dataclasses.replace(size.vision, image_size=config.image_size or size.vision.image_size)
+  vision = dataclasses.replace(
+    size.vision,
+    image_size=config.image_size or size.vision.image_size,
+    patch_size=config.patch_size or size.vision.patch_size,
+  )
   text = dataclasses.replace(
     size.text,
     context_length=config.context_length or size.text.context_length,

@@ -52,9 +52,9 @@ def _check_divides(name: str, value: int, divisor_name: str, divisor: int) -> No
 # From S/16 on, the numbers are open_clip's; the two below are ours, for small machines.
 SIZES = {
   "tiny": CLIPConfig(
-    128,
-    VisionConfig(image_size=32, patch_size=8, width=128, layers=4, heads=4),
-    TextConfig(context_length=24, vocab_size=1024, width=128, layers=3, heads=4, eot_id=1),
+    64,
+    VisionConfig(image_size=32, patch_size=8, width=128, layers=3, heads=4),
+    TextConfig(context_length=24, vocab_size=1024, width=64, layers=2, heads=2, eot_id=1),
   ),
   "Ti/16": CLIPConfig(
     192,

@@ -122,7 +122,7 @@ def _scene(rng: np.random.Generator) -> Scene:
 
 
 def _single(rng: np.random.Generator, label: int) -> Scene:
-  radius = rng.uniform(9, 18)
+  radius = rng.uniform(15, 22)
   x, y = rng.uniform(radius, SIZE - radius, 2)
   return Scene((Object(*CLASSES[label].split(), x, y, radius),), "", *_background(rng))
 
@@ -131,7 +131,7 @@ def _pair(rng: np.random.Generator, label: int) -> Scene:
   other = (label + int(rng.integers(1, len(CLASSES)))) % len(CLASSES)  # another class
   objects = []
   for name, centre in ((CLASSES[label], SIZE / 4), (CLASSES[other], SIZE * 3 / 4)):
-    radius = rng.uniform(8, 11.5)
+    radius = rng.uniform(9.5, 11.5)
     along = centre + rng.uniform(-1, 1) * (SIZE / 4 - radius)
     across = rng.uniform(radius, SIZE - radius)
     objects.append((name, along, across, radius))
@@ -278,9 +278,9 @@ def _background_words(scene: Scene, rng: np.random.Generator) -> str:
 
 
 def _size_words(radius: float) -> tuple[str, ...]:
-  if radius < 12:
+  if radius < 17:
     return ("small", "little", "tiny")
-  return ("medium", "mid-sized") if radius < 15 else ("large", "big", "huge")
+  return ("medium", "mid-sized") if radius < 19.5 else ("large", "big", "huge")
 
 
 def _place(thing: Object) -> str:
