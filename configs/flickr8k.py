@@ -37,8 +37,8 @@ def get_config() -> Config:
       weight_decay=0.5,
     ),
     batch_size=128,
-    steps=2000,
+    steps=1500,
     log_every=100,
-    eval_every=1000,
+    eval_every=500,
     checkpoint_every=500,
   )

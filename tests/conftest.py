@@ -13,7 +13,7 @@ import jax
 import pytest
 
 # optax mixes integer steps with floating-point rates.
-_STANDARD_PROMOTION = ("test_stable_adamw", "test_optimizer", "test_train", "test_main")
+_STANDARD_PROMOTION = ("test_stable_adamw", "test_optimizer", "test_step", "test_main")
 
 
 @pytest.fixture(autouse=True)

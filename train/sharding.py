@@ -15,8 +15,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from train.config import MeshConfig
 
 BATCH_AXES = ("data", "fsdp")
-# For the constraints that models put on their activations by logical name.
-LOGICAL_AXIS_RULES = (("batch", BATCH_AXES),)
 
 RULES = (
   (r"/(qkv|out|fc1|fc2)/kernel$", ("fsdp", None)),

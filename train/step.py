@@ -61,8 +61,8 @@ def make_train_step(model: CLIP, optimizer: optax.GradientTransformation, loss, 
       "loss": value,
       **metrics,
       "logit_scale": out["logit_scale"],
-      "gradient_norm": optax.global_norm(gradients),
-      "parameter_norm": optax.global_norm(params),
+      "gradient_norm": optax.tree.norm(gradients),
+      "parameter_norm": optax.tree.norm(params),
       # RMS of the patch embedding: it goes up 1 to 8 steps before the loss does (the paper's 3.4).
       **{
         f"rms/{name}": rms

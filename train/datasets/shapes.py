@@ -118,7 +118,7 @@ def example(scene: Scene, rng: np.random.Generator) -> dict:
 
 def _scene(rng: np.random.Generator) -> Scene:
   label = int(rng.integers(len(CLASSES)))
-  return _single(rng, label) if rng.random() < 0.6 else _pair(rng, label)
+  return _single(rng, label) if rng.random() < 0.7 else _pair(rng, label)
 
 
 def _single(rng: np.random.Generator, label: int) -> Scene:
@@ -152,7 +152,7 @@ def draw(scene: Scene, rng: np.random.Generator) -> Image.Image:
   image = Image.fromarray(_background_pixels(scene.tone, scene.pattern, rng))
   for thing in scene.objects:
     colour = np.add(COLOURS[thing.colour], rng.integers(-14, 15, 3)).clip(0, 255)
-    turn = rng.uniform(-15, 15)
+    turn = rng.uniform(-10, 10)
     image.paste(tuple(int(c) for c in colour), mask=_mask(thing, turn))
   return image
 
