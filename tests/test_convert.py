@@ -148,7 +148,7 @@ def test_sizes_are_open_clips(size):
   with torch.device("meta"):
     state = open_clip.model.CLIP(**theirs).state_dict()
   ours = SIZES[size]
-  assert convert._torch_shapes(convert._shapes(ours, layer_scale=False)) == {
+  assert convert._torch_shapes(convert._shapes(ours, {})) == {
     name: tuple(tensor.shape) for name, tensor in state.items()
   }
   vision, text = theirs["vision_cfg"], theirs["text_cfg"]
