@@ -10,23 +10,19 @@ from sbjax.quantize import Quantized
 MAX_INT8_CONTRACTION = 2**17
 
 
-def scaled_matmul(lhs: Quantized, rhs: Quantized, out_dtype, out_sharding=None) -> jax.Array:
-  """`dequantize(lhs) @ dequantize(rhs).T` for lhs [M, K] and rhs [N, K], in `out_dtype` [M, N].
+def scaled_matmul(
+  lhs: Quantized, rhs: Quantized, out_dtype, out_sharding=None, *, bias: jax.Array | None = None
+) -> jax.Array:
+  """`dequantize(lhs) @ dequantize(rhs).T + bias` for lhs [M, K] and rhs [N, K], [M, N].
 
   int8 products are summed in int32 without error, fp8 products in float32. The product of the
-  two scales multiplies the sum in float32, and the result is cast once. `out_sharding` is
-  jax.lax.dot_general's.
+  two scales multiplies the sum in float32, bias [N] is added in float32, and the result is cast
+  once, to `out_dtype`. `out_sharding` is jax.lax.dot_general's.
 
   Raises:
     ValueError: the contracted sizes differ, int8 meets fp8, or K > 131,072 in int8.
   """
-  (_, k), (_, rhs_k) = lhs.values.shape, rhs.values.shape
-  if k != rhs_k:
-    raise ValueError(f"lhs [M, K] and rhs [N, K] must agree in K: {k} and {rhs_k}.")
-  if (lhs.values.dtype == INT8) != (rhs.values.dtype == INT8):
-    raise ValueError(f"No matmul takes {lhs.values.dtype.name} with {rhs.values.dtype.name}.")
-  if lhs.values.dtype == INT8 and k > MAX_INT8_CONTRACTION:
-    raise ValueError(f"{k=} int8 products can overflow int32; at most {MAX_INT8_CONTRACTION}.")
+  check_operands(lhs.values, rhs.values)
   total = jax.lax.dot_general(
     lhs.values,
     rhs.values,
@@ -34,4 +30,23 @@ def scaled_matmul(lhs: Quantized, rhs: Quantized, out_dtype, out_sharding=None) 
     preferred_element_type=accumulator_dtype(lhs.values.dtype),
     out_sharding=out_sharding,
   )
-  return (total.astype(jnp.float32) * (lhs.scale * rhs.scale.T)).astype(out_dtype)
+  return apply_scales(total, lhs.scale, rhs.scale, out_dtype, bias)
+
+
+def apply_scales(total, lhs_scale, rhs_scale, out_dtype, bias=None) -> jax.Array:
+  """What `scaled_matmul` makes of the sums [M, N] of 8-bit products."""
+  y = total.astype(jnp.float32) * (lhs_scale * rhs_scale.T)
+  if bias is not None:
+    y += bias.astype(jnp.float32)[None, :]
+  return y.astype(out_dtype)
+
+
+def check_operands(lhs: jax.Array, rhs: jax.Array) -> None:
+  """Raises the ValueErrors of `scaled_matmul` for 8-bit values lhs [M, K] and rhs [N, K]."""
+  (_, k), (_, rhs_k) = lhs.shape, rhs.shape
+  if k != rhs_k:
+    raise ValueError(f"lhs [M, K] and rhs [N, K] must agree in K: {k} and {rhs_k}.")
+  if (lhs.dtype == INT8) != (rhs.dtype == INT8):
+    raise ValueError(f"No matmul takes {lhs.dtype.name} with {rhs.dtype.name}.")
+  if lhs.dtype == INT8 and k > MAX_INT8_CONTRACTION:
+    raise ValueError(f"{k=} int8 products can overflow int32; at most {MAX_INT8_CONTRACTION}.")

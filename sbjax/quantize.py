@@ -55,7 +55,23 @@ def quantize(x: jax.Array, spec: Spec) -> Quantized:
   Raises:
     ValueError: x is not floating point or not 2-d, or the spec names no known format or scaling.
   """
+  check_quantizable(x, spec)
+  x = x.astype(jnp.float32)
+  # XLA's maximum on a CPU drops NaN from more than 4096 elements, but not infinity.
+  magnitude = jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x))
+  axis = 1 if spec.scaling == "rowwise" else (0, 1)
+  absmax = jnp.max(magnitude, axis=axis, keepdims=True, initial=0.0)
+  factor, scale = factor_and_scale(absmax, spec)
   limit = max_value(spec.dtype)
+  values = jnp.clip(x * factor, -limit, limit)  # Beyond its range, e4m3 has only NaN.
+  if spec.dtype == INT8:
+    values = jnp.round(values)
+  return Quantized(values.astype(spec.dtype), scale)
+
+
+def check_quantizable(x: jax.Array, spec: Spec) -> None:
+  """Raises the ValueErrors of `quantize`."""
+  max_value(spec.dtype)
   if spec.scaling not in SCALINGS:
     raise ValueError(f"Unknown scaling {spec.scaling!r}; known: {', '.join(SCALINGS)}.")
   if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -63,22 +79,21 @@ def quantize(x: jax.Array, spec: Spec) -> Quantized:
   if x.ndim != 2:
     raise ValueError(f"quantize takes x [rows, K], not shape {x.shape}.")
 
-  x = x.astype(jnp.float32)
-  axis = 1 if spec.scaling == "rowwise" else (0, 1)
-  # XLA's maximum on a CPU drops NaN from more than 4096 elements, but not infinity.
-  magnitude = jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x))
-  absmax = jnp.max(magnitude, axis=axis, keepdims=True, initial=0.0)
+
+def factor_and_scale(absmax: jax.Array, spec: Spec) -> tuple[jax.Array, jax.Array]:
+  """What multiplies x before it is rounded, and what multiplies the values to dequantize.
+
+  Args:
+    absmax: float32, the largest magnitude under each scale; infinite or NaN where one was.
+  """
   if spec.scaling == "static":
     factor, scale = jnp.ones_like(absmax), jnp.ones_like(absmax)
   else:
+    limit = max_value(spec.dtype)
     # The bound keeps the factor finite for zeros and for magnitudes near underflow.
     factor = jnp.minimum(limit / absmax, jnp.finfo(jnp.float32).max)
     scale = absmax * (1.0 / limit)  # A product: XLA replaces a division by one when it likes.
-  scale = jnp.where(jnp.isfinite(absmax), scale, jnp.nan)
-  values = jnp.clip(x * factor, -limit, limit)  # Beyond its range, e4m3 has only NaN.
-  if spec.dtype == INT8:
-    values = jnp.round(values)
-  return Quantized(values.astype(spec.dtype), scale)
+  return factor, jnp.where(jnp.isfinite(absmax), scale, jnp.nan)
 
 
 def dequantize(x: Quantized, dtype=jnp.float32) -> jax.Array:

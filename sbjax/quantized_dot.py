@@ -40,8 +40,8 @@ def quantized_dot(
     ValueError: integer or complex operands, sizes that do not match, an unknown recipe or backend.
     NotImplementedError: the named backend cannot compute this.
   """
-  recipe, backend = as_recipe(recipe), get_backend(backend).name
-  if recipe.uses(INT8) and backend == "xla":
+  recipe = as_recipe(recipe)
+  if get_backend(backend).name == "xla" and recipe.uses(INT8):
     warn_of_inexact_int8()
   check_floating("x", x)
   check_floating("w", w)
@@ -70,10 +70,10 @@ def _dot_fwd(recipe, backend, x, w):
   ops, (x_spec, w_spec) = get_backend(backend), recipe.fwd
   x_q = ops.quantize(x, x_spec)
   if recipe.residuals == "full":
-    return ops.scaled_matmul(x_q, ops.quantize(w.T, w_spec), x.dtype), (x, w)
+    return ops.scaled_matmul(x_q, ops.quantize_transposed(w, w_spec), x.dtype), (x, w)
   # w has one scale, so the transpose of the quantized is the quantized transpose.
-  w_q = ops.quantize(w, w_spec)
-  y = ops.scaled_matmul(x_q, w_q.T, x.dtype)
+  w_q, w_q_transposed = ops.quantize_both(w, w_spec)
+  y = ops.scaled_matmul(x_q, w_q_transposed, x.dtype)
   return y, (*checkpoint_name((x_q, w_q), RESIDUAL_NAME), jnp.zeros((0,), w.dtype))
 
 
@@ -99,9 +99,8 @@ def _dot_bwd(recipe, backend, residuals, dy):
     dw = _full_dot(x, dy, ((0,), (0,)), w_dtype, w_sharding)
   else:
     x_spec, dy_spec = recipe.wgrad
-    dw = ops.scaled_matmul(
-      ops.quantize(x.T, x_spec), ops.quantize(dy.T, dy_spec), w_dtype, w_sharding
-    )
+    x_q, dy_q = ops.quantize_transposed(x, x_spec), ops.quantize_transposed(dy, dy_spec)
+    dw = ops.scaled_matmul(x_q, dy_q, w_dtype, w_sharding)
   return dx, dw
 
 
@@ -114,10 +113,13 @@ def _sharding(operand):
 
 
 def _full_dot(lhs, rhs, contracting, out_dtype, out_sharding=None):
-  """A matmul in the operands' own dtype, summed in float32 and cast once."""
+  """A matmul in the operands' own dtype, as plain Flax has it; the sums are float32 on GPUs too.
+
+  The result is asked for in `out_dtype`: a float32 one would be written out to be cast.
+  """
   return jax.lax.dot_general(
-    lhs, rhs, (contracting, ((), ())), preferred_element_type=jnp.float32, out_sharding=out_sharding
-  ).astype(out_dtype)
+    lhs, rhs, (contracting, ((), ())), preferred_element_type=out_dtype, out_sharding=out_sharding
+  )
 
 
 def quantized_dot_general(recipe: Recipe | str, *, backend: str | None = None) -> Callable:
@@ -129,7 +131,8 @@ def quantized_dot_general(recipe: Recipe | str, *, backend: str | None = None) -
   their kernel to the compute dtype before they multiply; SwitchBackDense and SwitchBackLinear
   do not, and get the weight gradient in float32.
   """
-  recipe, backend = as_recipe(recipe), get_backend(backend).name
+  recipe = as_recipe(recipe)
+  get_backend(backend)  # An error belongs here rather than in a layer.
 
   def dot_general(
     lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, out_sharding=None

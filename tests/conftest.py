@@ -13,7 +13,13 @@ import jax
 import pytest
 
 # optax mixes integer steps with floating-point rates.
-_STANDARD_PROMOTION = ("test_stable_adamw", "test_optimizer", "test_step", "test_main")
+_STANDARD_PROMOTION = (
+  "test_stable_adamw",
+  "test_optimizer",
+  "test_step",
+  "test_main",
+  "test_distributed",
+)
 
 
 @pytest.fixture(autouse=True)

@@ -1,10 +1,53 @@
 """A backend is found by name, and one that was named is never swapped for another."""
 
-import jax.numpy as jnp
-import pytest
+import importlib.util
+import logging
 
-from sbjax import quantize, quantized_dot, quantized_dot_general, scaled_matmul
-from sbjax.backends import get_backend
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import triton_case
+
+from sbjax import (
+  E4M3,
+  INT8,
+  Spec,
+  backends,
+  quantize,
+  quantized_dot,
+  quantized_dot_general,
+  scaled_matmul,
+)
+from sbjax.backends import Backend, get_backend
+
+ROWWISE, TENSORWISE = Spec(INT8, "rowwise"), Spec(INT8, "tensorwise")
+
+
+@pytest.fixture
+def installed(monkeypatch):
+  """As if everything were installed and new; the kernels are the definition and note their calls.
+
+  What is changed in it after that is what is missing.
+  """
+  calls, present = [], {"triton", "jax_triton"}
+
+  def noting(operation):
+    def run(*args, **kwargs):
+      calls.append(operation)
+      return getattr(get_backend("xla"), operation)(*args, **kwargs)
+
+    return run
+
+  def kernels(name):
+    return Backend(name, *(noting(operation) for operation in Backend._fields[1:]))
+
+  monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in present else None)
+  monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
+  monkeypatch.setattr(backends, "_kernels", kernels)
+  backends._chosen.cache_clear()
+  yield type("Installed", (), {"present": present, "calls": calls})
+  backends._chosen.cache_clear()
 
 
 def test_xla_is_the_definition():
@@ -17,12 +60,13 @@ def test_none_chooses_one_that_exists():
 
 
 @pytest.mark.parametrize("name", ["mosaic", "triton"])
-def test_a_backend_without_kernels_says_what_there_is(name):
-  with pytest.raises(NotImplementedError, match=rf"{name}.*'xla'"):
+def test_a_backend_that_does_not_run_here_says_why(name):
+  why = rf"{name}.*needs an NVIDIA GPU; JAX's default device is 'cpu'"
+  with pytest.raises(NotImplementedError, match=why):
     get_backend(name)
-  with pytest.raises(NotImplementedError, match=rf"{name}.*'xla'"):
+  with pytest.raises(NotImplementedError, match=why):
     quantized_dot(jnp.ones((2, 4)), jnp.ones((4, 3)), "switchback", backend=name)
-  with pytest.raises(NotImplementedError, match=rf"{name}.*'xla'"):
+  with pytest.raises(NotImplementedError, match=why):
     quantized_dot_general("switchback", backend=name)
 
 
@@ -31,3 +75,126 @@ def test_an_unknown_backend_says_what_there_is():
     get_backend("cuda")
   with pytest.raises(ValueError, match=r"'cuda'.*'xla'"):
     quantized_dot(jnp.ones((2, 4)), jnp.ones((4, 3)), "full", backend="cuda")
+
+
+@pytest.mark.parametrize(
+  ("capability", "expected"), [(90, "mosaic"), (80, "triton"), (89, "triton"), (75, "xla")]
+)
+def test_none_chooses_what_is_best_for_the_chip(installed, capability, expected):
+  with triton_case.chip(capability):
+    assert get_backend(None).name == expected
+    assert get_backend(expected).name == expected
+
+
+def test_an_older_jax_has_no_mosaic_and_none_falls_back_to_triton(installed, monkeypatch):
+  monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
+  with triton_case.chip(90):
+    with pytest.raises(
+      NotImplementedError, match=r"'mosaic' needs jax >= 0\.11 \(Python >= 3\.12\)"
+    ):
+      get_backend("mosaic")
+    assert get_backend(None).name == "triton"
+
+
+@pytest.mark.parametrize("missing", ["triton", "jax_triton"])
+def test_what_is_not_installed_is_in_the_error_and_warned_of_where_it_was_chosen(
+  installed, missing
+):
+  installed.present.remove(missing)
+  why = rf"'(mosaic|triton)' needs {missing}: pip install 'sbjax\[cuda\]'"
+  for name, capability in (("mosaic", 90), ("triton", 80)):
+    with triton_case.chip(capability):
+      with pytest.raises(NotImplementedError, match=why):
+        get_backend(name)
+      with pytest.warns(UserWarning, match=rf"left to XLA, and slow: .*{why}"):
+        assert get_backend(None).name == "xla"
+
+
+@pytest.mark.parametrize(
+  ("name", "capability", "why"),
+  [
+    ("mosaic", 80, r"needs compute capability 9\.0 \(H100, H200\); this is NVIDIA"),
+    ("mosaic", 100, r"needs compute capability 9\.0 \(H100, H200\); this is NVIDIA"),
+    ("triton", 75, r"needs compute capability 8\.0 \(A100\) or newer; this is NVIDIA"),
+  ],
+)
+def test_a_chip_that_a_backend_is_not_for_is_named(installed, name, capability, why):
+  with triton_case.chip(capability), pytest.raises(NotImplementedError, match=f"'{name}' {why}"):
+    get_backend(name)
+
+
+@pytest.mark.parametrize(
+  ("capability", "expected"), [(90, "'mosaic'"), (75, "'xla'"), (80, "'triton'")]
+)
+def test_the_choice_is_said_once_at_debug_level(installed, caplog, capability, expected):
+  caplog.set_level(logging.DEBUG, logger="sbjax")
+  with triton_case.chip(capability):
+    get_backend(None), get_backend(None)
+  (record,) = caplog.records
+  assert record.levelname == "DEBUG" and expected in record.getMessage()
+
+
+def draw(rows, k):
+  return jnp.asarray(np.random.default_rng(rows).normal(size=(rows, k)).astype(np.float32))
+
+
+def on_a_cpu(function, *arguments):
+  """What is traced as for an A100, compiled and run on the CPU."""
+  with triton_case.chip(80):
+    lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cpu",))
+  return lowered.compile()(*arguments)
+
+
+@pytest.mark.parametrize(
+  ("k", "n", "dtype"), [(24, 16, "float32"), (32, 8, "float32"), (32, 16, "float64")]
+)
+def test_none_leaves_to_the_definition_what_a_kernel_does_not_take(installed, k, n, dtype):
+  lhs, rhs = quantize(draw(4, k), ROWWISE), quantize(draw(n, k), TENSORWISE)
+  with jax.enable_x64(True):
+    y = on_a_cpu(lambda lhs, rhs: get_backend(None).scaled_matmul(lhs, rhs, dtype), lhs, rhs)
+    np.testing.assert_array_equal(y, scaled_matmul(lhs, rhs, dtype))
+  assert not installed.calls
+
+
+def test_none_leaves_quantizing_float64_to_the_definition(installed):
+  def run(x):
+    chosen = get_backend(None)
+    straight, turned = chosen.quantize(x, ROWWISE), chosen.quantize_transposed(x, ROWWISE)
+    return straight, turned, *chosen.quantize_both(x, TENSORWISE)
+
+  with jax.enable_x64(True):
+    x = draw(4, 32).astype(jnp.float64)
+    found = on_a_cpu(run, x)
+  q = quantize(x, TENSORWISE)
+  expected = quantize(x, ROWWISE), quantize(x.T, ROWWISE), q, q.T
+  jax.tree.map(np.testing.assert_array_equal, found, expected)
+  assert not installed.calls
+
+
+def test_none_leaves_fp8_to_the_definition_where_the_chip_has_none(installed):
+  spec = Spec(E4M3, "tensorwise")
+
+  def run(x):
+    q, q_transposed = get_backend(None).quantize_both(x, spec)
+    return q_transposed, get_backend(None).scaled_matmul(q, q, jnp.float32)
+
+  for capability, is_definition in ((80, True), (89, False)):
+    with triton_case.chip(capability):
+      jax.eval_shape(run, jax.ShapeDtypeStruct((16, 32), jnp.float32))
+    assert (not installed.calls) == is_definition
+
+
+def test_what_none_gives_to_the_kernels_a_cpu_still_computes(installed):
+  x, w = draw(4, 32), draw(32, 16)
+
+  def forward(x, w):
+    chosen = get_backend(None)
+    w_q, w_q_transposed = chosen.quantize_both(w, TENSORWISE)
+    del w_q
+    chosen.quantize_transposed(w, ROWWISE)
+    return chosen.scaled_matmul(chosen.quantize(x, ROWWISE), w_q_transposed, jnp.float32)
+
+  y = on_a_cpu(forward, x, w)
+  assert sorted(installed.calls) == sorted(Backend._fields[1:])
+  expected = scaled_matmul(quantize(x, ROWWISE), quantize(w, TENSORWISE).T, jnp.float32)
+  np.testing.assert_array_equal(y, expected)

@@ -1,16 +1,101 @@
 """What only an NVIDIA GPU can show: JAX_PLATFORMS=cuda,cpu python -m pytest tests/test_gpu.py"""
 
 import functools
+import os
+import random
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sbjax import RECIPES, quantized_dot
+from sbjax import RECIPES, Quantized, Spec, quantize, quantized_dot
+from sbjax.backends import NAMES, get_backend
+from sbjax.formats import E4M3, E5M2, INT8
+from sbjax.matmul import scaled_matmul
 from sbjax.models import attention
 
 pytestmark = pytest.mark.gpu
+
+# How many random shapes the kernels are tried on, and from which seed.
+SHAPES, SEED = int(os.environ.get("SBJAX_SHAPES", 12)), int(os.environ.get("SBJAX_SEED", 0))
+
+
+@pytest.fixture(params=[name for name in NAMES if name != "xla"])
+def backend(request):
+  try:
+    return get_backend(request.param)
+  except NotImplementedError as reason:
+    pytest.skip(str(reason))
+
+
+def on_cpu(function, *args):
+  """What the definition gives, compiled for the CPU: XLA's divisions on a GPU are not exact."""
+  with jax.default_device(jax.devices("cpu")[0]):
+    return jax.jit(function)(*jax.tree.map(np.asarray, args))
+
+
+def some_shapes(n=SHAPES):
+  """M of any kind; N and K in sixteens, mostly not in more."""
+  pick = random.Random(SEED)
+  return [
+    (pick.choice([pick.randint(1, 300), pick.randint(1, 5000)]),
+     16 * pick.randint(1, 150), 16 * pick.randint(1, 150))
+    for _ in range(n)
+  ]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", some_shapes(), ids=str)
+def test_kernels_multiply_as_the_definition_does(backend, shape):
+  m, n, k = shape
+  pick, numbers = random.Random(str(shape)), np.random.default_rng(k)
+  for dtypes in ((INT8, INT8), (pick.choice([E4M3, E5M2]), pick.choice([E4M3, E5M2]))):
+    lhs, rhs = (
+      Quantized(
+        jnp.asarray(numbers.integers(-127, 128, (rows, k)).astype(dtype)),
+        jnp.asarray(numbers.uniform(0.5, 1, (pick.choice([1, rows]), 1)).astype(np.float32)),
+      )
+      for rows, dtype in zip((m, n), dtypes, strict=True)
+    )
+    out_dtype = pick.choice([jnp.bfloat16, jnp.float32])
+    found, expected = (
+      np.asarray(jax.jit(multiply, static_argnums=2)(lhs, rhs, out_dtype), np.float32)
+      for multiply in (backend.scaled_matmul, scaled_matmul)
+    )
+    if dtypes[0] == INT8:
+      np.testing.assert_array_equal(found, expected)
+    else:
+      # A tensor core keeps fewer bits of a float32 sum than float32 has.
+      assert np.abs(found - expected).max() <= 2**-7 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("form", ["quantize", "quantize_transposed", "quantize_both"])
+@pytest.mark.parametrize("shape", some_shapes(4), ids=str)
+def test_kernels_quantize_as_the_definition_does(backend, form, shape):
+  rows, k = shape[0], shape[2]
+  x = jax.random.normal(jax.random.key(k), (rows, k), jnp.bfloat16).at[rows // 2].set(0)
+  for spec in (Spec(INT8, "rowwise"), Spec(INT8, "tensorwise"), Spec(E5M2, "tensorwise")):
+    if form == "quantize_both" and spec.scaling == "rowwise":
+      continue
+    found = jax.jit(getattr(backend, form), static_argnums=1)(x, spec)
+    expected = on_cpu(lambda x: getattr(get_backend("xla"), form)(x, spec), x)  # noqa: B023
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_a_row_with_nan_or_infinity_is_nan_and_no_other(backend):
+  x = jax.random.normal(jax.random.key(0), (64, 256), jnp.bfloat16)
+  x = x.at[3, 200].set(jnp.nan).at[40, 0].set(jnp.inf).at[7].set(0)
+  w = quantize(jax.random.normal(jax.random.key(1), (48, 256)), Spec(INT8, "tensorwise"))
+  y = backend.scaled_matmul(backend.quantize(x, Spec(INT8, "rowwise")), w, jnp.bfloat16)
+  assert set(np.flatnonzero(np.isnan(y).any(1))) == {3, 40} and np.isnan(y[3]).all()
+  assert not y[7].any()
+
+
+def test_the_longest_int8_sum_is_exact(backend):
+  k = 2**17
+  full = Quantized(jnp.full((16, k), 127, jnp.int8), jnp.ones((1, 1)))
+  y = backend.scaled_matmul(full, full, jnp.float32)
+  assert (y == np.float32(127 * 127 * k)).all()
 
 
 @pytest.mark.parametrize("recipe", ["switchback", "switchback_m", "switchback_q", "llm_int8"])

@@ -52,6 +52,17 @@ def test_the_result_is_cast_once_and_last(out_dtype):
   np.testing.assert_array_equal(y, jitted(lhs, rhs, jnp.float32).astype(out_dtype))
 
 
+@pytest.mark.parametrize("out_dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("bias_dtype", [jnp.float32, jnp.bfloat16])
+def test_a_bias_is_added_to_each_row_before_the_cast(bias_dtype, out_dtype):
+  lhs, rhs = operand(0, 7, 100), operand(1, 5, 100)
+  bias = jnp.asarray(np.random.default_rng(2).normal(size=5), bias_dtype)
+  y = jax.jit(lambda b: scaled_matmul(lhs, rhs, out_dtype, bias=b))(bias)
+  # The product is exact: one rounding in the sum, one in the cast.
+  expected = (float64(lhs) @ float64(rhs).T + np.asarray(bias, np.float64)).astype(np.float32)
+  np.testing.assert_array_equal(y, expected.astype(out_dtype))
+
+
 @pytest.mark.parametrize("sign", [1, -1])
 def test_the_longest_int8_sum_does_not_overflow(sign):
   k = MAX_INT8_CONTRACTION

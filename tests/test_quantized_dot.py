@@ -178,7 +178,7 @@ def dot_dtypes(eqn):
 
 INT8, FP8, BF16 = "int8 int8 int32", "fp8 fp8 float32", "bfloat16 bfloat16 float32"
 PRODUCTS = {
-  "full": {BF16: 3},
+  "full": {"bfloat16 bfloat16 bfloat16": 2, BF16: 1},
   "switchback": {INT8: 2, BF16: 1},
   "switchback_m": {INT8: 2, BF16: 1},
   "switchback_q": {INT8: 2, BF16: 1},

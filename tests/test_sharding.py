@@ -1,3 +1,7 @@
+import dataclasses
+import math
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,10 +11,18 @@ from jax.sharding import PartitionSpec
 
 from sbjax.models.clip import CLIP
 from sbjax.models.sizes import SIZES
+from sbjax.recipes import SWITCHBACK
 from train.config import MeshConfig, OptimizerConfig
+from train.loss import LOSSES
 from train.optimizer import make_optimizer
-from train.sharding import make_mesh, parameter_shardings, path_name, state_shardings
-from train.step import make_init
+from train.sharding import (
+  batch_sharding,
+  make_mesh,
+  parameter_shardings,
+  path_name,
+  state_shardings,
+)
+from train.step import make_init, make_train_step
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["scan", "unrolled"])
@@ -78,3 +90,36 @@ def test_any_optax_state_is_covered(state):
   kernels = sum("fsdp" in s for s in specs(parameter_shardings(state.params, mesh)).values())
   assert sum("fsdp" in s.spec for s in split) == 2 * kernels
   assert np.all([s.mesh == mesh for s in split])
+
+
+def test_a_step_gathers_kernels_in_int8_and_no_activation():
+  batch, width, embed_dim = 128, 256, 64
+  size = SIZES["tiny"]
+  vision = dataclasses.replace(size.vision, layers=2, width=width)
+  text = dataclasses.replace(size.text, layers=2, width=width, context_length=24, vocab_size=512)
+  size = dataclasses.replace(size, embed_dim=embed_dim, vision=vision, text=text)
+  mesh = make_mesh(MeshConfig(data=2, fsdp=4))
+  split = batch_sharding(mesh)
+  model = CLIP(size, recipe=SWITCHBACK, dtype=jnp.float32, activation_sharding=split)
+  optimizer, _ = make_optimizer(OptimizerConfig(warmup_steps=1), 10)
+  with jax.numpy_dtype_promotion("standard"):  # optax mixes integer steps with floating rates.
+    state = jax.eval_shape(make_init(model, optimizer, 0))
+    step = jax.jit(
+      make_train_step(model, optimizer, LOSSES["softmax"], 0),
+      in_shardings=(state_shardings(state, state.params, mesh), split),
+    )
+    image = jax.ShapeDtypeStruct((batch, vision.image_size, vision.image_size, 3), jnp.uint8)
+    captions = jax.ShapeDtypeStruct((batch, text.context_length), jnp.int32)
+    hlo = step.lower(state, {"image": image, "text": captions}).compile().as_text()
+  moved = re.findall(r"= (.*?) (?:all-gather|all-to-all|collective-permute)(?:-start)?\(", hlo)
+  shapes = [found for types in moved for found in re.findall(r"(\w+)\[([\d,]+)\]", types)]
+  sizes = {(dtype, math.prod(map(int, shape.split(",")))) for dtype, shape in shapes}
+  kernels = {("s8", rows * width * width) for rows in (1, 3, 4)}
+  others = {
+    ("f32", 3 * vision.patch_size**2 * width),  # the patch embedding
+    ("f32", text.vocab_size * width),  # the token embedding
+    ("f32", width * embed_dim),  # a final projection
+  }
+  assert kernels <= sizes
+  # Beside these the features, one of each example, and what is smaller.
+  assert {(t, n) for t, n in sizes - kernels - others if n > batch * embed_dim} == set()

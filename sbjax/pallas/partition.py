@@ -1,0 +1,103 @@
+"""A kernel on a mesh: each device runs it on its shard.
+
+XLA cannot look into a kernel. Left alone, it would gather what is sharded and run the whole on
+every device. Here a kernel says what its operands' axes are, by name, and what follows when one of
+them is split over the mesh.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+from jax.custom_batching import sequential_vmap
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+Names = tuple[str | None, ...]  # An operand's axes; None for one that is never split.
+
+
+def over_shards(
+  local: Callable,
+  operands: Sequence[jax.Array],
+  inputs: Sequence[Names],
+  outputs: Sequence[Names],
+  sixteens: str = "",
+):
+  """`local({}, *operands)`, or on a mesh `local(split, *shards)` on every device.
+
+  `split` maps the name of an axis to the mesh axes it is split over: what reduces along such an
+  axis must go on over these. Where an axis is split is decided by the operands as they come, the
+  first before the second. One that cannot stay split is gathered: a mesh axis that an earlier name
+  has, a size that does not divide evenly.
+
+  Args:
+    local: gives a tuple of arrays.
+    inputs, outputs: the names of the operands' and the results' axes.
+    sixteens: names whose shards must be multiples of 16.
+  """
+  decide = functools.partial(_split, inputs=inputs, sixteens=sixteens)
+
+  @sequential_vmap
+  def run(*operands):
+    mesh = jax.sharding.get_abstract_mesh()
+    if any(kind == AxisType.Manual for kind in mesh.axis_types):
+      return local({}, *operands)  # Within a shard_map these are shards already.
+    if any(kind == AxisType.Explicit for kind in mesh.axis_types):
+      split = decide(mesh.shape, [(x.shape, jax.typeof(x).sharding.spec) for x in operands])
+      in_specs, out_specs = _specs(split, inputs), _specs(split, outputs)
+      operands = jax.tree.map(jax.sharding.reshard, operands, in_specs)
+      body = functools.partial(local, split)
+      return jax.shard_map(body, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*operands)
+    return _automatic(local, decide, inputs, outputs)(*operands)
+
+  return run(*operands)
+
+
+def _automatic(local, decide, inputs, outputs):
+  """For `jit` as most use it: XLA decides about shardings while it compiles, and asks then."""
+  whole = custom_partitioning(functools.partial(local, {}))
+
+  def partition(mesh, operands, results):
+    del results
+    split = decide(mesh.shape, [(x.shape, x.sharding.spec) for x in operands])
+    shardings = [
+      tuple(NamedSharding(mesh, spec) for spec in _specs(split, names))
+      for names in (outputs, inputs)
+    ]
+    return mesh, functools.partial(local, split), *shardings
+
+  whole.def_partition(partition, sharding_rule=_rule(inputs, outputs))
+  return whole
+
+
+def _split(
+  mesh: Mapping[str, int], operands: Sequence, inputs: Sequence[Names], sixteens: str
+) -> dict[str, tuple[str, ...]]:
+  """Which mesh axes each name is split over."""
+  split, taken = {}, set()
+  for names, (shape, spec) in zip(inputs, operands, strict=True):
+    for name, size, axes in zip(names, shape, (*spec, *[None] * len(shape)), strict=False):
+      axes = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
+      axes = tuple(axis for axis in axes if axis not in taken)
+      parts = math.prod(mesh[axis] for axis in axes)
+      fits = size % (parts * (16 if name and name in sixteens else 1)) == 0
+      if name is not None and name not in split and parts > 1 and fits:
+        split[name] = axes
+        taken.update(axes)
+  return split
+
+
+def _specs(split, arrays: Sequence[Names]) -> tuple[P, ...]:
+  return tuple(P(*(split.get(name) for name in names)) for names in arrays)
+
+
+def _rule(inputs, outputs) -> str:
+  """Shardy's einsum-like rule; an axis that is never split gets a letter of its own."""
+  unnamed = (f"u{i}" for i in range(100))
+  sides = [
+    ", ".join(" ".join(name or next(unnamed) for name in names) for names in side)
+    for side in (inputs, outputs)
+  ]
+  return " -> ".join(sides)

@@ -1,0 +1,371 @@
+"""scaled_matmul on Hopper (H100, H200): Pallas Mosaic GPU, 8-bit wgmma, the scales in the epilogue.
+
+One block of threads a multiprocessor works through the output, block after block. A memory
+warpgroup keeps `stages` slices of both operands on their way (TMA); two compute warpgroups multiply
+them and write a half of the output block each. The memory warpgroup never waits for an output block
+to be finished: the next one's operands arrive while this one is scaled, cast and stored.
+
+What bounds it on an H200 is shared memory: at full rate wgmma reads 64 + 4096 / n bytes a clock of
+it for n columns, and the loads write 4096 / block_m + 4096 / block_n, of 128 that there are. So
+blocks are as large as the accumulators' registers allow. (benchmarks/matmul.py has the times.)
+"""
+
+import dataclasses
+import functools
+import json
+import math
+from pathlib import Path
+from typing import Literal
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from sbjax.formats import accumulator_dtype
+from sbjax.matmul import check_operands
+from sbjax.quantize import Quantized
+
+_COMPUTE_WARPGROUPS = 2
+_MEMORY_REGISTERS, _COMPUTE_REGISTERS = 40, 232  # A thread's; 128 * (40 + 2 * 232) <= 65,536.
+_EPILOGUE_ROWS, _EPILOGUE_BYTES = 64, 128  # What is stored at a time: 128 bytes of 64 rows.
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """How the output is cut into blocks, and in which order they are taken.
+
+  block_m, block_n: an output block; split: the side that the two compute warpgroups halve.
+  block_k, stages: the slices of the operands, and how many are loaded ahead.
+  cluster: two blocks that lie next to each other along this side share the other operand's loads;
+    None for no sharing.
+  minor, width: blocks are taken in a snake, `width` of them along the `minor` side at a time.
+  lead: how many slices the first warpgroup begins ahead of the second, so that one multiplies while
+    the other stores.
+  """
+
+  block_m: int = 256
+  block_n: int = 128
+  split: Literal["m", "n"] = "m"
+  block_k: int = 128
+  stages: int = 4
+  cluster: Literal["m", "n"] | None = "n"
+  minor: Literal["m", "n"] = "n"
+  width: int = 16
+  lead: int = 0
+
+  @property
+  def warpgroup(self) -> tuple[int, int]:
+    """The part of a block that one warpgroup computes."""
+    if self.split == "m":
+      return self.block_m // 2, self.block_n
+    return self.block_m, self.block_n // 2
+
+  @property
+  def clustered(self) -> tuple[int, int]:
+    """How many blocks of a cluster lie along m and along n."""
+    return 1 + (self.cluster == "m"), 1 + (self.cluster == "n")
+
+
+# What the rule chooses from: a shape whose blocks are few wants small ones.
+_WIDE = Config(block_m=128, block_n=256, cluster="m")
+_SMALL = Config(block_m=128, block_n=128, stages=6, cluster=None)
+
+
+def config_for(m: int, n: int, k: int, chip: str, multiprocessors: int) -> Config:
+  """The one that was fastest where (chip, n, k) was tuned for half of m or more; else a rule."""
+  tuned = [row for row in _tuned() if (row["chip"], row["n"], row["k"]) == (chip, n, k)]
+  nearest = min(tuned, key=lambda row: abs(math.log(row["m"] / m)), default=None)
+  if nearest and m >= nearest["m"] / 2:
+    return Config(**nearest["config"])
+  return min((_WIDE, Config(), _SMALL), key=lambda c: _clocks(c, m, n, k, multiprocessors))
+
+
+def _clocks(config: Config, m: int, n: int, k: int, multiprocessors: int) -> float:
+  """About how long it takes: what shared memory allows for the products, 2,500 to end a block."""
+  block_m, block_n, (cluster_m, cluster_n) = config.block_m, config.block_n, config.clustered
+  blocks = pl.cdiv(m, block_m * cluster_m) * pl.cdiv(n, block_n * cluster_n) * cluster_m * cluster_n
+  bytes_a_clock = 64 + 4096 * (1 / config.warpgroup[1] + 1 / block_m + 1 / block_n)
+  slices = pl.cdiv(k, config.block_k) * config.block_k * block_m * block_n / 4096
+  return pl.cdiv(blocks, multiprocessors) * (slices * max(1, bytes_a_clock / 128) + 2500)
+
+
+@functools.cache
+def _tuned() -> list[dict]:
+  """What `python -m benchmarks.tune` found: rows of chip, m, n, k, config."""
+  lines = Path(__file__).with_name("scaled_matmul_sm90.jsonl").read_text().splitlines()
+  return [json.loads(line) for line in lines]
+
+
+def scaled_matmul(
+  lhs: Quantized,
+  rhs: Quantized,
+  out_dtype,
+  bias: jax.Array | None = None,
+  *,
+  config: Config | None = None,
+  multiprocessors: int | None = None,
+  interpret=False,
+) -> jax.Array:
+  """`sbjax.matmul.scaled_matmul`, bit for bit in int8, for any M, and K and N in sixteens.
+
+  fp8 products are summed by the tensor core, which keeps fewer bits than float32.
+
+  Args:
+    config: None looks it up.
+    multiprocessors: how many blocks of threads run; None for as many as the chip has.
+    interpret: False, or plgpu.InterpretGPUParams for a run on the CPU.
+
+  Raises:
+    ValueError: as the definition.
+    NotImplementedError: other K and N, or another out_dtype.
+  """
+  scales = [lhs.scale[:, 0], rhs.scale[:, 0]]
+  if bias is not None:
+    scales.append(bias.astype(jnp.float32))
+  return _matmul(lhs.values, rhs.values, scales, out_dtype, config, multiprocessors, interpret)
+
+
+def accumulate(
+  lhs: jax.Array, rhs: jax.Array, *, config=None, multiprocessors=None, interpret=False
+) -> jax.Array:
+  """The sums alone, `lhs @ rhs.T` [M, N] in int32 or float32: parts of a K cut over devices."""
+  out_dtype = accumulator_dtype(lhs.dtype)
+  return _matmul(lhs, rhs, [], out_dtype, config, multiprocessors, interpret)
+
+
+def _matmul(lhs, rhs, scales, out_dtype, config, multiprocessors, interpret):
+  check_operands(lhs, rhs)
+  (m, k), n, out_dtype = lhs.shape, rhs.shape[0], jnp.dtype(out_dtype)
+  if k % 16 or n % 16:
+    raise NotImplementedError(f"Mosaic takes K and N that are multiples of 16, not {k=}, {n=}.")
+  if out_dtype.name not in ("bfloat16", "float16", "float32", "int32"):
+    raise NotImplementedError(f"Mosaic gives bfloat16, float16 or float32, not {out_dtype.name}.")
+  if 0 in (m, n, k):
+    row = scales[2] if len(scales) == 3 else jnp.zeros((n,), jnp.float32)
+    return jnp.broadcast_to(row.astype(out_dtype), (m, n))
+  fitting = _fitting(m, n, k)
+  if fitting != (m, n, k):
+    m_fit, n_fit, k_fit = fitting
+    lhs = jnp.pad(lhs, ((0, m_fit - m), (0, k_fit - k)))
+    rhs = jnp.pad(rhs, ((0, n_fit - n), (0, k_fit - k)))
+    y = _matmul(lhs, rhs, scales, out_dtype, config, multiprocessors, interpret)
+    return y[:m, :n]
+  chip, all_of_them = _chip()
+  multiprocessors = multiprocessors or all_of_them
+  config = config or config_for(m, n, k, chip, multiprocessors)
+  cluster_m, cluster_n = config.clustered
+  step_m, step_n = config.block_m * cluster_m, config.block_n * cluster_n
+  blocks = pl.cdiv(m, step_m) * pl.cdiv(n, step_n)
+  # A load of 8-bit slices or a store may overhang the arrays; a load of scales may not.
+  scales = [
+    scale if scale.shape == (1,) else jnp.pad(scale, (0, pl.cdiv(size, step) * step - scale.size))
+    for scale, size, step in zip(scales, (m, n, n), (step_m, step_n, step_n), strict=False)
+  ]
+  return plgpu.kernel(
+    functools.partial(_kernel, config=config),
+    out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
+    grid=(min(blocks, multiprocessors // (cluster_m * cluster_n)),),
+    grid_names=("clusters",),
+    cluster=(cluster_m * cluster_n,),
+    cluster_names=("cluster",),
+    num_threads=_COMPUTE_WARPGROUPS + 1,
+    thread_name="warpgroup",
+    kernel_name="sbjax_scaled_matmul" if scales else "sbjax_accumulate",
+    interpret=interpret,
+  )(lhs, rhs, *scales)
+
+
+def _fitting(m: int, n: int, k: int) -> tuple[int, int, int]:
+  """The next sizes that TMA can tile: others are filled up first, at the price of a copy.
+
+  An output as high or as wide as what is stored at a time will not do either: Mosaic takes a slice
+  of that size for the whole, wherever it begins, and would write what lies beyond over it.
+  """
+  m, k = m + -m % 8, k + -k % 32
+  return 72 if m == _EPILOGUE_ROWS else m, {16: 48, 32: 48, 64: 80}.get(n, n), k
+
+
+def _chip() -> tuple[str, int]:
+  """Name and multiprocessors of the mesh's abstract device where one is set, else of the first."""
+  device = jax.sharding.get_abstract_mesh().abstract_device
+  if device is not None:
+    return device.device_kind, device.num_cores or 132
+  device = jax.devices()[0]
+  return device.device_kind, getattr(device, "core_count", 132)
+
+
+def _kernel(lhs, rhs, *refs, config: Config):
+  """The whole output [M, N] from lhs [M, K], rhs [N, K] and, perhaps, scales and a bias."""
+  *scales, out = refs
+  (m, k), n = lhs.shape, rhs.shape[0]
+  cluster_m, cluster_n = config.clustered
+  grid = pl.cdiv(m, config.block_m * cluster_m), pl.cdiv(n, config.block_n * cluster_n)
+  steps, stages = pl.cdiv(k, config.block_k), config.stages
+  part_m, part_n = config.warpgroup
+  # TMA takes tiles that divide the arrays.
+  swizzle = math.gcd(k, 128)
+  epilogue_n = math.gcd(n, part_n, _EPILOGUE_BYTES // out.dtype.itemsize)
+  free_type = plgpu.Barrier
+  if config.cluster:
+    free_type = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",))
+
+  @functools.partial(
+    pl.run_scoped,
+    lhs_smem=_swizzled((stages, config.block_m, config.block_k), lhs.dtype, swizzle),
+    rhs_smem=_swizzled((stages, config.block_n, config.block_k), rhs.dtype, swizzle),
+    out_smem=_swizzled((_COMPUTE_WARPGROUPS, 2, _EPILOGUE_ROWS, epilogue_n), out.dtype),
+    loaded=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+    free=free_type(num_arrivals=_COMPUTE_WARPGROUPS, num_barriers=stages),
+    ahead=plgpu.Barrier(),
+    collective_axes="warpgroup",
+  )
+  def _(lhs_smem, rhs_smem, out_smem, loaded, free, ahead):
+    warpgroup = lax.axis_index("warpgroup")
+
+    @pl.when(warpgroup == _COMPUTE_WARPGROUPS)
+    def _():
+      plgpu.set_max_registers(_MEMORY_REGISTERS, action="decrease")
+
+      @_for_each_block(grid, config, steps)
+      def _(row, column, first):
+        @pl.loop(0, steps)
+        def _(step):
+          slot = lax.rem(first + step, stages)
+          pl.when(first + step >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+          at_k = pl.ds(step * config.block_k, config.block_k)
+          for gmem, rows, smem, shared in (
+            (lhs, pl.ds(row, config.block_m), lhs_smem, config.cluster == "n"),
+            (rhs, pl.ds(column, config.block_n), rhs_smem, config.cluster == "m"),
+          ):
+            plgpu.copy_gmem_to_smem(
+              gmem.at[rows, at_k],
+              smem.at[slot],
+              loaded.at[slot],
+              collective_axes="cluster" if shared else None,
+            )
+
+      # It may leave only when nobody will signal its barriers any more.
+      total = _blocks_of_this_cluster(math.prod(grid)) * steps
+
+      @pl.loop(lax.max(total - stages, 0), total)
+      def _(step):
+        plgpu.barrier_wait(free.at[lax.rem(step, stages)])
+
+    @pl.when(warpgroup < _COMPUTE_WARPGROUPS)
+    def _():
+      plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
+      part = warpgroup * part_m if config.split == "m" else 0
+      part_column = warpgroup * part_n if config.split == "n" else 0
+      if config.lead:
+        pl.when(warpgroup == 1)(lambda: plgpu.barrier_wait(ahead))
+
+      @_for_each_block(grid, config, steps)
+      def _(row, column, first):
+        at = row + part, column + part_column
+        # Asked for before the products, the scales are there after them.
+        factors = _factors(scales, at, (part_m, part_n))
+
+        def sums(acc):
+          @pl.loop(0, steps)
+          def _(step):
+            slot = lax.rem(first + step, stages)
+            plgpu.barrier_wait(loaded.at[slot])
+            lhs_slice = lhs_smem.at[slot, pl.ds(part, part_m)]
+            rhs_slice = rhs_smem.at[slot, pl.ds(part_column, part_n)]
+            plgpu.wgmma(acc, lhs_slice, rhs_slice.transpose((1, 0)))
+            plgpu.wgmma_wait(1)  # The products before these are done with their slices.
+            before = lax.rem(first + step + stages - 1, stages)
+            pl.when(step > 0)(lambda: plgpu.barrier_arrive(free.at[before]))
+            if config.lead:
+              here = (warpgroup == 0) & (first + step == min(config.lead, steps) - 1)
+              pl.when(here)(lambda: plgpu.barrier_arrive(ahead))
+
+          plgpu.wgmma_wait(0)
+          plgpu.barrier_arrive(free.at[lax.rem(first + steps - 1, stages)])
+          return acc[...]
+
+        total = pl.run_scoped(sums, plgpu.ACC((part_m, part_n), accumulator_dtype(lhs.dtype)))
+        _store(_scaled(total, factors).astype(out.dtype), out, at, out_smem.at[warpgroup])
+
+      plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _swizzled(shape, dtype, swizzle: int = 128):
+  """Shared memory in the layout that wgmma and TMA take without bank conflicts."""
+  itemsize = jnp.dtype(dtype).itemsize
+  swizzle = math.gcd(swizzle, shape[-1] * itemsize)
+  tile = plgpu.TilingTransform((8, swizzle // itemsize))
+  return plgpu.SMEM(shape, dtype, transforms=(tile, plgpu.SwizzleTransform(swizzle)))
+
+
+def _for_each_block(grid, config, steps):
+  """Calls body(row, column, first): an output block's corner, and how many slices came before."""
+  cluster_m, cluster_n = config.clustered
+  in_cluster = lax.axis_index("cluster")
+
+  def run(body):
+    @plgpu.nd_loop((math.prod(grid),), collective_axes="clusters")
+    def _(info):
+      minor = 0 if config.minor == "m" else 1
+      at_m, at_n = plgpu.planar_snake(info.index[0], grid, minor, config.width)
+      at_m = at_m * cluster_m + (in_cluster if cluster_m == 2 else 0)
+      at_n = at_n * cluster_n + (in_cluster if cluster_n == 2 else 0)
+      body(at_m * config.block_m, at_n * config.block_n, info.local_index * steps)
+
+  return run
+
+
+def _blocks_of_this_cluster(blocks: int):
+  """How many times _for_each_block calls its body."""
+  mine, clusters = lax.axis_index("clusters"), lax.axis_size("clusters")
+  return blocks // clusters + (mine < blocks % clusters).astype(jnp.int32)
+
+
+def _factors(scales, at, shape):
+  """For the part `shape` of the output at `at`: what multiplies its rows, its columns, is added."""
+
+  def load(vector, axis):
+    if vector.shape == (1,):
+      return vector[0]
+    layout = plgpu.Layout.WGMMA.reduce(1 - axis)
+    return plgpu.load(vector.at[pl.ds(at[axis], shape[axis])], layout=layout, optimized=False)
+
+  if not scales:
+    return None
+  lhs_scale, rhs_scale, *bias = scales
+  row, column = load(lhs_scale, 0), load(rhs_scale, 1)
+  if rhs_scale.shape == (1,):
+    row, column = row * column, None
+  elif lhs_scale.shape == (1,):
+    row, column = None, row * column
+  return row, column, (load(bias[0], 1) if bias else None)
+
+
+def _scaled(total, factors):
+  """`total * (row * column) + bias`."""
+  if factors is None:
+    return total
+
+  def spread(vector, axis):
+    return lax.broadcast_in_dim(vector, total.shape, (axis,) if vector.ndim else ())
+
+  row, column, bias = factors
+  factor = [spread(v, axis) for axis, v in enumerate((row, column)) if v is not None]
+  y = total.astype(jnp.float32) * math.prod(factor[1:], start=factor[0])
+  return y if bias is None else y + spread(bias, 1)
+
+
+def _store(y, out, at, smem):
+  """Writes a warpgroup's part to the output at `at`, piece by piece through two buffers."""
+  rows, columns = smem.shape[-2:]
+  corners = [(r, c) for r in range(0, y.shape[0], rows) for c in range(0, y.shape[1], columns)]
+  for i, (r, c) in enumerate(corners):
+    buffer = smem.at[i % 2]
+    # After an odd number of pieces the block before has left the first buffer in use.
+    plgpu.wait_smem_to_gmem(0 if i == 0 and len(corners) % 2 else 1, wait_read_only=True)
+    buffer[...] = y[r : r + rows, c : c + columns]
+    plgpu.commit_smem()
+    piece = out.at[pl.ds(at[0] + r, rows), pl.ds(at[1] + c, columns)]
+    plgpu.copy_smem_to_gmem(buffer, piece)

@@ -1,0 +1,166 @@
+"""scaled_matmul on Ampere, Ada and Hopper: Triton, 8-bit tensor cores, scales in the epilogue."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from sbjax.formats import INT8, accumulator_dtype
+from sbjax.matmul import check_operands
+from sbjax.pallas.triton import compute_capability, triton_call
+from sbjax.quantize import Quantized
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """An output block is block_m x block_n; `stages` slices of block_k are on their way to it.
+
+  Blocks are taken `group` along M at a time, so that the ones in flight share operands in L2.
+  """
+
+  block_m: int = 128
+  block_n: int = 128
+  block_k: int = 128
+  stages: int = 3
+  warps: int = 8
+  group: int = 8
+
+
+def config_for(m: int, n: int, k: int, capability: int) -> Config:
+  """The largest blocks of which every multiprocessor gets one, within a chip's shared memory.
+
+  block_k is never below 32, what a tensor core takes of K at once: half of it came back from
+  another kernel as twice the sum.
+  """
+  del k
+  if m <= 64:
+    return Config(block_m=64, block_n=64, stages=4, warps=4)
+  if capability in (80, 90):
+    large, multiprocessors = Config(block_m=128, block_n=256, stages=4), 108
+  else:
+    large, multiprocessors = Config(block_n=128, block_k=64, stages=4, warps=4), 128
+  if triton.cdiv(m, large.block_m) * triton.cdiv(n, large.block_n) >= multiprocessors:
+    return large
+  return Config(block_m=64, block_n=128, block_k=64, stages=4, warps=4)
+
+
+def scaled_matmul(
+  lhs: Quantized,
+  rhs: Quantized,
+  out_dtype,
+  bias: jax.Array | None = None,
+  *,
+  config: Config | None = None,
+) -> jax.Array:
+  """`sbjax.matmul.scaled_matmul`, bit for bit in int8, for any M, and K and N in sixteens.
+
+  Raises:
+    ValueError: as the definition.
+    NotImplementedError: other K and N, another out_dtype, or fp8 on a chip without it.
+  """
+  if (name := jnp.dtype(out_dtype).name) not in ("bfloat16", "float16", "float32"):
+    raise NotImplementedError(f"Triton gives bfloat16, float16 or float32, not {name}.")
+  return _matmul(lhs.values, rhs.values, (lhs.scale, rhs.scale), bias, out_dtype, config)
+
+
+def accumulate(lhs: jax.Array, rhs: jax.Array, *, config: Config | None = None) -> jax.Array:
+  """The sums alone, `lhs @ rhs.T` [M, N] in int32 or float32: parts of a K cut over devices."""
+  return _matmul(lhs, rhs, None, None, accumulator_dtype(lhs.dtype), config)
+
+
+def _matmul(lhs, rhs, scales, bias, out_dtype, config):
+  check_operands(lhs, rhs)
+  (m, k), (n, _) = lhs.shape, rhs.shape
+  if k % 16 or n % 16:
+    raise NotImplementedError(f"Triton takes K and N that are multiples of 16, not {k=}, {n=}.")
+  capability = compute_capability()
+  if capability < 80 or (lhs.dtype != INT8 and capability < 89):
+    raise NotImplementedError(f"sm_{capability} does not multiply {lhs.dtype.name}.")
+  if m == 0 or n == 0 or k == 0:
+    row = jnp.zeros((n,), jnp.float32) if bias is None else bias
+    return jnp.broadcast_to(row.astype(out_dtype), (m, n))
+  config = config_for(m, n, k, capability) if config is None else config
+  # A pointer that is not followed may be any.
+  lhs_scale, rhs_scale = (lhs, rhs) if scales is None else scales
+  return triton_call(
+    lhs,
+    rhs,
+    lhs_scale,
+    rhs_scale,
+    rhs_scale if bias is None else bias,
+    kernel=_kernel,
+    name="sbjax_accumulate" if scales is None else "sbjax_scaled_matmul",
+    grid=triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n),
+    out=jax.ShapeDtypeStruct((m, n), out_dtype),
+    num_warps=config.warps,
+    num_stages=config.stages,
+    M=m,
+    N=n,
+    K=k,
+    LHS_SCALES=lhs_scale.shape[0],
+    RHS_SCALES=rhs_scale.shape[0],
+    SCALED=scales is not None,
+    BIASED=bias is not None,
+    BLOCK_M=config.block_m,
+    BLOCK_N=config.block_n,
+    BLOCK_K=config.block_k,
+    GROUP=config.group,
+  )
+
+
+@triton.jit
+def _kernel(
+  lhs_ptr,
+  rhs_ptr,
+  lhs_scale_ptr,
+  rhs_scale_ptr,
+  bias_ptr,
+  out_ptr,
+  M: tl.constexpr,
+  N: tl.constexpr,
+  K: tl.constexpr,
+  LHS_SCALES: tl.constexpr,
+  RHS_SCALES: tl.constexpr,
+  SCALED: tl.constexpr,
+  BIASED: tl.constexpr,
+  BLOCK_M: tl.constexpr,
+  BLOCK_N: tl.constexpr,
+  BLOCK_K: tl.constexpr,
+  GROUP: tl.constexpr,
+):
+  """Makes out [BLOCK_M, BLOCK_N] from lhs [BLOCK_M, K] and rhs [BLOCK_N, K]."""
+  m_blocks: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
+  n_blocks: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+  group, in_group = tl.program_id(0) // (GROUP * n_blocks), tl.program_id(0) % (GROUP * n_blocks)
+  group_rows = tl.minimum(m_blocks - group * GROUP, GROUP)
+  row = (group * GROUP + in_group % group_rows) * BLOCK_M + tl.arange(0, BLOCK_M)
+  column = (in_group // group_rows) * BLOCK_N + tl.arange(0, BLOCK_N)
+  # Beyond the last row the last is taken once more; what comes of that is not stored.
+  safe_row, safe_column = tl.minimum(row, M - 1), tl.minimum(column, N - 1)
+
+  along_k = tl.arange(0, BLOCK_K)
+  lhs_ptrs = lhs_ptr + safe_row.to(tl.int64)[:, None] * K + along_k[None, :]
+  rhs_ptrs = rhs_ptr + safe_column.to(tl.int64)[None, :] * K + along_k[:, None]
+  accumulator: tl.constexpr = tl.int32 if lhs_ptr.dtype.element_ty == tl.int8 else tl.float32
+  total = tl.full((BLOCK_M, BLOCK_N), 0, accumulator)
+  for start in range(0, K, BLOCK_K):
+    if K % BLOCK_K == 0:
+      lhs = tl.load(lhs_ptrs + start)
+      rhs = tl.load(rhs_ptrs + start)
+    else:
+      in_k = along_k < K - start
+      lhs = tl.load(lhs_ptrs + start, mask=in_k[None, :], other=0.0)
+      rhs = tl.load(rhs_ptrs + start, mask=in_k[:, None], other=0.0)
+    total = tl.dot(lhs, rhs, total, out_dtype=accumulator)
+
+  if SCALED:
+    lhs_scale = tl.load(lhs_scale_ptr + (safe_row if LHS_SCALES > 1 else safe_row * 0))
+    rhs_scale = tl.load(rhs_scale_ptr + (safe_column if RHS_SCALES > 1 else safe_column * 0))
+    total = total.to(tl.float32) * (lhs_scale[:, None] * rhs_scale[None, :])
+  if BIASED:
+    total = total + tl.load(bias_ptr + safe_column).to(tl.float32)[None, :]
+  out = out_ptr + row.to(tl.int64)[:, None] * N + column[None, :]
+  mask = (row < M)[:, None] & (column < N)[None, :]
+  tl.store(out, total.to(out_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,84 @@
+"""Calling Triton kernels from JAX: the one place that knows jax-triton's versions.
+
+jax-triton 0.3 goes with triton 3.6, and 0.4 with triton 3.7. Triton 3.8 keeps too much of a matmul
+in registers on sm_80 and sm_89 (it spills), and what 3.9 writes for Hopper, the ptxas of CUDA 13.0
+does not read. Importing this file imports neither package.
+"""
+
+import functools
+import importlib.metadata
+import importlib.util
+import inspect
+
+import jax
+from jax.interpreters import partial_eval
+
+
+def triton_call(*operands, kernel, name, grid, out, num_warps, num_stages=1, **constants):
+  """Runs `kernel(*operands, *outputs, **constants)` on each program of the one-axis grid.
+
+  A product and a sum stay two roundings: nothing is contracted to a fused multiply-add.
+
+  Args:
+    operands: arrays; a kernel takes all else as `tl.constexpr`.
+    grid: the number of programs.
+    out: the outputs, jax.ShapeDtypeStruct each.
+  """
+  jax_triton, old = _jax_triton()
+  if old:
+    versioned = {"out_shape": out, "enable_fp_fusion": False}
+  else:
+    versioned = {"out_type": out, "backend_options": {"enable_fp_fusion": False}}
+  return jax_triton.triton_call(
+    *operands,
+    kernel=kernel,
+    name=name,
+    grid=(grid,),
+    num_warps=num_warps,
+    num_stages=num_stages,
+    compute_capability=compute_capability(),
+    **versioned,
+    **constants,
+  )
+
+
+def compute_capability() -> int:
+  """80, 89, 90...: of the mesh's abstract device where one is set, else of the first GPU."""
+  device = jax.sharding.get_abstract_mesh().abstract_device
+  capability = getattr(device, "compute_capability", None)
+  if capability is None:
+    capability = _first_gpu()
+  major, _, minor = capability.partition(".")
+  return 10 * int(major) + int(minor)
+
+
+@functools.cache
+def _first_gpu() -> str:
+  try:
+    return jax.local_devices(backend="cuda")[0].compute_capability
+  except RuntimeError as error:
+    raise NotImplementedError("Triton kernels run on NVIDIA GPUs, and JAX sees none.") from error
+
+
+@functools.cache
+def _jax_triton():
+  """The module, and whether it is one before 0.4."""
+  missing = [m for m in ("triton", "jax_triton") if importlib.util.find_spec(m) is None]
+  if missing:
+    raise NotImplementedError(
+      f"Triton kernels need {' and '.join(missing)}: pip install 'sbjax[cuda]'."
+    )
+  import jax_triton
+
+  major, minor = importlib.metadata.version("jax-triton").split(".")[:2]
+  old = (int(major), int(minor)) < (0, 4)
+  if not old and jax.__version_info__ >= (0, 12):
+    _adapt_dead_code_rule(jax_triton.triton_lib.triton_kernel_call_p)
+  return jax_triton, old
+
+
+def _adapt_dead_code_rule(primitive):
+  """jax-triton 0.4.1 has a rule of two arguments where JAX 0.12 calls it with three."""
+  rule = partial_eval.dce_rules[primitive]
+  if len(inspect.signature(rule).parameters) == 2:
+    partial_eval.dce_rules[primitive] = lambda used, live, eqn: rule(used, eqn)

@@ -1,0 +1,192 @@
+"""Compiles sbjax for one kind of NVIDIA GPU where there is none: python -m tests.aot 90 DIR
+
+A process does one chip: Mosaic mixes them up. What was found is printed as JSON; DIR gets the
+kernels' PTX and what ptxas said of them.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+import os
+import pathlib
+import re
+import sys
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.experimental import topologies
+from jax.sharding import (
+  AbstractDevice,
+  AbstractMesh,
+  AxisType,
+  Mesh,
+  NamedSharding,
+  use_abstract_mesh,
+)
+from jax.sharding import PartitionSpec as P
+
+from sbjax import RECIPES, SwitchBackDense, SwitchBackLinear, quantized_dot, quantized_dot_general
+
+M, K, N = 8192, 256, 512  # An eighth of an activation is still no smaller than the weight.
+
+_TARGET = """
+gpu_device_info {{
+  threads_per_block_limit: 1024  threads_per_warp: 32  shared_memory_per_block: 49152
+  shared_memory_per_core: {per_core}  shared_memory_per_block_optin: {per_block}
+  threads_per_core_limit: 2048  core_count: {cores}  fpus_per_core: {fpus}
+  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+  memory_bandwidth: {bandwidth}  l2_cache_size: {l2}  clock_rate_ghz: {clock}
+  device_memory_size: {memory}  registers_per_core_limit: 65536  registers_per_block_limit: 65536
+  cuda_compute_capability {{ major: {major} minor: 0 }}
+}}
+platform_name: "CUDA"
+device_description_str: "{kind}"
+"""
+_TARGETS = {
+  80: dict(
+    per_core=167936, per_block=166912, cores=108, fpus=64, bandwidth=2039040000000, l2=41943040,
+    clock=1.41, memory=85100068864, major=8, kind="NVIDIA A100-SXM4-80GB",
+  ),
+  90: dict(
+    per_core=233472, per_block=232448, cores=132, fpus=128, bandwidth=4800000000000, l2=52428800,
+    clock=1.98, memory=151397597184, major=9, kind="NVIDIA H200",
+  ),
+}  # fmt: skip
+
+LAYOUTS = {  # (x, w) on a mesh of (data 2, fsdp 2)
+  "batch, w over fsdp": (P(("data", "fsdp")), P("fsdp")),
+  "K": (P("data", "fsdp"), P("fsdp")),
+  "N": (P("data"), P(None, "fsdp")),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Device(AbstractDevice):
+  compute_capability: str = ""
+
+
+@contextlib.contextmanager
+def _mesh(capability, shape, axes):
+  """Devices that are not there, and code traced for them."""
+  target = _TARGETS[capability]
+  topology = topologies.get_topology_desc(
+    platform="cuda",
+    topology=f"1x1x{math.prod(shape)}",
+    target_config=_TARGET.format(**target),
+  )
+  device = _Device(target["kind"], target["cores"], "gpu", f"{target['major']}.0")
+  kinds = (AxisType.Auto,) * len(axes)
+  # Around compiling too: what is partitioned is lowered then.
+  with use_abstract_mesh(AbstractMesh(shape, axes, kinds, abstract_device=device)):
+    yield Mesh(np.array(topology.devices).reshape(shape), axes)
+
+
+def _arguments(mesh, x_spec, w_spec):
+  return [
+    jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+    for shape, dtype, spec in (((M, K), jnp.bfloat16, x_spec), ((K, N), jnp.float32, w_spec))
+  ]
+
+
+def _layer(recipe, backend, x, w):
+  y, backward = jax.vjp(lambda x, w: quantized_dot(x, w, recipe, backend=backend), x, w)
+  return y, *backward(y)
+
+
+def gathered(hlo):
+  """The arrays that all-gathers give, as {(dtype, elements)}."""
+  found = set()
+  for results in re.findall(r"= (.*?) all-gather(?:-start)?\(", hlo):
+    for dtype, sizes in re.findall(r"(\w+)\[([\d,]*)\]", results):
+      found.add((dtype, math.prod(int(size) for size in sizes.split(",") if size)))
+  return found
+
+
+def _found(hlo):
+  targets = set(re.findall(r'custom_call_target="([^"]*)"', hlo))
+  return {"targets": sorted(targets), "gathered": sorted(gathered(hlo))}
+
+
+def compiled(capability):
+  """Forward and backward of every recipe, and of some on four devices."""
+  layers, meshes = {}, {}
+  for name in RECIPES:
+    with _mesh(capability, (1,), ("data",)) as mesh:
+      run = jax.jit(functools.partial(_layer, name, None))
+      layers[name] = _found(run.lower(*_arguments(mesh, P(), P())).compile().as_text())
+  for layout, specs in LAYOUTS.items():
+    for name in ("switchback", "switchback_m"):
+      with _mesh(capability, (2, 2), ("data", "fsdp")) as mesh:
+        run = jax.jit(functools.partial(_layer, name, None))
+        hlo = run.lower(*_arguments(mesh, *specs)).compile().as_text()
+        meshes[f"{name}, {layout}"] = _found(hlo)
+  return {"layers": layers, "meshes": meshes}
+
+
+def _linear(backend, x, w):
+  del w
+  return SwitchBackLinear(K, N, backend=backend, rngs=nnx.Rngs(0))(x)
+
+
+def _linen(make, backend, x, w):
+  return make(backend).apply({"params": {"kernel": w, "bias": jnp.zeros(N)}}, x)
+
+
+OPERATIONS = {
+  "quantized_dot": lambda backend, x, w: quantized_dot(x, w, "switchback", backend=backend),
+  "SwitchBackDense": functools.partial(_linen, lambda b: SwitchBackDense(N, backend=b)),
+  "SwitchBackLinear": _linear,
+  "quantized_dot_general": functools.partial(
+    _linen, lambda b: nn.Dense(N, dot_general=quantized_dot_general("switchback", backend=b))
+  ),
+}
+
+
+def lowered(capability, backends):
+  """Each public operation's gradient for each backend: the kernels that it calls."""
+  found = {}
+  with _mesh(capability, (1,), ("data",)) as mesh:
+    arguments = _arguments(mesh, P(), P())
+    for name, operation in OPERATIONS.items():
+      for backend in backends:
+
+        def loss(x, w, operation=operation, backend=backend):
+          return jnp.sum(operation(backend, x, w).astype(jnp.float32))
+
+        run = jax.jit(jax.grad(loss, (0, 1)))
+        text = run.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+        targets = set(re.findall(r"stablehlo\.custom_call @([\w.$]+)", text))
+        found[f"{name}, {backend}"] = sorted(targets)
+  return found
+
+
+def kernels(folder: pathlib.Path):
+  """Of the dumped kernels: how many there are, which 8-bit products they make, what they spill."""
+  ptx = {path: path.read_text() for path in folder.rglob("*.ptx")}
+  reports = [path.read_text() for path in folder.rglob("*.ptxas")]
+  products = r"(?:wgmma\.mma_async|mma\.sync)\S*?(?:m\d+n\d+k\d+)\S*"
+  return {
+    "ptx": len(ptx),
+    "products": sorted({p for text in ptx.values() for p in re.findall(products, text)}),
+    "reports": len(reports),
+    "spilled": [int(n) for text in reports for n in re.findall(r"(\d+) bytes spill", text)],
+  }
+
+
+def main(capability, folder):
+  backends = [None, "triton", "xla"]
+  if capability == 90 and jax.__version_info__ >= (0, 11):
+    backends.append("mosaic")
+  found = {"lowered": lowered(capability, backends), **compiled(capability)}
+  return {**found, "kernels": kernels(folder)}
+
+
+if __name__ == "__main__":
+  folder = pathlib.Path(sys.argv[2])
+  assert os.environ["MOSAIC_GPU_DUMP_TO"] == os.environ["JAX_TRITON_DUMP_DIR"] == str(folder)
+  print(json.dumps(main(int(sys.argv[1]), folder)))

@@ -1,0 +1,118 @@
+"""What JAX and the compilers make of sbjax for an A100 and an H200, neither of which is here.
+
+Each chip's proof is one process of `tests/aot.py`; both run at once.
+"""
+
+import concurrent.futures
+import functools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+import aot
+import jax
+import pytest
+
+from sbjax import RECIPES
+
+pytestmark = pytest.mark.aot
+
+ROOT = pathlib.Path(__file__).parent.parent
+CHIPS = (80, 90)
+HAS_MOSAIC = jax.__version_info__ >= (0, 11)
+MOSAIC, TRITON = "mosaic_gpu_v2", "triton_kernel_call"
+KERNELS = {80: {TRITON}, 90: {MOSAIC, TRITON} if HAS_MOSAIC else {TRITON}}  # Under None.
+
+
+@functools.cache
+def proofs():
+  """{chip: what tests/aot.py found, or why it failed}; a skip where the wheels are missing."""
+  for package in ("jax_cuda13_plugin", "jax_plugins.xla_cuda13", "triton", "jax_triton"):
+    pytest.importorskip(package, reason="the extra `aot` is not installed")
+  with concurrent.futures.ThreadPoolExecutor() as pool:
+    return dict(zip(CHIPS, pool.map(_proof, CHIPS), strict=True))
+
+
+def _proof(capability):
+  with tempfile.TemporaryDirectory() as folder:
+    environment = {
+      **os.environ,
+      "JAX_PLATFORMS": "cpu",
+      # Of XLA's own kernels; what Mosaic's spill is read from what ptxas said. cuBLAS multiplies:
+      # XLA's Triton tiles, which no autotuner chooses here, spill with jax 0.10.
+      "XLA_FLAGS": "--xla_gpu_fail_ptx_compilation_on_register_spilling=true"
+      " --xla_gpu_enable_triton_gemm=false",
+      "JAX_TRITON_DUMP_DIR": folder,
+      "MOSAIC_GPU_DUMP_TO": folder,
+      "MOSAIC_GPU_DUMP_PTX": "1",
+      "MOSAIC_GPU_DUMP_PTXAS": "1",
+    }
+    command = [sys.executable, "-m", "tests.aot", str(capability), folder]
+    run = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True)
+  return json.loads(run.stdout.splitlines()[-1]) if run.returncode == 0 else run.stderr[-5000:]
+
+
+@pytest.fixture(params=CHIPS, ids=lambda capability: f"sm_{capability}")
+def chip(request):
+  return request.param
+
+
+@pytest.fixture
+def proof(chip):
+  found = proofs()[chip]
+  return pytest.fail(found) if isinstance(found, str) else found
+
+
+def own(targets):
+  """Those that are ours; jax-triton 0.4 has another name for its."""
+  return {target.removesuffix("_ffi") for target in targets} & {MOSAIC, TRITON}
+
+
+@pytest.mark.parametrize("operation", aot.OPERATIONS)
+def test_each_public_operation_lowers_to_the_kernels_of_its_backend(chip, proof, operation):
+  targets = {
+    name.partition(", ")[2]: own(found)
+    for name, found in proof["lowered"].items()
+    if name.partition(", ")[0] == operation
+  }
+  expected = {"None": KERNELS[chip], "triton": {TRITON}, "xla": set()}
+  if chip == 90 and HAS_MOSAIC:
+    expected["mosaic"] = KERNELS[90]
+  assert targets == expected
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_forward_and_backward_of_each_recipe_compile(chip, proof, name):
+  # "full" has nothing for a kernel, and an A100 no fp8: XLA computes that.
+  is_xla = name == "full" or (chip < 89 and name.startswith("fp8"))
+  assert own(proof["layers"][name]["targets"]) == (set() if is_xla else KERNELS[chip])
+
+
+@pytest.mark.parametrize("layout", aot.LAYOUTS)
+@pytest.mark.parametrize("name", ["switchback", "switchback_m"])
+def test_on_four_devices_no_activation_is_gathered(chip, proof, name, layout):
+  found = proof["meshes"][f"{name}, {layout}"]
+  assert own(found["targets"]) == KERNELS[chip]
+  # A weight that is split over the devices of the batch is gathered, in int8; nothing else is.
+  gathered = found["gathered"]
+  assert bool(gathered) == layout.endswith("w over fsdp")
+  assert {dtype for dtype, _ in gathered} <= {"s8"}
+  assert max((size for _, size in gathered), default=0) <= aot.K * aot.N
+
+
+def test_8_bit_products_are_the_tensor_core_s(chip, proof):
+  products = proof["kernels"]["products"]
+  int8 = "mma.sync" if chip == 80 else "wgmma"
+  assert any(p.startswith(int8) and ".s32.s8.s8" in p for p in products)
+  fp8 = {p[p.index(".f32.") :] for p in products if ".f32.e" in p and p.startswith("wgmma")}
+  expected = {".f32.e4m3.e4m3", ".f32.e5m2.e4m3", ".f32.e4m3.e5m2"}
+  assert fp8 == (set() if chip == 80 else expected)
+
+
+def test_mosaic_s_kernels_spill_no_register(chip, proof):
+  found = proof["kernels"]
+  assert (found["reports"] > 0) == (MOSAIC in KERNELS[chip])
+  assert len(found["spilled"]) == 2 * found["reports"] and not any(found["spilled"])

@@ -1,0 +1,312 @@
+"""A kernel on a mesh gives what it gives on one device: each device computes on its shard.
+
+The kernels here are the definition in plain jnp, so that what is tried is only who gets what.
+"""
+
+import functools
+import importlib
+import itertools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from aot import gathered
+from dot_case import INT8_SUMS, Result, assert_close, assert_same, make_case
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from sbjax import INT8, RECIPES, Quantized, Spec, quantize, quantized_dot, scaled_matmul
+from sbjax.backends import Backend, _multiply_shards, _quantize_shards
+from sbjax.formats import accumulator_dtype, max_value
+from sbjax.pallas.partition import _split, over_shards
+from sbjax.quantize import factor_and_scale
+
+FORMS = ("quantize", "quantize_transposed", "quantize_both")
+LAYOUTS = {  # name: (x [M, K], w [K, N]) on a mesh of (data 2, fsdp 4)
+  "batch": (P(("data", "fsdp")), P()),
+  "K": (P("data", "fsdp"), P("fsdp")),
+  "N": (P("data"), P(None, "fsdp")),
+  "fsdp": (P(("data", "fsdp")), P("fsdp")),
+}
+
+
+class Product:
+  """Stands for a matmul's kernels, and notes what it was given to multiply."""
+
+  def __init__(self):
+    self.seen = set()
+
+  def scaled_matmul(self, lhs, rhs, out_dtype, bias=None):
+    self.seen.add((lhs.values.shape, rhs.values.shape))
+    return scaled_matmul(lhs, rhs, out_dtype, bias=bias)
+
+  def accumulate(self, lhs, rhs):
+    self.seen.add((lhs.shape, rhs.shape))
+    contracting = (((1,), (1,)), ((), ()))
+    return jax.lax.dot_general(
+      lhs, rhs, contracting, preferred_element_type=accumulator_dtype(lhs.dtype)
+    )
+
+
+def absmax(x, axis):
+  return jnp.max(jnp.abs(x.astype(jnp.float32)), axis=axis, keepdims=True)
+
+
+def cast_scaled(x, absmax, spec, *, transpose=False):
+  limit = max_value(spec.dtype)
+  factor, _ = factor_and_scale(absmax, spec)
+  y = jnp.clip(x.astype(jnp.float32) * factor, -limit, limit)
+  values = (jnp.round(y) if spec.dtype == INT8 else y).astype(spec.dtype)
+  return (values, values.T) if transpose == "both" else values.T if transpose else values
+
+
+def quantize_both(x, spec):
+  return quantize(x, spec), quantize(x, spec).T
+
+
+QUANTIZERS = types.SimpleNamespace(
+  quantize=quantize,
+  quantize_transposed=lambda x, spec: quantize(x.T, spec),
+  quantize_both=quantize_both,
+  absmax=absmax,
+  cast_scaled=cast_scaled,
+)
+
+
+def on_shards(product):
+  """A backend of these kernels, with the parts of sbjax.backends that give each device its own."""
+  quantizers = (functools.partial(_quantize_shards, QUANTIZERS, form) for form in FORMS)
+  return Backend("mosaic", *quantizers, functools.partial(_multiply_shards, product))
+
+
+def make_mesh(kind=AxisType.Auto):
+  return jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(kind,) * 2)
+
+
+def put(mesh, specs, *arrays):
+  return [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays, specs, strict=True)]
+
+
+def operands(rows, k, scaling, seed=0):
+  x = np.random.default_rng(seed).normal(size=(rows, k)).astype(np.float32)
+  return jax.tree.map(np.asarray, quantize(jnp.asarray(x), Spec(INT8, scaling)))
+
+
+SHARDS = {  # layout of x [64, 128] and w.T [128, 128]: what one device multiplies
+  "batch": ((8, 128), (128, 128)),
+  "K": ((32, 32), (128, 32)),
+  "N": ((32, 128), (32, 128)),
+  "fsdp": ((8, 128), (128, 128)),
+}
+
+
+def product_on_shards(mesh, layout, biased, product):
+  """The arguments laid out, and what multiplies them."""
+  x_spec, w_spec = LAYOUTS[layout]
+  k, n = (*w_spec, None, None)[:2]
+  lhs, rhs = operands(64, 128, "rowwise"), operands(128, 128, "rowwise" if biased else "tensorwise")
+  bias = (np.linspace(-1, 1, 128, dtype=np.float32),) if biased else ()
+  specs = (x_spec, P(n, k), P(x_spec[0]), P(n) if biased else P(), P(n))[: 5 if biased else 4]
+  arrays = put(mesh, specs, lhs.values, rhs.values, lhs.scale, rhs.scale, *bias)
+
+  def run(lhs, rhs, lhs_scale, rhs_scale, *bias):
+    bias = bias[0] if bias else None
+    lhs, rhs = Quantized(lhs, lhs_scale), Quantized(rhs, rhs_scale)
+    return _multiply_shards(product, lhs, rhs, jnp.float32, bias=bias)
+
+  expected = scaled_matmul(lhs, rhs, jnp.float32, bias=bias[0] if bias else None)
+  return arrays, run, np.asarray(expected)
+
+
+@pytest.mark.parametrize("biased", [False, True], ids=["", "biased"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_a_device_multiplies_its_shards_and_no_activation_is_gathered(kind, layout, biased):
+  product, mesh = Product(), make_mesh(kind)
+  arrays, run, expected = product_on_shards(mesh, layout, biased, product)
+  with jax.set_mesh(mesh):
+    compiled = jax.jit(run).lower(*arrays).compile()
+    y = compiled(*arrays)
+  assert SHARDS[layout] in product.seen
+  assert len(y.sharding.device_set) == 8 and not y.is_fully_replicated
+  if biased:  # XLA may fuse the product and the sum.
+    assert_close(y, expected, 2.0**-23)
+  else:
+    np.testing.assert_array_equal(y, expected)
+  # Only a weight is gathered, in int8, where it is split over the devices that split the batch.
+  assert gathered(compiled.as_text()) <= ({("s8", 128 * 128)} if layout == "fsdp" else set())
+
+
+@pytest.mark.parametrize(
+  ("form", "scaling"),
+  [
+    *itertools.product(FORMS[:2], ["rowwise", "tensorwise"]),
+    ("quantize_both", "tensorwise"),
+  ],
+)
+@pytest.mark.parametrize("spec", [P("data"), P(None, "fsdp"), P("fsdp", "data")], ids=str)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_a_scale_is_that_of_the_whole_array_however_it_is_split(kind, spec, form, scaling):
+  x = make_case(m=64, k=96).x  # The largest number is in one shard.
+  mesh, fmt = make_mesh(kind), Spec(INT8, scaling)
+  (split,) = put(mesh, [spec], x)
+  with jax.set_mesh(mesh):
+    run = jax.jit(lambda x: _quantize_shards(QUANTIZERS, form, x, fmt))
+    compiled = run.lower(split).compile()
+    found = compiled(split)
+  # Compiled as well: XLA may round a constant times a number differently when it is not.
+  expected = jax.jit(lambda x: getattr(QUANTIZERS, form)(x, fmt))(x)
+  assert_same(jax.tree.map(np.asarray, found), expected)
+  assert "all-gather" not in compiled.as_text()
+  values = jax.tree.leaves(found)[0]
+  assert not values.is_fully_replicated
+
+
+def make_layer(monkeypatch, name, backend):
+  """y, dx and dw of a layer by a backend, jitted."""
+
+  @jax.jit
+  def layer(x, w, dy):
+    module = importlib.import_module("sbjax.quantized_dot")  # In sbjax it is the function.
+    monkeypatch.setattr(module, "get_backend", lambda _: backend)
+    y, backward = jax.vjp(lambda x, w: quantized_dot(x, w, name), x, w)
+    return Result(y, *backward(dy))
+
+  return layer
+
+
+def put_case(mesh, layout, case):
+  x_spec, w_spec = LAYOUTS[layout]
+  return put(mesh, (x_spec, w_spec, P(x_spec[0], (*w_spec, None, None)[1])), *case)
+
+
+def compare(name, split, alone):
+  split, alone = jax.tree.map(np.asarray, (split, alone))
+  if name in INT8_SUMS:
+    assert_same((split.y, split.dx), (alone.y, alone.dx))
+  # bfloat16 results of float32 sums made in another order may differ in their last bit.
+  assert_close((split.y, split.dx), (alone.y, alone.dx), 2.0**-8)
+  assert_close(split.dw, alone.dw, 1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "full"])
+def test_a_layer_gives_the_numbers_of_one_device(monkeypatch, name, layout):
+  case = make_case("bfloat16", m=256, k=128, n=192)
+  arrays, product = put_case(make_mesh(), layout, case), Product()
+  compiled = make_layer(monkeypatch, name, on_shards(product)).lower(*arrays).compile()
+  compare(name, compiled(*arrays), make_layer(monkeypatch, name, _plain())(*case))
+  assert 256 // (8 if layout in ("batch", "fsdp") else 2) in {lhs[0] for lhs, _ in product.seen}
+  moved = gathered(compiled.as_text())
+  assert not {size for _, size in moved} & {256 * 128, 256 * 192}
+  if layout == "fsdp":
+    weights = {dtype for dtype, size in moved if size == 128 * 192}
+    assert weights and not weights & {"f32", "bf16"}
+
+
+@pytest.mark.parametrize(
+  ("name", "layout"),
+  [
+    ("switchback_m", "batch"),
+    ("switchback_m", "N"),
+    ("switchback_m", "fsdp"),
+    ("llm_int8", "fsdp"),
+  ],
+)
+def test_in_explicit_mode_each_gradient_is_sharded_as_its_primal(monkeypatch, name, layout):
+  case = make_case("bfloat16", m=256, k=128, n=192)
+  mesh = make_mesh(AxisType.Explicit)
+  x, w, dy = put_case(mesh, layout, case)
+  with jax.set_mesh(mesh):
+    split = make_layer(monkeypatch, name, on_shards(Product()))(x, w, dy)
+  assert split.dx.sharding.is_equivalent_to(x.sharding, 2)
+  assert split.dw.sharding.is_equivalent_to(w.sharding, 2)
+  compare(name, split, make_layer(monkeypatch, name, _plain())(*case))
+
+
+def _plain():
+  forms = (getattr(QUANTIZERS, form) for form in FORMS)
+  return Backend("xla", *forms, scaled_matmul)
+
+
+def test_within_shard_map_operands_are_shards_already():
+  x, mesh = make_case(m=64, k=96).x, make_mesh()
+
+  def local(quantizer, x):
+    return tuple(quantizer(x, Spec(INT8, "tensorwise")))
+
+  def mapped(quantizer):
+    body = functools.partial(local, quantizer)
+    specs = P("data", "fsdp")
+    run = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False)
+    assert "custom_partitioning" not in str(jax.make_jaxpr(run)(x))
+    return jax.jit(run)(*put(mesh, [specs], x))
+
+  ours = mapped(functools.partial(_quantize_shards, QUANTIZERS, "quantize"))
+  assert_same(ours, mapped(quantize))
+  assert len(np.unique(ours[1])) > 1  # Each shard has a scale of its own.
+
+
+def test_vmap_is_one_call_after_another():
+  x = np.stack([make_case(m=32, k=48, seed=seed).x for seed in range(3)])
+  spec = Spec(INT8, "tensorwise")
+  product, w = Product(), operands(16, 48, "rowwise", seed=1)
+
+  def run(x):
+    q = _quantize_shards(QUANTIZERS, "quantize", x, spec)
+    return _multiply_shards(product, q, w, jnp.float32)
+
+  expected = [scaled_matmul(quantize(a, spec), w, jnp.float32) for a in x]
+  np.testing.assert_array_equal(jax.jit(jax.vmap(run))(x), jnp.stack(expected))
+  assert product.seen == {((32, 48), (16, 48))}
+
+
+def test_k_that_does_not_split_into_sixteens_is_gathered():
+  product, mesh = Product(), make_mesh()
+  lhs, rhs = operands(64, 80, "rowwise"), operands(48, 80, "tensorwise")
+  arrays = put(mesh, (P("data", "fsdp"), P()), lhs.values, rhs.values)
+  run = jax.jit(
+    lambda a, b: _multiply_shards(
+      product, Quantized(a, lhs.scale), Quantized(b, rhs.scale), jnp.float32
+    )
+  )
+  np.testing.assert_array_equal(run(*arrays), scaled_matmul(lhs, rhs, jnp.float32))
+  assert ((32, 80), (48, 80)) in product.seen
+
+
+def test_an_axis_is_split_where_the_first_operand_has_it_and_its_size_allows():
+  mesh, names = {"data": 2, "fsdp": 4}, [("m", "k"), ("n", "k")]
+
+  def split(*operands, sixteens=""):
+    return _split(mesh, operands, names, sixteens)
+
+  assert split(((8, 8), P("data", "fsdp")), ((8, 8), P())) == {"m": ("data",), "k": ("fsdp",)}
+  # A mesh axis serves one name, the first that has it.
+  assert split(((8, 8), P(("data", "fsdp"))), ((8, 8), P("fsdp"))) == {"m": ("data", "fsdp")}
+  assert split(((8, 8), P("data")), ((8, 8), P(("data", "fsdp")))) == {
+    "m": ("data",), "n": ("fsdp",)
+  }  # fmt: skip
+  # What one operand has whole and the other split is split in both.
+  assert split(((8, 8), P()), ((8, 8), P(None, "data"))) == {"k": ("data",)}
+  # A size that does not divide, or not into sixteens.
+  assert split(((6, 8), P("fsdp")), ((8, 8), P())) == {}
+  assert split(((8, 48), P(None, "data")), ((8, 48), P()), sixteens="k") == {}
+  assert split(((8, 64), P(None, "data")), ((8, 64), P()), sixteens="k") == {"k": ("data",)}
+  # An axis of one device splits nothing.
+  assert _split({"data": 1}, [((8, 8), P("data"))], [("m", "k")], "") == {}
+
+
+def test_an_axis_without_a_name_is_never_split():
+  mesh = make_mesh()
+  (x,) = put(mesh, [P("data", "fsdp")], np.arange(64.0, dtype=np.float32).reshape(8, 8))
+  seen = []
+
+  def local(split, x):
+    seen.append((split, x.shape))
+    return (jnp.sum(x, axis=1),)
+
+  (y,) = jax.jit(lambda x: over_shards(local, [x], [("m", None)], [("m",)]))(x)
+  np.testing.assert_array_equal(y, jnp.sum(np.asarray(x), axis=1))
+  assert ({"m": ("data",)}, (4, 8)) in seen

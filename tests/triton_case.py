@@ -1,0 +1,182 @@
+"""Triton kernels without a GPU: run by Triton's interpreter, or compiled as far as machine code."""
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
+
+SHARED_BYTES = {80: 166_912, 89: 101_376, 90: 232_448}  # What a block of threads may have.
+
+
+@functools.cache
+def interpreted(name):
+  """A second copy of sbjax.pallas.<name>, whose every kernel is interpreted on numpy arrays."""
+  pytest.importorskip("triton", reason="the extra `aot` is not installed")
+  from triton.runtime import interpreter
+
+  # Triton's own truncates float32 to bfloat16 and does not round to fp8 as the chips do.
+  interpreter._convert_float = _convert_float
+  spec = importlib.util.find_spec(f"sbjax.pallas.{name}")
+  module = importlib.util.module_from_spec(spec)
+  os.environ["TRITON_INTERPRET"] = "1"  # Read by @triton.jit.
+  try:
+    spec.loader.exec_module(module)
+  finally:
+    del os.environ["TRITON_INTERPRET"]
+  module.triton_call = _interpret
+  module.compute_capability = lambda: 90
+  return module
+
+
+def loaded(name):
+  """sbjax.pallas.<name>, or a skip where what it imports is missing."""
+  for package in ("triton", "jax_triton", "jax_cuda13_plugin"):
+    pytest.importorskip(package, reason="the extra `aot` is not installed")
+  return importlib.import_module(f"sbjax.pallas.{name}")
+
+
+def _interpret(*operands, kernel, name, grid, out, num_warps, num_stages=1, **constants):
+  """`sbjax.pallas.triton.triton_call` in the interpreter, outputs filled with what is wrong."""
+  del name, num_warps, num_stages
+  inputs = [_Tensor(np.array(a)) for a in operands]
+  outputs = jax.tree.map(lambda a: _Tensor(np.full(a.shape, 85, a.dtype)), out)
+  with np.errstate(all="ignore"):
+    kernel[(grid,)](*inputs, *jax.tree.leaves(outputs), **constants)
+  return jax.tree.map(lambda a: jnp.asarray(a.array), outputs)
+
+
+class _Tensor:
+  """As much of a torch tensor as the interpreter asks for."""
+
+  def __init__(self, array):
+    self.array = array
+
+  dtype = property(lambda self: _TorchName(self.array.dtype.name))
+
+  def data_ptr(self):
+    return self.array.ctypes.data
+
+  def untyped_storage(self):
+    return self
+
+  def cpu(self):
+    return self
+
+  def new_empty(self, *_, **__):
+    return _Tensor(None)
+
+  def set_(self, storage, *_):
+    self.array = storage.array
+
+  def copy_(self, other):
+    assert other.array is self.array
+
+  def storage_offset(self):
+    return 0
+
+  def size(self):
+    return self.array.shape
+
+  def stride(self):
+    return ()
+
+
+class _TorchName(str):
+  def __str__(self):
+    return f"torch.{super().__str__()}"
+
+
+_ML_DTYPES = {
+  "bf16": ml_dtypes.bfloat16,
+  "fp8e4nv": ml_dtypes.float8_e4m3fn,
+  "fp8e5": ml_dtypes.float8_e5m2,
+  "fp16": np.float16,
+  "fp32": np.float32,
+}
+
+
+def _convert_float(data, from_dtype, to_dtype, rounding_mode):
+  """Half to even, as ml_dtypes does it and the chips do; bits in, bits out."""
+  del rounding_mode
+  values = np.ascontiguousarray(data).view(_ML_DTYPES[from_dtype.name])
+  bits = np.dtype(f"uint{to_dtype.primitive_bitwidth}")
+  with np.errstate(all="ignore"):
+    return values.astype(_ML_DTYPES[to_dtype.name]).view(bits)
+
+
+def cast_by_way_of_float16(monkeypatch):
+  """Lets the interpreter cast to fp8 as Triton does on sm_89: float32 truncated, then rounded."""
+  from triton.runtime import interpreter
+
+  def convert(data, from_dtype, to_dtype, rounding_mode):
+    if from_dtype.name == "fp32" and to_dtype.name.startswith("fp8"):
+      # float16 keeps 10 of 23 bits; its subnormals begin below what either format holds.
+      data = (np.ascontiguousarray(data).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+    return _convert_float(data, from_dtype, to_dtype, rounding_mode)
+
+  monkeypatch.setattr(interpreter, "_convert_float", convert)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Device(AbstractDevice):
+  compute_capability: str = "9.0"
+
+
+@contextlib.contextmanager
+def chip(capability):
+  """As if on one NVIDIA GPU of this capability: 80, 89 or 90."""
+  device = _Device("NVIDIA", None, "gpu", f"{capability // 10}.{capability % 10}")
+  with use_abstract_mesh(AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=device)):
+    yield
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+  """A kernel in machine code, and what ptxas said of it."""
+
+  ptx: str
+  shared_bytes: int
+  spilled_bytes: int
+
+  def count(self, pattern):
+    return len(re.findall(pattern, self.ptx))
+
+
+def compiled(monkeypatch, tmp_path, capability, function, *arguments):
+  """The kernels that `function` calls, lowered for a chip and assembled by ptxas.
+
+  What was compiled before is not compiled again: tests use shapes of their own.
+  """
+  monkeypatch.setattr("jax_triton.triton_lib._JAX_TRITON_DUMP_DIR", str(tmp_path))
+  with chip(capability):
+    jax.jit(lambda *a: function(*a)).trace(*arguments).lower(lowering_platforms=("cuda",))
+  return [_assembled(path, capability) for path in tmp_path.rglob("*.ptx")]
+
+
+def _assembled(path, capability):
+  import triton
+
+  bundled = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+  arch = f"sm_{capability}{'a' if capability == 90 else ''}"
+  command = [shutil.which("ptxas") or bundled, f"-arch={arch}", "-v", path, "-o", os.devnull]
+  run = subprocess.run(command, capture_output=True, text=True)
+  assert run.returncode == 0, run.stderr
+  info = path.with_suffix(".compile_info").read_text()
+  return Kernel(
+    ptx=path.read_text(),
+    shared_bytes=int(re.search(r"shared_mem_bytes: (\d+)", info)[1]),
+    spilled_bytes=int(re.search(r"(\d+) bytes spill stores", run.stderr)[1]),
+  )
