@@ -1,0 +1,97 @@
+"""Is the 8-bit matmul faster than XLA's, and how near to what the chip can do?
+
+  XLA_FLAGS=--xla_gpu_enable_triton_gemm=false python -m benchmarks.matmul
+
+Every forward and dgrad matmul of CLIP's linear layers, with the scales in the time. `xla_int8` is
+the definition compiled by XLA with cuBLAS for the product; `xla_int8_triton` is the same with XLA's
+own Triton kernels, autotuned (slow to compile, so --triton_gemm asks for it). The results are
+compared with xla_int8's, bit for bit. Adds a line a shape to the results file.
+"""
+
+import argparse
+import statistics
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.operands import DISTRIBUTION, WIDTHS, Operands, shapes, tops
+from benchmarks.timing import append, contender, provenance, race
+from sbjax.backends import get_backend
+from sbjax.formats import E4M3, INT8
+from sbjax.matmul import scaled_matmul
+
+FLAG = "xla_gpu_enable_triton_gemm"
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--out", default="benchmarks/results/matmul.jsonl")
+  parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384, 65536, 131072])
+  parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
+  parser.add_argument("--triton_gemm", action="store_true", help="Race XLA's Triton kernels too.")
+  args = parser.parse_args()
+  int8, fp8 = Operands(INT8), Operands(E4M3)
+  ceiling = measure(int8, fp8, 32768, 8192, 8192, "ceiling")["tops"]["ours_int8"]
+  rows = []
+  for m in args.tokens:
+    for (n, k), layer in shapes(args.widths).items():
+      row = measure(int8, fp8, m, n, k, layer, args.triton_gemm) | {"int8_ceiling": ceiling}
+      rows.append(row)
+      append(args.out, [row | provenance()])
+      rates = "  ".join(f"{name} {rate:.0f}" for name, rate in row["tops"].items())
+      equal = "equal" if row["equal_to_xla_int8"] else "NOT EQUAL"
+      print(f"{m:6} x {n:5} x {k:5} {layer:15} {rates}  {equal}", flush=True)
+  summarize([row for row in rows if row["m"] >= 16384])
+
+
+def measure(int8, fp8, m, n, k, layer, triton_gemm=False) -> dict:
+  sets = int8.sets(m, n, k)
+  wide = [(lhs.values.astype(jnp.bfloat16), rhs.values.astype(jnp.bfloat16)) for lhs, rhs in sets]
+  ours = get_backend(None).scaled_matmul
+  cublas = {FLAG: False}
+  contenders = {
+    "xla_bf16": contender(bf16_matmul, wide, **cublas),
+    "xla_int8": contender(lambda a, b: scaled_matmul(a, b, jnp.bfloat16), sets, **cublas),
+    "ours_int8": contender(lambda a, b: ours(a, b, jnp.bfloat16), sets),
+    "ours_fp8": contender(lambda a, b: ours(a, b, jnp.bfloat16), fp8.sets(m, n, k)),
+  }
+  if triton_gemm:
+    contenders["xla_int8_triton"] = contender(
+      lambda a, b: scaled_matmul(a, b, jnp.bfloat16), sets, **{FLAG: True}
+    )
+  equal = bool((first(contenders["ours_int8"]) == first(contenders["xla_int8"])).all())
+  race(list(contenders.values()), rounds=5, seconds=0.006)
+  return {
+    "benchmark": "matmul",
+    "layer": layer,
+    "m": m,
+    "n": n,
+    "k": k,
+    "tops": {name: round(tops(m, n, k, one.seconds), 1) for name, one in contenders.items()},
+    "spread": {
+      name: round((max(one.times) - min(one.times)) / one.seconds, 3)
+      for name, one in contenders.items()
+    },
+    "equal_to_xla_int8": equal,
+    "data": DISTRIBUTION,
+  }
+
+
+def bf16_matmul(lhs, rhs):
+  return jax.lax.dot_general(lhs, rhs, (((1,), (1,)), ((), ())))
+
+
+def first(one):
+  return one.call(one.sets)[0]
+
+
+def summarize(rows) -> None:
+  """The geometric means that README quotes."""
+  for other in ("xla_bf16", "xla_int8", "ours_fp8"):
+    ratios = [row["tops"]["ours_int8"] / row["tops"][other] for row in rows]
+    mean = statistics.geometric_mean(ratios)
+    print(f"ours_int8 / {other}: geometric mean {mean:.2f}, {min(ratios):.2f} to {max(ratios):.2f}")
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,73 @@
+"""Do the quantizers run at the speed of memory?
+
+  python -m benchmarks.quantize
+
+Bytes read and written a second, beside a device copy's in the same run. Adds lines to the results.
+"""
+
+import argparse
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.timing import append, contender, provenance, race
+from sbjax.backends import get_backend
+from sbjax.formats import E4M3, INT8
+from sbjax.quantize import Spec
+
+WIDTHS = (768, 1024, 1280, 1664, 3072, 4096, 5120, 6656, 8192, 16384)
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--out", default="benchmarks/results/quantize.jsonl")
+  parser.add_argument("--rows", type=int, default=65536)
+  args = parser.parse_args()
+  row, tensor = Spec(INT8, "rowwise"), Spec(INT8, "tensorwise")
+  cases = [("quantize", row, args.rows, width, jnp.bfloat16, 3) for width in WIDTHS]
+  cases += [("quantize", Spec(E4M3, "rowwise"), args.rows, 1280, jnp.bfloat16, 3)]
+  cases += [("quantize", tensor, args.rows, 1280, jnp.bfloat16, 5)]
+  cases += [("quantize_transposed", row, args.rows, 1280, jnp.bfloat16, 5)]
+  for width in (768, 1280, 4096):  # The weight of fc1: both layouts, float32.
+    cases += [("quantize_transposed", tensor, width, 4 * width, jnp.float32, 9)]
+    cases += [("quantize_both", tensor, width, 4 * width, jnp.float32, 10)]
+  for operation, spec, rows, width, dtype, bytes_each in cases:
+    line = measure(operation, spec, rows, width, dtype, bytes_each)
+    print(" ".join(f"{key}={value}" for key, value in line.items() if key != "data"), flush=True)
+    append(args.out, [line | provenance()])
+
+
+def measure(operation, spec, rows, width, dtype, bytes_each) -> dict:
+  """bytes_each: what an element costs at least: its reads and writes."""
+  count = max(2, round(400e6 / (rows * width * jnp.dtype(dtype).itemsize)))
+  sets = [(jax.random.normal(jax.random.key(i), (rows, width), dtype),) for i in range(count)]
+  ours, xla = (getattr(get_backend(name), operation) for name in (None, "xla"))
+  contenders = {
+    "copy": contender(jnp.copy, sets),
+    "xla": contender(lambda x: xla(x, spec), sets),
+    "ours": contender(lambda x: ours(x, spec), sets),
+  }
+  race(list(contenders.values()), rounds=7, seconds=0.006)
+  size = rows * width
+  moved = {"copy": 2 * jnp.dtype(dtype).itemsize * size, "xla": bytes_each * size}
+  rates = {
+    name: moved.get(name, bytes_each * size) / one.seconds / 1e12
+    for name, one in contenders.items()
+  }
+  return {
+    "benchmark": "quantize",
+    "operation": operation,
+    "format": jnp.dtype(spec.dtype).name,
+    "scaling": spec.scaling,
+    "rows": rows,
+    "width": width,
+    "dtype": jnp.dtype(dtype).name,
+    "terabytes_per_second": {name: round(rate, 3) for name, rate in rates.items()},
+    "milliseconds": {name: round(one.seconds * 1e3, 4) for name, one in contenders.items()},
+    "of_copy": round(rates["ours"] / rates["copy"], 3),
+    "data": "standard normal",
+  }
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,136 @@
+"""Makes README's table of speeds and the plots beside the result files.
+
+  python -m benchmarks.report
+
+Reads benchmarks/results/{matmul,quantize,linear}.jsonl; where a case was measured more than once,
+the last line counts. Writes the table between README's markers, and a plot for each file.
+"""
+
+import json
+import statistics
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+RESULTS = Path(__file__).with_name("results")
+README = RESULTS.parent.parent / "README.md"
+BEGIN, END = "<!-- speeds: made by python -m benchmarks.report -->", "<!-- end of speeds -->"
+
+
+def main() -> None:
+  matmul = last(read("matmul"), "m", "n", "k")
+  quantize = last(read("quantize"), "operation", "format", "scaling", "rows", "width", "dtype")
+  linear = last(read("linear"), "tokens", "dim")
+  plot_matmul(matmul)
+  plot_quantize(quantize)
+  plot_linear(linear)
+  before, rest = README.read_text().split(BEGIN)
+  _, after = rest.split(END)
+  lines = table(matmul, quantize, linear)
+  README.write_text(before + BEGIN + "\n" + "\n".join(lines) + "\n" + END + after)
+  print("\n".join(lines))
+
+
+def read(name: str) -> list[dict]:
+  return [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
+
+
+def last(rows, *keys) -> list[dict]:
+  return list({tuple(row[key] for key in keys): row for row in rows}.values())
+
+
+def ratio(rows, over: str) -> str:
+  """Geometric mean and range of our int8 rate over another."""
+  found = [row["tops"]["ours_int8"] / row["tops"][over] for row in rows]
+  mean = statistics.geometric_mean(found)
+  return f"**{mean:.2f}x** ({min(found):.2f} to {max(found):.2f})"
+
+
+def table(matmul, quantize, linear) -> list[str]:
+  large = [row for row in matmul if row["m"] >= 16384]
+  rows_of_x = [row["of_copy"] for row in quantize
+               if (row["operation"], row["scaling"]) == ("quantize", "rowwise")]  # fmt: skip
+  speed = {(row["tokens"], row["dim"]): row["speedup"] for row in linear}
+  share = {(row["tokens"], row["dim"]): row["share_of_quantizing"] for row in linear}
+  lines = [
+    f"| on one {matmul[0]['chip'].removeprefix('NVIDIA ')} (jax {matmul[0]['jax']}) | |",
+    "|---|---|",
+    f"| int8 matmul with scales, {len(large)} shapes of CLIP from 16k tokens on, over XLA's bf16 |"
+    f" {ratio(large, 'xla_bf16')} |",
+    f"| the same over XLA's int8 (cuBLAS) with scales | {ratio(large, 'xla_int8')} |",
+    f"| the same over fp8 (e4m3) | {ratio(large, 'ours_fp8')} |",
+    "| row-wise quantizing, widths 768 to 16,384, of a copy's bytes a second |"
+    f" {min(rows_of_x):.0%} to {max(rows_of_x):.0%} |",
+  ]
+  for tokens, dim in ((65536, 1280), (65536, 4096), (16384, 1024)):
+    one, quantizing = speed[tokens, dim], share[tokens, dim]["switchback"]
+    lines.append(
+      f"| an MLP's linear layers, forward and backward, {tokens:,} tokens, width {dim:,}: over"
+      f" `full` | `switchback` **{one['switchback']:.2f}x**, `_q` {one['switchback_q']:.2f}x, `_m`"
+      f" {one['switchback_m']:.2f}x; {quantizing:.0%} of it quantizing |"
+    )
+  return lines
+
+
+def plot_matmul(rows) -> None:
+  tokens = sorted({row["m"] for row in rows})
+  figure, axes = plt.subplots(1, len(tokens), figsize=(5 * len(tokens), 5), sharex=True)
+  for axis, m in zip(axes, tokens, strict=True):
+    shown = [row for row in rows if row["m"] == m]
+    names = [f"{row['layer']}  {row['n']} x {row['k']}" for row in shown]
+    for name, marker in (
+      ("xla_bf16", "s"),
+      ("xla_int8", "^"),
+      ("ours_int8", "o"),
+      ("ours_fp8", "x"),
+    ):
+      axis.plot([row["tops"][name] for row in shown], names, marker, label=name, markersize=4)
+    axis.set_title(f"{m:,} tokens")
+    axis.set_xlabel("TOP/s")
+    axis.tick_params(axis="y", labelsize=6)
+    axis.grid(alpha=0.3)
+  figure.legend(*axes[0].get_legend_handles_labels(), loc="lower left", ncols=2, fontsize=7)
+  save(figure, "matmul")
+
+
+def plot_quantize(rows) -> None:
+  shown = [row for row in rows if row["scaling"] == "rowwise" and row["operation"] == "quantize"
+           and row["format"] == "int8"]  # fmt: skip
+  figure, axis = plt.subplots(figsize=(6, 4))
+  for name in ("copy", "ours", "xla"):
+    rates = [row["terabytes_per_second"][name] for row in shown]
+    axis.plot([row["width"] for row in shown], rates, "o-", label=name)
+  axis.set(
+    xscale="log", xlabel="width (65,536 rows, bfloat16 to int8)", ylabel="TB/s", ylim=(0, None)
+  )
+  axis.grid(alpha=0.3)
+  axis.legend()
+  save(figure, "quantize")
+
+
+def plot_linear(rows) -> None:
+  tokens = sorted({row["tokens"] for row in rows})
+  figure, axes = plt.subplots(1, len(tokens), figsize=(4 * len(tokens), 4), sharey=True)
+  for axis, m in zip(axes, tokens, strict=True):
+    shown = sorted((row for row in rows if row["tokens"] == m), key=lambda row: row["dim"])
+    for name in shown[0]["speedup"]:
+      axis.plot(
+        [row["dim"] for row in shown], [row["speedup"][name] for row in shown], "o-", label=name
+      )
+    axis.set(title=f"{m:,} tokens", xlabel="width")
+    axis.grid(alpha=0.3)
+  axes[0].set_ylabel("speed over recipe full")
+  axes[0].legend(fontsize=7)
+  save(figure, "linear")
+
+
+def save(figure, name: str) -> None:
+  figure.tight_layout()
+  figure.savefig(RESULTS / f"{name}.png", dpi=80)
+
+
+if __name__ == "__main__":
+  main()
