@@ -1,4 +1,6 @@
 import gc
+import resource
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -76,6 +78,12 @@ def flip_bits(directory, step):
     path.write_bytes(bytes(data))
 
 
+def take_the_state_before(directory, step):
+  """Whole files, and not those that the record speaks of: the checksums alone can tell."""
+  shutil.rmtree(directory / str(step) / "state")
+  shutil.copytree(directory / str(step - 1) / "state", directory / str(step) / "state")
+
+
 def test_a_restored_state_is_bit_equal_and_lives_where_it_did(tmp_path, state):
   save(tmp_path, state, [5])
   restored = restore(tmp_path, state)
@@ -94,7 +102,7 @@ def test_the_newest_steps_are_kept(tmp_path, state):
   assert sorted(p.name for p in tmp_path.iterdir() if p.name.isdigit()) == ["3", "4"]
 
 
-@pytest.mark.parametrize("damage", [truncate, delete_state, flip_bits])
+@pytest.mark.parametrize("damage", [truncate, delete_state, flip_bits, take_the_state_before])
 def test_a_damaged_newest_checkpoint_falls_back_and_says_so(tmp_path, state, damage, capfd):
   save(tmp_path, state, [1, 2])
   damage(tmp_path, 2)
@@ -112,3 +120,40 @@ def test_checkpoints_of_another_model_are_an_error_and_stay(tmp_path, state):
   with pytest.raises(RunError, match="written with another model"):
     restore(tmp_path, {**state, "kernel": state["kernel"].T})
   assert restore(tmp_path, state).step == 1
+
+
+def assert_writing_fails(directory, state, message):
+  checkpointer = Checkpointer(directory, 3)
+  with pytest.raises(RunError, match=message) as raised:
+    checkpointer.save(2, after(state, 2), {"at": 2})
+    checkpointer.wait()
+  assert f"The last good one is step 1 in {directory}" in str(raised.value)
+  checkpointer.close()
+
+
+def assert_nothing_is_lost(directory, state):
+  assert [p.name for p in directory.iterdir() if p.name[0].isdigit()] == ["1"]
+  assert restore(directory, state).step == 1
+  save(directory, state, [2])
+  restored = restore(directory, state)
+  np.testing.assert_array_equal(restored.state["kernel"], after(state, 2)["kernel"])
+
+
+def test_a_full_disk_is_told_before_the_write_and_loses_nothing(tmp_path, state, monkeypatch):
+  save(tmp_path, state, [1])
+  usage = shutil.disk_usage(tmp_path)
+  with monkeypatch.context() as full:
+    full.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    assert_writing_fails(tmp_path, state, "No space left on device: the checkpoint of step 2")
+  assert_nothing_is_lost(tmp_path, state)
+
+
+def test_a_write_that_fails_is_told_and_loses_nothing(tmp_path, state):
+  save(tmp_path, state, [1])
+  before = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+  try:
+    assert_writing_fails(tmp_path, state, "Could not write a checkpoint .* File too large")
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+  assert_nothing_is_lost(tmp_path, state)

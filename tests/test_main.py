@@ -173,15 +173,15 @@ def test_evaluation_alone_finds_what_the_run_found(program, whole):
 
 
 def test_a_diverging_run_names_the_step_the_tensor_and_the_last_good_checkpoint(program, tmp_path):
-  options = {"optimizer.learning_rate": 1e30, "optimizer.warmup_steps": 0}
+  options = {"optimizer.learning_rate": 1e15, "optimizer.warmup_steps": 0}
   code, _, err = program.run(tmp_path, **options, checkpoint_every=1, **{"optimizer.eps": 1e-30})
   assert code == 1
   assert "Traceback" not in err
   step = int(err.split("Step ")[1].split(":")[0])
   good = sorted(int(p.name) for p in (tmp_path / "checkpoints").iterdir())
   assert "is not finite" in err
-  assert good[-1:] == ([step - 1] if step > 1 else [])
-  assert f"step {step - 1} in {tmp_path / 'checkpoints'}" in err if good else "none" in err
+  assert step > 1 and good[-1] == step - 1
+  assert f"step {step - 1} in {tmp_path / 'checkpoints'}" in err
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_a_diverging_run_names_the_step_the_tensor_and_the_last_good_checkpoint(
   [
     ({"model.recipe": "switchbak"}, "Unknown recipe 'switchbak'; known: full, switchback"),
     ({"model.size": "Q/9"}, "model.size='Q/9' is unknown; known: tiny"),
-    ({"model.backend": "mosaic"}, "backend='mosaic' has no kernels"),
+    ({"model.backend": "mosaic"}, "backend='mosaic' needs an NVIDIA GPU"),
     ({"data.name": "cifar10"}, "No data set data.name='cifar10'"),
     ({"data.name": "mine", "data.train_shards": "no-*.tar"}, "No shard matches 'no-*.tar'"),
     ({"data.eval_split": "validation"}, "'validation': it has"),

@@ -80,14 +80,14 @@ def test_a_step_names_the_first_tensor_that_is_not_finite():
   broken = jax.tree_util.tree_map_with_path(
     lambda path, x: (
       x.at[1, 0].set(jnp.nan)
-      if jax.tree_util.keystr(path, simple=True, separator="/") == "image/blocks/fc1/bias"
+      if jax.tree_util.keystr(path, simple=True, separator="/") == "image/blocks/qkv/bias"
       else x
     ),
     state.params,
   )
   for params, first in (
     (state.params, None),
-    (broken, "parameter image/blocks/fc1/bias"),
+    (broken, "parameter image/blocks/qkv/bias"),
   ):
     _, _, finite = step(state._replace(params=params), batch(mesh))
     finite = np.asarray(finite)

@@ -6,6 +6,8 @@ process, since all take the same steps. A step that is incomplete, unreadable or
 its checksums is put aside and the one before it is used.
 """
 
+import contextlib
+import shutil
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 
 from train.errors import RunError
 
@@ -34,10 +37,11 @@ class Checkpointer:
       item_names=("state", "record"),
       options=ocp.CheckpointManagerOptions(max_to_keep=keep, create=True),
     )
-    self.last_good: int | None = self._manager.latest_step()
 
   def save(self, step: int, state, data: dict) -> None:
     """Starts to write the state after `step` steps; it may be donated as soon as this returns."""
+    self.wait()  # orbax would, too; what is being written needs room as well.
+    self._check_space(step, sum(x.nbytes for x in jax.tree.leaves(state)))
     record = {"data": data, "checksums": _checksums(state)}
     self._reporting(
       lambda: self._manager.save(
@@ -51,7 +55,6 @@ class Checkpointer:
   def wait(self) -> None:
     """Returns when all that was saved is on disk."""
     self._reporting(self._manager.wait_until_finished)
-    self.last_good = self._manager.latest_step()
 
   def restore(self, like) -> Restored | None:
     """The newest step that is whole, laid out as `like` (shapes with shardings), or None.
@@ -71,7 +74,6 @@ class Checkpointer:
       if reasons:
         print(f"Falling back to the checkpoint of step {step}.", file=sys.stderr)
         self._put_aside(newer_than=step)
-      self.last_good = step
       return restored
     if reasons:
       raise RunError(
@@ -98,26 +100,47 @@ class Checkpointer:
     for step in self._manager.all_steps():
       if step > newer_than and jax.process_index() == 0:
         (self.directory / str(step)).rename(self.directory / f"damaged-{step}")
+    multihost_utils.sync_global_devices("damaged checkpoints are aside")
     self._manager.reload()
 
   def _reporting(self, write) -> None:
     try:
       write()
     except Exception as error:
+      if jax.process_index() == 0:
+        for unfinished in self.directory.glob("*.orbax-checkpoint-tmp"):
+          shutil.rmtree(unfinished, ignore_errors=True)
       raise RunError(
         f"Could not write a checkpoint to {self.directory}: {_first_line(error)}."
-        f" The last good one is {self.describe_last_good()}."
+        f" The last good one is {self._newest()}. The same command continues from it."
       ) from error
 
+  def _check_space(self, step: int, needed: int) -> None:
+    """Said before, a full disk is one sentence; orbax's threads fail in many."""
+    free = shutil.disk_usage(self.directory).free
+    if free < needed:
+      raise RunError(
+        f"No space left on device: the checkpoint of step {step} takes {needed / 1e6:,.0f} MB, and"
+        f" {self.directory} has {free / 1e6:,.0f}. The last good one is {self._newest()}."
+        " The same command continues from it."
+      )
+
   def describe_last_good(self) -> str:
-    if self.last_good is None:
-      return "none"
-    return f"step {self.last_good} in {self.directory}"
+    """Names the newest step on disk, when what is being written is there."""
+    with contextlib.suppress(Exception):
+      self._manager.wait_until_finished()
+    return self._newest()
+
+  def _newest(self) -> str:
+    steps = self._manager.all_steps(read=True)
+    return f"step {max(steps)} in {self.directory}" if steps else "none"
 
 
 def _first_line(error: Exception) -> str:
-  lines = str(error).strip().splitlines()
-  return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+  """What went wrong: of a long line its ends, which name the kind and the cause."""
+  line = next(iter(str(error).strip().splitlines()), "")
+  line = f"{line[:120]} ... {line[-180:]}" if len(line) > 310 else line
+  return f"{type(error).__name__}: {line}" if line else type(error).__name__
 
 
 @jax.jit

@@ -22,7 +22,10 @@ from train.errors import RunError
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to run: a file of configs/.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run keeps what it makes.")
 _DISTRIBUTED = flags.DEFINE_bool(
-  "distributed", False, "Several processes: jax.distributed.initialize() from the environment."
+  "distributed",
+  False,
+  "Several processes: found in the environment of Slurm, Open MPI, Kubernetes or a TPU, or given"
+  " by JAX_COORDINATOR_ADDRESS=host:port, JAX_NUM_PROCESSES and JAX_PROCESS_ID.",
 )
 _DEBUG = flags.DEFINE_bool("debug", False, "Show the traceback of an explained error.")
 
@@ -35,22 +38,50 @@ def run(job) -> None:
 def _run(job, argv) -> None:
   if len(argv) > 1:
     sys.exit(f"Arguments must be flags: {' '.join(argv[1:])}. Did you mean --config.{argv[1]}?")
-  logging.set_verbosity(logging.ERROR)  # orbax tells every file it writes.
+  # orbax tells every file it writes, and each of its threads what we are told by an exception.
+  logging.set_verbosity(logging.FATAL)
+  sys.excepthook = _excepthook
   if "xla_gpu_enable_triton_gemm" not in os.environ.get("XLA_FLAGS", ""):
     # See sbjax.backends.warn_of_inexact_int8. On an H200 a ViT-B/16 step also compiles in 9 s
     # instead of 91 s, and takes no longer (benchmarks/results/loss_parity.jsonl).
     os.environ["XLA_FLAGS"] = (
       os.environ.get("XLA_FLAGS", "") + " --xla_gpu_enable_triton_gemm=false"
     )
-  if _DISTRIBUTED.value:
-    jax.distributed.initialize()
   try:
+    if _DISTRIBUTED.value:
+      _join_processes()
     job(_CONFIG.value, Path(_WORKDIR.value))
   except (RunError, ValueError, NotImplementedError, OSError) as error:
     if _DEBUG.value:
       raise
     print(f"\n{_describe(error)}", file=sys.stderr)
     sys.exit(128 + error.signum if hasattr(error, "signum") else 1)
+
+
+def _excepthook(kind, error, traceback) -> None:
+  # When a write fails, tensorstore reports the others to an event loop that orbax has closed.
+  if not (kind is RuntimeError and str(error) == "Event loop is closed"):
+    sys.__excepthook__(kind, error, traceback)
+
+
+def _join_processes() -> None:
+  # One that fails keeps the others waiting for a minute, not for JAX's five.
+  given = {"shutdown_timeout_seconds": 60}
+  # JAX itself reads the address alone from the environment.
+  for argument in ("num_processes", "process_id"):
+    name = f"JAX_{argument.upper()}"
+    if name in os.environ:
+      try:
+        given[argument] = int(os.environ[name])
+      except ValueError:
+        raise RunError(f"{name}={os.environ[name]!r} must be a number.") from None
+  try:
+    jax.distributed.initialize(**given)
+  except (ValueError, RuntimeError) as error:
+    raise RunError(
+      f"--distributed: {error} Outside of a cluster that JAX knows, set JAX_COORDINATOR_ADDRESS"
+      " (host:port of the first process), JAX_NUM_PROCESSES and JAX_PROCESS_ID (from 0)."
+    ) from error
 
 
 def _describe(error: Exception) -> str:

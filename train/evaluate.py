@@ -233,6 +233,8 @@ def evaluate_checkpoint(config: Config, workdir: Path) -> dict[str, float]:
   if restored is None:
     raise RunError(f"{run.checkpointer.directory} holds no finished checkpoint.")
   scores = evaluate_run(run, restored.state.params)
+  if jax.process_index() != 0:
+    return scores
   print(f"step {restored.step}, {run.builder.info.full_name}, {config.data.eval_split} split")
   for name, score in scores.items():
     print(f"  {name:26} {score:.4f}")

@@ -37,11 +37,16 @@ class Stopped(RunError):
 
 
 def train(config: Config, workdir: Path) -> dict:
-  """Runs, or continues, the run that `config` describes, and returns what result.json holds."""
+  """Runs, or continues, the run that `config` describes, and returns what result.json holds.
+
+  Of several processes, which share `workdir`, the first alone writes and returns it.
+  """
+  first = jax.process_index() == 0
   check_continues(config, workdir)
   workdir.mkdir(parents=True, exist_ok=True)
   run = make_run(config, workdir)
-  write_json(workdir / "config.json", config.to_dict())
+  if first:
+    write_json(workdir / "config.json", config.to_dict())
   started = time.time()
 
   iterator = data.train_iterator(
@@ -59,13 +64,16 @@ def train(config: Config, workdir: Path) -> dict:
   else:
     start, state = restored.step, restored.state
     iterator.set_state(restored.data)
-    print(f"Continuing after step {start} of {config.steps}, from {run.checkpointer.directory}.")
+    if first:
+      print(f"Continuing after step {start} of {config.steps}, from {run.checkpointer.directory}.")
 
   recorder = Recorder(workdir, config, start)
   with contextlib.closing(run.checkpointer), contextlib.closing(recorder), Signals() as signals:
     describe(run, recorder, start)
     state = _steps(run, state, start, iterator, recorder, signals)
     run.checkpointer.wait()
+    if not first:
+      return {}
     result = _result(run, workdir, time.time() - started)
   write_json(workdir / "result.json", result)
   write_report(workdir, f"{config.model.size} on {config.data.name}, recipe {config.model.recipe}")

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.experimental import multihost_utils
 
 from sbjax.backends import get_backend
 from sbjax.models.clip import CLIP
@@ -22,7 +23,7 @@ from train.config import Config, ModelConfig
 from train.errors import RunError
 from train.loss import LOSSES
 from train.optimizer import make_optimizer
-from train.sharding import make_mesh, state_shardings
+from train.sharding import batch_sharding, make_mesh, state_shardings
 from train.step import TrainState, make_init
 from train.tokenizer import Tokenizer, make_tokenizer
 
@@ -70,7 +71,7 @@ def make_run(config: Config, workdir: Path) -> Run:
   for split in (config.data.train_split, config.data.eval_split):
     data.check_split(builder, split)
   tokenizer = _tokenizer(config, builder, workdir)
-  model = make_model(config.model, tokenizer, siglip=config.loss == "siglip")
+  model = make_model(config.model, tokenizer, batch_sharding(mesh), siglip=config.loss == "siglip")
   abstract = jax.eval_shape(make_init(model, optimizer, config.seed))
   shardings = state_shardings(abstract, abstract.params, mesh)
   return Run(
@@ -88,7 +89,9 @@ def make_run(config: Config, workdir: Path) -> Run:
   )
 
 
-def make_model(config: ModelConfig, tokenizer: Tokenizer, *, siglip: bool) -> CLIP:
+def make_model(
+  config: ModelConfig, tokenizer: Tokenizer, sharding: jax.sharding.Sharding, *, siglip: bool
+) -> CLIP:
   """The CLIP of that size, with the tokenizer's vocabulary and the config's options."""
   if config.size not in SIZES:
     raise ValueError(f"model.size={config.size!r} is unknown; known: {', '.join(SIZES)}.")
@@ -116,6 +119,7 @@ def make_model(config: ModelConfig, tokenizer: Tokenizer, *, siglip: bool) -> CL
     patch_dropout=config.patch_dropout,
     scan=config.scan,
     remat=config.remat,
+    activation_sharding=sharding,
     **({"init_logit_scale": 10.0, "init_logit_bias": -10.0} if siglip else {}),
   )
 
@@ -155,12 +159,12 @@ def _flat(config: dict, prefix: str = "") -> dict:
 def _tokenizer(config: Config, builder, workdir: Path) -> Tokenizer:
   """The workdir's own, so that a checkpoint keeps its meaning; else a new one, kept there."""
   path = workdir / "tokenizer.json"
-  if path.is_file():
-    return Tokenizer.load(path)
-  tokenizer = make_tokenizer(
-    config.data.tokenizer, data.captions(config, builder), config.data.tokenizer_vocab_size
-  )
-  partial = path.with_suffix(".partial")
-  tokenizer.save(partial)
-  partial.replace(path)
-  return tokenizer
+  if jax.process_index() == 0 and not path.is_file():
+    tokenizer = make_tokenizer(
+      config.data.tokenizer, data.captions(config, builder), config.data.tokenizer_vocab_size
+    )
+    partial = path.with_suffix(".partial")
+    tokenizer.save(partial)
+    partial.replace(path)
+  multihost_utils.sync_global_devices("tokenizer.json is there")
+  return Tokenizer.load(path)

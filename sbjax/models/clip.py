@@ -86,6 +86,8 @@ class CLIP(nn.Module):
     remat: "none", "full" (a block keeps its input alone) or a key of REMAT_POLICIES.
     init_logit_scale, init_logit_bias: what the factor on the features' dot products and, unless
       None, a learned number added to them start at; the SigLIP loss wants 10 and -10.
+    activation_sharding: where the blocks' [B, L, D] inputs and outputs live. None: XLA chooses,
+      and may take the layout of a split embedding table, which splits widths and gathers tokens.
   """
 
   config: CLIPConfig
@@ -99,6 +101,7 @@ class CLIP(nn.Module):
   remat: str = "none"
   init_logit_scale: float = 1 / 0.07
   init_logit_bias: float | None = None
+  activation_sharding: jax.sharding.Sharding | None = None
 
   def setup(self):
     if self.remat not in ("none", "full", *REMAT_POLICIES):
@@ -115,6 +118,8 @@ class CLIP(nn.Module):
       dtype=self.dtype,
       zero_init_layer_scale=self.zero_init_layer_scale,
       qk_norm=self.qk_norm,
+      # Parameters are made from a batch of one, which cannot be split.
+      sharding=None if self.is_initializing() else self.activation_sharding,
     )
     embed_dim = self.config.embed_dim
     self.image = VisionTower(self.config.vision, embed_dim, blocks, self.dtype, self.patch_dropout)
@@ -236,12 +241,15 @@ class Block(nn.Module):
   dtype: jnp.dtype
   zero_init_layer_scale: bool
   qk_norm: bool
+  sharding: jax.sharding.Sharding | None
 
   @nn.compact
   def __call__(self, x_BLD: jax.Array):
     """The block's output [B, L, D], and its mean |feature|."""
+    x_BLD = self._place(x_BLD)
     x_BLD = x_BLD + self._layer_scale("ls_1", self._attention(_layer_norm(x_BLD, "ln_1")))
     x_BLD = x_BLD + self._layer_scale("ls_2", self._mlp(_layer_norm(x_BLD, "ln_2")))
+    x_BLD = self._place(x_BLD)
     # Without stop_gradient every block would keep the signs for its backward pass.
     features = jax.lax.stop_gradient(x_BLD).astype(jnp.float32)
     return x_BLD, jnp.mean(jnp.abs(features))
@@ -278,6 +286,12 @@ class Block(nn.Module):
       backend=self.backend,
       name=name,
     )
+
+  def _place(self, x_BLD):
+    """x where `sharding` says, and its gradient."""
+    if self.sharding is None:
+      return x_BLD
+    return jax.lax.with_sharding_constraint(x_BLD, self.sharding)
 
   def _layer_scale(self, name, x_BLD):
     return LayerScale(0.0, name=name)(x_BLD) if self.zero_init_layer_scale else x_BLD

@@ -1,0 +1,132 @@
+"""Two processes of one device each train as one process does; the first alone writes."""
+
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from configs import quickstart
+from train.loop import train
+
+ROOT = Path(__file__).parents[1]
+TIMINGS = {"step_seconds", "data_wait_seconds", "images_per_second"}
+
+# A whole run, then the same from its first checkpoint, by the command line's way in.
+TWICE = """
+import pathlib, shutil, sys
+import jax
+from jax.experimental import multihost_utils
+from train import cli
+from train.loop import train
+
+def twice(config, workdir):
+  train(config, workdir)
+  multihost_utils.sync_global_devices("the first run is over")
+  if jax.process_index() == 0:
+    shutil.rmtree(workdir / "checkpoints" / "2")
+    shutil.copy(workdir / "metrics.jsonl", workdir / "first.jsonl")
+  multihost_utils.sync_global_devices("its last checkpoint is gone")
+  train(config, workdir)
+
+cli.run(twice)
+"""
+
+
+def flags(config) -> list[str]:
+  """A config as flags over the quickstart; tuples stay as they are there."""
+  fields = {}
+  for name, value in config.to_dict().items():
+    fields |= (
+      {f"{name}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {name: value}
+    )
+  return [f"--config.{k}={v}" for k, v in fields.items() if not isinstance(v, tuple)]
+
+
+def start_two(cache: str, *arguments: str) -> list[subprocess.Popen]:
+  try:
+    with socket.socket() as server:
+      server.bind(("localhost", 0))
+      port = server.getsockname()[1]
+  except OSError as error:
+    pytest.skip(f"no port can be opened here: {error}")
+  environment = {
+    **os.environ,
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+    "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
+    "JAX_NUM_PROCESSES": "2",
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    "JAX_COMPILATION_CACHE_DIR": cache,
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+  }
+  return [
+    subprocess.Popen(
+      [sys.executable, *arguments],
+      cwd=ROOT,
+      env={**environment, "JAX_PROCESS_ID": str(i)},
+      text=True,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+    )
+    for i in range(2)
+  ]
+
+
+def measured(path):
+  records = map(json.loads, path.read_text().splitlines())
+  return [{k: v for k, v in r.items() if k not in TIMINGS} for r in records]
+
+
+def test_two_processes_train_as_one_and_resume_exactly(tmp_path, monkeypatch):
+  config = quickstart.get_config()
+  config = dataclasses.replace(
+    config,
+    model=dataclasses.replace(
+      config.model, recipe="full", image_size=32, context_length=16, scan=True
+    ),
+    data=dataclasses.replace(config.data, name="shapes/tiny", data_dir=str(tmp_path / "data")),
+    optimizer=dataclasses.replace(config.optimizer, warmup_steps=1),
+    mesh=dataclasses.replace(config.mesh, fsdp=2),  # Kernels are split over the processes.
+    batch_size=16,
+    steps=2,
+    log_every=1,
+    eval_every=0,
+    eval_batch_size=96,
+    checkpoint_every=1,
+  )
+  alone, both = tmp_path / "alone", tmp_path / "both"
+  two = jax.devices()[:2]
+  monkeypatch.setattr(jax, "devices", lambda *_: two)
+  train(config, alone)
+  processes = start_two(
+    str(tmp_path / "compiled"),
+    "-c",
+    TWICE,
+    "--config=configs/quickstart.py",
+    "--distributed",
+    f"--workdir={both}",
+    *flags(config),
+  )
+  try:
+    (out, err), (second_out, second_err) = (p.communicate(timeout=250) for p in processes)
+  finally:
+    for process in processes:
+      process.kill()
+  assert [p.returncode for p in processes] == [0, 0], err + second_err
+  assert "step 2/2" in out and "step" not in second_out
+  assert "Continuing after step 1 of 2" in out
+  assert sorted(p.name for p in (both / "checkpoints").iterdir()) == ["1", "2"]
+  assert {p.name for p in both.iterdir()} == {p.name for p in alone.iterdir()} | {"first.jsonl"}
+  assert measured(both / "metrics.jsonl") == measured(both / "first.jsonl")
+  pairs = zip(measured(both / "metrics.jsonl"), measured(alone / "metrics.jsonl"), strict=True)
+  for together, one in pairs:
+    assert set(together) == set(one)
+    if "loss" in one:
+      np.testing.assert_allclose(together["loss"], one["loss"], rtol=1e-4)
