@@ -18,8 +18,10 @@ from train.sharding import batch_sharding, make_mesh, replicated, state_sharding
 from train.step import make_init, make_train_step, tensor_names
 
 BATCH = 16
-# A rounding to int8 that falls the other way moves more than float32 does.
-TOLERANCE = {"full": 2e-4, "switchback": 5e-3}
+# Of metrics, and of how far a tensor moved. Summing in another order turns some roundings to int8 the
+# other way, which ones is the CPU's.
+METRIC_TOLERANCE = {"full": 2e-4, "switchback": 2e-2}
+UPDATE_TOLERANCE = {"full": 2e-4, "switchback": 0.15}
 MICRO = dataclasses.replace(
   SIZES["tiny"],
   vision=dataclasses.replace(SIZES["tiny"].vision, layers=2),
@@ -63,16 +65,18 @@ def test_eight_devices_take_the_step_of_one(recipe, loss):
   results = []
   for data, fsdp in ((1, 1), (2, 4)):
     step, state, mesh, _ = compiled(data, fsdp, recipe, loss)
+    start = state.params
     for _ in range(2):
       state, metrics, finite = step(state, batch(mesh))
     assert np.asarray(finite).all()
-    results.append((metrics, state.params))
-  (one, one_params), (many, many_params) = results
-  assert many_params["image"]["blocks"]["fc1"]["kernel"].sharding.spec[1] == "fsdp"
+    update = jax.tree.map(lambda new, old: np.asarray(new) - np.asarray(old), state.params, start)
+    results.append((metrics, update))
+  assert state.params["image"]["blocks"]["fc1"]["kernel"].sharding.spec[1] == "fsdp"
+  (one, one_update), (many, many_update) = results
   for name, value in one.items():
-    np.testing.assert_allclose(many[name], value, rtol=TOLERANCE[recipe], err_msg=name)
-  for a, b in zip(jax.tree.leaves(one_params), jax.tree.leaves(many_params), strict=True):
-    np.testing.assert_allclose(a, b, atol=TOLERANCE[recipe])
+    np.testing.assert_allclose(many[name], value, rtol=METRIC_TOLERANCE[recipe], err_msg=name)
+  for a, b in zip(jax.tree.leaves(one_update), jax.tree.leaves(many_update), strict=True):
+    assert np.linalg.norm(a - b) <= UPDATE_TOLERANCE[recipe] * np.linalg.norm(a)
 
 
 def test_a_step_names_the_first_tensor_that_is_not_finite():
