@@ -58,7 +58,8 @@ def table(matmul, quantize, linear) -> list[str]:
   lines = [
     f"| on one {matmul[0]['chip'].removeprefix('NVIDIA ')} (jax {matmul[0]['jax']}) | |",
     "|---|---|",
-    f"| int8 matmul with scales, {len(large)} shapes of CLIP from 16k tokens on, over XLA's bf16 |"
+    f"| int8 matmul with scales, {len(large)} sizes of CLIP's layers from 16k tokens on, over XLA's"
+    f" bf16 |"
     f" {ratio(large, 'xla_bf16')} |",
     f"| the same over XLA's int8 (cuBLAS) with scales | {ratio(large, 'xla_int8')} |",
     f"| the same over fp8 (e4m3) | {ratio(large, 'ours_fp8')} |",

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from sbjax.formats import INT8
 from sbjax.matmul import apply_scales, check_operands, scaled_matmul
+from sbjax.pallas.chip import compute_capability, target
 from sbjax.pallas.partition import over_shards
 from sbjax.quantize import Quantized, check_quantizable, factor_and_scale, quantize
 
@@ -46,33 +47,27 @@ def get_backend(name: str | None = None) -> Backend:
     ValueError: the name is not known.
   """
   if name is None:
-    return _chosen(_device())
+    return _chosen(target())
   if name not in NAMES:
     offered = ", ".join(repr(known) for known in NAMES)
     raise ValueError(f"Unknown backend {name!r}; there are {offered}; None chooses.")
-  if reason := _lacks(name, _device()):
+  if reason := _lacks(name, target()):
     raise NotImplementedError(f"backend={name!r} {reason}")
   return _XLA if name == "xla" else _kernels(name)
 
 
-def _device():
-  """What will run: the mesh's abstract device where one is set, else JAX's default device."""
-  device = jax.sharding.get_abstract_mesh().abstract_device or jax.config.jax_default_device
-  return jax.devices(device)[0] if device is None or isinstance(device, str) else device
-
-
 def _lacks(name: str, device) -> str | None:
   """Why a backend does not run on a device, or None."""
-  capability = _capability(device)
   if name == "xla":
     return None
+  capability = compute_capability(device)
   if capability is None:
     return f"needs an NVIDIA GPU; JAX's default device is {device.platform!r}."
-  if name == "mosaic" and capability != (9, 0):
+  if name == "mosaic" and capability != 90:
     return f"needs compute capability 9.0 (H100, H200); this is {device.device_kind}."
   if name == "mosaic" and jax.__version_info__ < (0, 11):
     return f"needs jax >= 0.11 (Python >= 3.12); this is {jax.__version__}."
-  if name == "triton" and capability < (8, 0):
+  if name == "triton" and capability < 80:
     return f"needs compute capability 8.0 (A100) or newer; this is {device.device_kind}."
   missing = [m for m in ("triton", "jax_triton") if importlib.util.find_spec(m) is None]
   if missing:
@@ -80,30 +75,22 @@ def _lacks(name: str, device) -> str | None:
   return None
 
 
-def _capability(device) -> tuple[int, int] | None:
-  """(8, 0), (9, 0)... of an NVIDIA GPU."""
-  found = getattr(device, "compute_capability", None)
-  if device.platform not in ("gpu", "cuda") or found is None:
-    return None
-  major, _, minor = str(found).partition(".")
-  return (int(major), int(minor or 0)) if major.isdigit() else None
-
-
 @functools.cache
 def _chosen(device) -> Backend:
   """Mosaic before Triton before XLA; whatever the first lacks is said once."""
+  capability = compute_capability(device)
   reasons = {name: _lacks(name, device) for name in ("mosaic", "triton")}
   usable = [name for name, reason in reasons.items() if reason is None]
   if not usable:
     _log.debug("sbjax: backend 'xla' (%s)", "; ".join(f"{n} {r}" for n, r in reasons.items()))
-    if _capability(device) is not None and _capability(device) >= (8, 0):
+    if capability is not None and capability >= 80:
       warnings.warn(
         f"8-bit matmuls are left to XLA, and slow: backend 'triton' {reasons['triton']}",
         stacklevel=2,
       )
     return _XLA
   _log.debug("sbjax: backend %r on %s", usable[0], device.device_kind)
-  return _guarded(_kernels(usable[0]), has_fp8=_capability(device) >= (8, 9))
+  return _guarded(_kernels(usable[0]), has_fp8=capability >= 89)
 
 
 def _guarded(kernels: Backend, has_fp8: bool) -> Backend:

@@ -6,10 +6,11 @@ os.environ["XLA_FLAGS"] = (
   os.environ.get("XLA_FLAGS", "")
   + " --xla_force_host_platform_device_count=8"
   + " --xla_gpu_enable_triton_gemm=false"  # See sbjax.backends.warn_of_inexact_int8.
-  + " --xla_cpu_collective_call_terminate_timeout_seconds=300"  # A busy machine is not a stuck one.
+  # A busy machine is not a stuck one.
+  + " --xla_cpu_collective_call_terminate_timeout_seconds=300"
 )
-# A collective holds a thread of XLA's CPU pool until all devices reach it. With the pool's default of
-# one thread a device, collectives that run at once can hold them all, and wait for ever.
+# A collective holds a thread of XLA's CPU pool until all devices reach it. With the default of one
+# thread a device, collectives that run at once can hold them all, and wait for ever.
 os.environ.setdefault("PJRT_NPROC", "64")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 

@@ -18,8 +18,8 @@ from train.sharding import batch_sharding, make_mesh, replicated, state_sharding
 from train.step import make_init, make_train_step, tensor_names
 
 BATCH = 16
-# Of metrics, and of how far a tensor moved. Summing in another order turns some roundings to int8 the
-# other way, which ones is the CPU's.
+# Of metrics, and of how far a tensor moved. Sums in another order turn some roundings to int8 the
+# other way; which ones, each CPU has its own.
 METRIC_TOLERANCE = {"full": 2e-4, "switchback": 2e-2}
 UPDATE_TOLERANCE = {"full": 2e-4, "switchback": 0.15}
 MICRO = dataclasses.replace(

@@ -25,6 +25,7 @@ from jax import lax
 
 from sbjax.formats import accumulator_dtype
 from sbjax.matmul import check_operands
+from sbjax.pallas.chip import target
 from sbjax.quantize import Quantized
 
 _COMPUTE_WARPGROUPS = 2
@@ -152,9 +153,11 @@ def _matmul(lhs, rhs, scales, out_dtype, config, multiprocessors, interpret):
     rhs = jnp.pad(rhs, ((0, n_fit - n), (0, k_fit - k)))
     y = _matmul(lhs, rhs, scales, out_dtype, config, multiprocessors, interpret)
     return y[:m, :n]
-  chip, all_of_them = _chip()
-  multiprocessors = multiprocessors or all_of_them
-  config = config or config_for(m, n, k, chip, multiprocessors)
+  device = target()
+  # An abstract device has num_cores, a real one core_count.
+  cores = getattr(device, "num_cores", None) or getattr(device, "core_count", None)
+  multiprocessors = multiprocessors or cores or 132
+  config = config or config_for(m, n, k, device.device_kind, multiprocessors)
   cluster_m, cluster_n = config.clustered
   step_m, step_n = config.block_m * cluster_m, config.block_n * cluster_n
   blocks = pl.cdiv(m, step_m) * pl.cdiv(n, step_n)
@@ -185,15 +188,6 @@ def _fitting(m: int, n: int, k: int) -> tuple[int, int, int]:
   """
   m, k = m + -m % 8, k + -k % 32
   return 72 if m == _EPILOGUE_ROWS else m, {16: 48, 32: 48, 64: 80}.get(n, n), k
-
-
-def _chip() -> tuple[str, int]:
-  """Name and multiprocessors of the mesh's abstract device where one is set, else of the first."""
-  device = jax.sharding.get_abstract_mesh().abstract_device
-  if device is not None:
-    return device.device_kind, device.num_cores or 132
-  device = jax.devices()[0]
-  return device.device_kind, getattr(device, "core_count", 132)
 
 
 def _kernel(lhs, rhs, *refs, config: Config):

@@ -28,13 +28,12 @@ class Config:
   group: int = 8
 
 
-def config_for(m: int, n: int, k: int, capability: int) -> Config:
+def config_for(m: int, n: int, capability: int) -> Config:
   """The largest blocks of which every multiprocessor gets one, within a chip's shared memory.
 
   block_k is never below 32, what a tensor core takes of K at once: half of it came back from
   another kernel as twice the sum.
   """
-  del k
   if m <= 64:
     return Config(block_m=64, block_n=64, stages=4, warps=4)
   if capability in (80, 90):
@@ -81,7 +80,7 @@ def _matmul(lhs, rhs, scales, bias, out_dtype, config):
   if m == 0 or n == 0 or k == 0:
     row = jnp.zeros((n,), jnp.float32) if bias is None else bias
     return jnp.broadcast_to(row.astype(out_dtype), (m, n))
-  config = config_for(m, n, k, capability) if config is None else config
+  config = config_for(m, n, capability) if config is None else config
   # A pointer that is not followed may be any.
   lhs_scale, rhs_scale = (lhs, rhs) if scales is None else scales
   return triton_call(

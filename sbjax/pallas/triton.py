@@ -13,6 +13,8 @@ import inspect
 import jax
 from jax.interpreters import partial_eval
 
+from sbjax.pallas import chip
+
 
 def triton_call(*operands, kernel, name, grid, out, num_warps, num_stages=1, **constants):
   """Runs `kernel(*operands, *outputs, **constants)` on each program of the one-axis grid.
@@ -43,21 +45,13 @@ def triton_call(*operands, kernel, name, grid, out, num_warps, num_stages=1, **c
 
 
 def compute_capability() -> int:
-  """80, 89, 90...: of the mesh's abstract device where one is set, else of the first GPU."""
-  device = jax.sharding.get_abstract_mesh().abstract_device
-  capability = getattr(device, "compute_capability", None)
-  if capability is None:
-    capability = _first_gpu()
-  major, _, minor = capability.partition(".")
-  return 10 * int(major) + int(minor)
-
-
-@functools.cache
-def _first_gpu() -> str:
-  try:
-    return jax.local_devices(backend="cuda")[0].compute_capability
-  except RuntimeError as error:
-    raise NotImplementedError("Triton kernels run on NVIDIA GPUs, and JAX sees none.") from error
+  """80, 89, 90...: of the chip that this trace is for."""
+  found = chip.compute_capability(device := chip.target())
+  if found is None:
+    raise NotImplementedError(
+      f"Triton kernels run on NVIDIA GPUs; JAX's default device is {device.platform!r}."
+    )
+  return found
 
 
 @functools.cache
