@@ -1,7 +1,9 @@
 """sbjax: 8-bit training of vision-language models in JAX."""
 
 from sbjax.formats import E4M3, E5M2, INT8
-from sbjax.layers import LayerScale, SwitchBackDense, SwitchBackLinear
+from sbjax.fused import norm_dot, norm_mlp
+from sbjax.layers import LayerScale, NormDense, NormMLP, SwitchBackDense, SwitchBackLinear
+from sbjax.linear import Kernel, quantize_kernel
 from sbjax.matmul import scaled_matmul
 from sbjax.quantize import Quantized, Spec, dequantize, quantize
 from sbjax.quantized_dot import quantized_dot, quantized_dot_general
@@ -16,6 +18,7 @@ from sbjax.recipes import (
   SWITCHBACK_Q,
   Recipe,
 )
+from sbjax.rows import Norm
 from sbjax.stable_adamw import scale_by_stable_adam, stable_adamw
 
 __all__ = [
@@ -30,14 +33,21 @@ __all__ = [
   "SWITCHBACK",
   "SWITCHBACK_M",
   "SWITCHBACK_Q",
+  "Kernel",
   "LayerScale",
+  "Norm",
+  "NormDense",
+  "NormMLP",
   "Quantized",
   "Recipe",
   "Spec",
   "SwitchBackDense",
   "SwitchBackLinear",
   "dequantize",
+  "norm_dot",
+  "norm_mlp",
   "quantize",
+  "quantize_kernel",
   "quantized_dot",
   "quantized_dot_general",
   "scale_by_stable_adam",

@@ -17,26 +17,36 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from sbjax import rows
 from sbjax.formats import INT8
-from sbjax.matmul import apply_scales, check_operands, scaled_matmul
+from sbjax.matmul import scaled_matmul
+from sbjax.pallas import shards
 from sbjax.pallas.chip import compute_capability, target
-from sbjax.pallas.partition import over_shards
-from sbjax.quantize import Quantized, check_quantizable, factor_and_scale, quantize
+from sbjax.pallas.partition import is_explicit
+from sbjax.quantize import Spec, quantize
 
 _log = logging.getLogger("sbjax")
+MAX_ROW = 8192  # Longer rows do not stay in registers beside what is made of them.
 
 
 class Backend(NamedTuple):
-  """The operations of a linear layer in 8 bits."""
+  """The operations of a linear layer in 8 bits, and of what stands between two."""
 
   name: str
   quantize: Callable  # (x, spec): as sbjax.quantize.quantize
   quantize_transposed: Callable  # (x, spec): quantize(x.T, spec)
   quantize_both: Callable  # (x, spec): both, for a spec with one scale
   scaled_matmul: Callable  # as sbjax.matmul.scaled_matmul
+  norm_quantize: Callable  # as in sbjax.rows, and all that follow
+  norm_backward: Callable
+  gelu_quantize: Callable
+  gelu_backward: Callable
+  quantize_sum: Callable
 
 
 NAMES = ("xla", "mosaic", "triton")
+_QUANTIZERS = ("quantize", "quantize_transposed", "quantize_both")
+_ROWS = ("norm_quantize", "norm_backward", "gelu_quantize", "gelu_backward", "quantize_sum")
 
 
 def get_backend(name: str | None = None) -> Backend:
@@ -97,21 +107,23 @@ def _guarded(kernels: Backend, has_fp8: bool) -> Backend:
   """The kernels where they can and should compute, the definition elsewhere: same numbers."""
 
   def choose(kernel, definition, *arrays):
-    if _explicit():
+    if is_explicit():
       return kernel(*arrays)
     # What is traced where a GPU is the default device may still be compiled for a CPU.
     return jax.lax.platform_dependent(*arrays, cuda=kernel, default=definition)
 
-  def guarded(operation):
-    kernel, definition = getattr(kernels, operation), getattr(_XLA, operation)
+  def guarded(name):
+    kernel, definition = getattr(kernels, name), getattr(_XLA, name)
 
-    def run(x, spec):
-      if x.dtype == jnp.float64 or not (has_fp8 or spec.dtype == INT8):
-        return definition(x, spec)
-      return choose(lambda x: kernel(x, spec), lambda x: definition(x, spec), x)
+    def run(*args):
+      is_double = any(a.dtype == jnp.float64 for a in jax.tree.leaves(args))
+      if is_double or (not has_fp8 and any(spec.dtype != INT8 for spec in _specs(args))):
+        return definition(*args)
+      return choose(kernel, definition, *args)
 
-    return run
+    return jax.jit(run)  # A model's layers repeat: each size is traced and lowered once.
 
+  @functools.partial(jax.jit, static_argnums=(2, 3))
   def multiply(lhs, rhs, out_dtype, out_sharding=None, *, bias=None):
     (_, k), n = lhs.values.shape, rhs.values.shape[0]
     run = functools.partial(
@@ -123,17 +135,17 @@ def _guarded(kernels: Backend, has_fp8: bool) -> Backend:
       if is_int8:
         warn_of_inexact_int8()
       return run(lhs, rhs)
-    kernel = functools.partial(kernels.scaled_matmul, out_dtype=out_dtype, bias=bias)
+    kernel = functools.partial(
+      kernels.scaled_matmul, out_dtype=out_dtype, out_sharding=out_sharding, bias=bias
+    )
     return choose(kernel, run, lhs, rhs)
 
-  quantizers = {name: guarded(name) for name in Backend._fields if name.startswith("quantize")}
-  return Backend(kernels.name, **quantizers, scaled_matmul=multiply)
+  operations = {name: guarded(name) for name in (*_QUANTIZERS, *_ROWS)}
+  return Backend(kernels.name, scaled_matmul=multiply, **operations)
 
 
-def _explicit() -> bool:
-  """Whether types carry shardings here (jax.set_mesh with explicit axes)."""
-  kinds = jax.sharding.get_abstract_mesh().axis_types
-  return any(kind == jax.sharding.AxisType.Explicit for kind in kinds)
+def _specs(args) -> list[Spec]:
+  return [a for a in args if isinstance(a, Spec)]
 
 
 def _quantize_transposed(x, spec):
@@ -145,77 +157,45 @@ def _quantize_both(x, spec):
   return found, found.T
 
 
-_XLA = Backend("xla", quantize, _quantize_transposed, _quantize_both, scaled_matmul)
+_XLA = Backend(
+  "xla",
+  quantize,
+  _quantize_transposed,
+  _quantize_both,
+  scaled_matmul,
+  *(getattr(rows, name) for name in _ROWS),
+)
 
 
 @functools.cache
 def _kernels(name: str) -> Backend:
   """Hand-written kernels, each on its shard of what is sharded."""
-  from sbjax.pallas import quantize_triton
+  from sbjax.pallas import gelu_triton, norm_triton, quantize_triton
 
   if name == "mosaic":
     from sbjax.pallas import scaled_matmul_sm90 as product
   else:
     from sbjax.pallas import scaled_matmul_triton as product
-  quantizers = (
-    functools.partial(_quantize_shards, quantize_triton, form)
-    for form in ("quantize", "quantize_transposed", "quantize_both")
+  quantizers = (functools.partial(shards.quantize, quantize_triton, form) for form in _QUANTIZERS)
+  by_rows = (
+    _row_operation(getattr(norm_triton if n.startswith("norm") else gelu_triton, n), n)
+    for n in _ROWS
   )
-  return Backend(name, *quantizers, functools.partial(_multiply_shards, product))
+  return Backend(name, *quantizers, functools.partial(shards.scaled_matmul, product), *by_rows)
 
 
-def _multiply_shards(product, lhs, rhs, out_dtype, out_sharding=None, *, bias=None):
-  """scaled_matmul by the kernels in `product`; K split over devices is summed before it is scaled.
+def _row_operation(kernel, name: str):
+  """The kernel where every scale is one row's, and the row fits into registers."""
+  definition = getattr(rows, name)
 
-  `out_sharding` counts in JAX's explicit mode; else the result is split as the operands are.
-  """
-  check_operands(lhs.values, rhs.values)
+  def run(*args):
+    width = jax.tree.leaves(args)[0].shape[1]
+    if any(spec.scaling != "rowwise" for spec in _specs(args)) or width > MAX_ROW:
+      return definition(*args)
+    # Layer norm needs its whole row.
+    return shards.by_rows(kernel, definition, *args, splits_rows=not name.startswith("norm"))
 
-  def local(split, lhs, rhs, lhs_scale, rhs_scale, *bias):
-    if "k" not in split:
-      lhs, rhs = Quantized(lhs, lhs_scale), Quantized(rhs, rhs_scale)
-      return (product.scaled_matmul(lhs, rhs, out_dtype, *bias),)
-    total = jax.lax.psum(product.accumulate(lhs, rhs), split["k"])
-    return (apply_scales(total, lhs_scale, rhs_scale, out_dtype, *bias),)
-
-  m, n = ("m" if lhs.scale.shape[0] > 1 else None), ("n" if rhs.scale.shape[0] > 1 else None)
-  operands = [lhs.values, rhs.values, lhs.scale, rhs.scale]
-  inputs = [("m", "k"), ("n", "k"), (m, None), (n, None)]
-  if bias is not None:
-    operands, inputs = [*operands, bias], [*inputs, ("n",)]
-  (y,) = over_shards(local, operands, inputs, [("m", "n")], sixteens="nk")
-  return jax.sharding.reshard(y, out_sharding) if out_sharding is not None and _explicit() else y
-
-
-def _quantize_shards(kernels, form, x, spec):
-  """A quantizer by the Triton kernels; a scale that devices share takes the maximum over them."""
-  check_quantizable(x, spec)
-  per_row = spec.scaling == "rowwise"
-  shared = ("k" if form == "quantize" else "m") if per_row else "mk"
-
-  def local(split, x):
-    over = [axis for name in shared for axis in split.get(name, ())]
-    if not over:
-      found = getattr(kernels, form)(x, spec)
-      return tuple(jax.tree.leaves(found))
-    absmax = kernels.absmax(x, {"k": 1, "m": 0, "mk": None}[shared])
-    absmax = jax.lax.pmax(absmax, tuple(over))
-    scale = factor_and_scale(absmax, spec)[1]
-    turn = {"quantize": False, "quantize_transposed": True, "quantize_both": "both"}[form]
-    values = kernels.cast_scaled(x, absmax, spec, transpose=turn)
-    if form == "quantize_both":
-      return values[0], scale, values[1], scale
-    return values, scale.T if form == "quantize_transposed" else scale
-
-  straight = [("m", "k"), ("m" if per_row else None, None)]
-  turned = [("k", "m"), ("k" if per_row else None, None)]
-  outputs = {
-    "quantize": straight, "quantize_transposed": turned, "quantize_both": [*straight, *turned]
-  }[form]  # fmt: skip
-  found = over_shards(local, [x], [("m", "k")], outputs)
-  if form == "quantize_both":
-    return Quantized(*found[:2]), Quantized(*found[2:])
-  return Quantized(*found)
+  return run
 
 
 @functools.cache

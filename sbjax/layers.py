@@ -10,8 +10,11 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.linen.dtypes import canonicalize_dtype
 
+from sbjax.fused import norm_dot, norm_mlp
+from sbjax.linear import Kernel, master
 from sbjax.quantized_dot import check_floating, quantized_dot
 from sbjax.recipes import SWITCHBACK, Recipe, as_recipe
+from sbjax.rows import Norm
 
 # What nn.Dense and nnx.Linear offer to replace the product: here the recipe is the product.
 _REPLACED = (
@@ -38,17 +41,25 @@ class SwitchBackDense(nn.Dense):
   recipe: Recipe | str = SWITCHBACK
   backend: str | None = None
 
-  @nn.compact
   def __call__(self, inputs: jax.Array) -> jax.Array:
+    return _linear(self, inputs, *self.parameters(inputs.shape[-1]))
+
+  @nn.compact
+  def parameters(self, width: int) -> tuple[jax.Array | Kernel, jax.Array | None]:
+    """The kernel [width, features] and the bias [features] or None, for a function to multiply by.
+
+    The kernel is a `Kernel` where the collection "quantized" has its 8 bits.
+    """
     _check_not_replaced(
       {name for name in _REPLACED if getattr(self, name, None) is not getattr(nn.Dense, name, None)}
     )
-    shape = (inputs.shape[-1], self.features)
-    kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
+    kernel = self.param("kernel", self.kernel_init, (width, self.features), self.param_dtype)
+    if self.has_variable("quantized", "kernel"):
+      kernel = Kernel(kernel, *self.get_variable("quantized", "kernel"))
     bias = None
     if self.use_bias:
       bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype)
-    return _linear(self, inputs, kernel, bias)
+    return kernel, bias
 
 
 class SwitchBackLinear(nnx.Linear):
@@ -85,13 +96,73 @@ def _check_not_replaced(names) -> None:
 
 def _linear(layer, x, kernel, bias):
   check_floating("x", x)
-  dtype = canonicalize_dtype(x, kernel, bias, dtype=layer.dtype)
-  y = quantized_dot(x.astype(dtype), kernel, layer.recipe, backend=layer.backend)
-  return y if bias is None else y + _along_last(bias.astype(dtype), y.ndim)
+  dtype = canonicalize_dtype(x, master(kernel), bias, dtype=layer.dtype)
+  return quantized_dot(x.astype(dtype), kernel, layer.recipe, bias=bias, backend=layer.backend)
 
 
 def _along_last(vector, ndim):
   return vector.reshape((1,) * (ndim - 1) + vector.shape)
+
+
+class LayerNorm(nn.Module):
+  """The parameters of a layer norm that a linear layer computes: those of `nn.LayerNorm`."""
+
+  @nn.compact
+  def __call__(self, width: int) -> Norm:
+    ones, zeros = nn.initializers.ones, nn.initializers.zeros
+    return Norm(
+      self.param("scale", ones, (width,), jnp.float32),
+      self.param("bias", zeros, (width,), jnp.float32),
+    )
+
+
+class NormDense(nn.Module):
+  """`SwitchBackDense(features)(nn.LayerNorm(epsilon=1e-5)(x))` in one piece: see `norm_dot`.
+
+  The parameters are {"norm": {"scale", "bias"}, "dense": {"kernel", "bias"}}.
+
+  Returns:
+    x as it was, for a residual connection, and the result [..., features] in `dtype`.
+  """
+
+  features: int
+  use_bias: bool = True
+  dtype: jnp.dtype | None = None
+  recipe: Recipe | str = SWITCHBACK
+  backend: str | None = None
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    check_floating("x", x)
+    x, width = x.astype(self.dtype or x.dtype), x.shape[-1]
+    norm = LayerNorm(name="norm")(width)
+    dense = SwitchBackDense(self.features, use_bias=self.use_bias, name="dense")
+    kernel, bias = dense.parameters(width)
+    return norm_dot(x, norm, kernel, self.recipe, bias=bias, backend=self.backend)
+
+
+class NormMLP(nn.Module):
+  """A transformer's MLP in one piece: layer norm, linear, exact GELU, linear; see `norm_mlp`.
+
+  The parameters are {"norm": {"scale", "bias"}, "fc1": {"kernel", "bias"}, "fc2": {...}}.
+
+  Returns:
+    x [..., K] as it was, for a residual connection, and the result [..., K] in `dtype`.
+  """
+
+  hidden: int
+  dtype: jnp.dtype | None = None
+  recipe: Recipe | str = SWITCHBACK
+  backend: str | None = None
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    check_floating("x", x)
+    x, width = x.astype(self.dtype or x.dtype), x.shape[-1]
+    norm = LayerNorm(name="norm")(width)
+    fc1 = SwitchBackDense(self.hidden, name="fc1").parameters(width)
+    fc2 = SwitchBackDense(width, name="fc2").parameters(self.hidden)
+    return norm_mlp(x, norm, *fc1, *fc2, self.recipe, backend=self.backend)
 
 
 class LayerScale(nn.Module):

@@ -7,6 +7,7 @@ so it is shared by a row at least: one scale for each row (rowwise) or one for t
 These functions are the definition; whatever computes faster must give the same numbers.
 """
 
+import dataclasses
 from typing import Literal, NamedTuple
 
 import jax
@@ -17,8 +18,10 @@ from sbjax.formats import INT8, max_value
 SCALINGS = ("rowwise", "tensorwise", "static")
 
 
-class Spec(NamedTuple):
-  """How one operand of one matmul is quantized."""
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Spec:
+  """How one operand of one matmul is quantized; static, where a function is traced."""
 
   dtype: jnp.dtype  # INT8, E4M3 or E5M2
   scaling: Literal["rowwise", "tensorwise", "static"]
@@ -56,14 +59,23 @@ def quantize(x: jax.Array, spec: Spec) -> Quantized:
     ValueError: x is not floating point or not 2-d, or the spec names no known format or scaling.
   """
   check_quantizable(x, spec)
+  return round_to(x, largest(x, spec), spec)
+
+
+def largest(x: jax.Array, spec: Spec) -> jax.Array:
+  """max |x| under each scale, [rows, 1] or [1, 1] float32, infinite where there is a NaN."""
   x = x.astype(jnp.float32)
   # XLA's maximum on a CPU drops NaN from more than 4096 elements, but not infinity.
   magnitude = jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x))
   axis = 1 if spec.scaling == "rowwise" else (0, 1)
-  absmax = jnp.max(magnitude, axis=axis, keepdims=True, initial=0.0)
+  return jnp.max(magnitude, axis=axis, keepdims=True, initial=0.0)
+
+
+def round_to(x: jax.Array, absmax: jax.Array, spec: Spec) -> Quantized:
+  """x with the scales that follow from `absmax`, which may be that of a larger array."""
   factor, scale = factor_and_scale(absmax, spec)
   limit = max_value(spec.dtype)
-  values = jnp.clip(x * factor, -limit, limit)  # Beyond its range, e4m3 has only NaN.
+  values = jnp.clip(x.astype(jnp.float32) * factor, -limit, limit)  # Beyond its range e4m3 has NaN.
   if spec.dtype == INT8:
     values = jnp.round(values)
   return Quantized(values.astype(spec.dtype), scale)

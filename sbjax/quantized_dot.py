@@ -13,9 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from sbjax import linear
 from sbjax.backends import get_backend, warn_of_inexact_int8
 from sbjax.formats import INT8
-from sbjax.quantize import dequantize
+from sbjax.linear import Kernel
+from sbjax.quantize import Quantized, dequantize
 from sbjax.recipes import Recipe, as_recipe
 
 # What `jax.checkpoint` policies can keep: products, and the 8-bit operands the backward reuses.
@@ -24,15 +26,22 @@ RESIDUAL_NAME = "sbjax_residual"
 
 
 def quantized_dot(
-  x: jax.Array, w: jax.Array, recipe: Recipe | str, *, backend: str | None = None
+  x: jax.Array,
+  w: jax.Array | Kernel,
+  recipe: Recipe | str,
+  *,
+  bias: jax.Array | None = None,
+  backend: str | None = None,
 ) -> jax.Array:
-  """`x @ w` for x [..., K] and w [K, N], giving [..., N] in x's dtype.
+  """`x @ w + bias` for x [..., K], w [K, N] and bias [N], giving [..., N] in x's dtype.
 
-  Differentiable once, in x and w; dx has x's dtype. w may be wider than x (a float32 master
+  Differentiable once, in x, w and bias; dx has x's dtype. w may be wider than x (a float32 master
   copy beside bfloat16 activations): it is quantized as it is, and dw is the float32
-  accumulator of x.T @ dy in w's dtype, never rounded to x's.
+  accumulator of x.T @ dy in w's dtype, never rounded to x's. A quantized product and the bias are
+  added in float32 and rounded once; the bias's gradient is summed in float32.
 
   Args:
+    w: an array, or what `quantize_kernel` made of one for the same recipe.
     recipe: a `Recipe` or the name of one in RECIPES.
     backend: "xla", ...; None chooses.
 
@@ -41,17 +50,30 @@ def quantized_dot(
     NotImplementedError: the named backend cannot compute this.
   """
   recipe = as_recipe(recipe)
+  warn_where_inexact(recipe, backend)
+  check_floating("x", x)
+  w = prepared("w", w, x.shape, recipe, backend)
+  rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+  y = _dot(recipe, backend, rows, w, bias)
+  return checkpoint_name(y.reshape(*x.shape[:-1], y.shape[1]), DOT_NAME)
+
+
+def warn_where_inexact(recipe: Recipe, backend: str | None) -> None:
   if get_backend(backend).name == "xla" and recipe.uses(INT8):
     warn_of_inexact_int8()
-  check_floating("x", x)
-  check_floating("w", w)
-  if w.ndim != 2:
-    raise ValueError(f"w must be [K, N], not {w.shape}.")
-  if x.ndim < 1 or x.shape[-1] != w.shape[0]:
-    raise ValueError(f"x [..., K] and w [K, N] must agree in K: {x.shape} and {w.shape}.")
-  rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-  y = _dot(recipe, backend, rows, w).reshape(*x.shape[:-1], w.shape[1])
-  return checkpoint_name(y, DOT_NAME)
+
+
+def prepared(name: str, w, x_shape, recipe: Recipe, backend: str | None):
+  """w, checked against x; in 8 bits if the backward is to find those that the forward took."""
+  array = linear.master(w)
+  check_floating(name, array)
+  if array.ndim != 2:
+    raise ValueError(f"{name} must be [K, N], not {array.shape}.")
+  if len(x_shape) < 1 or x_shape[-1] != array.shape[0]:
+    raise ValueError(f"x [..., K] and {name} [K, N] must agree in K: {x_shape} and {array.shape}.")
+  if recipe.residuals == "quantized" and not isinstance(w, Kernel):
+    return linear.quantize_kernel(w, recipe, backend=backend)
+  return w
 
 
 def check_floating(name: str, operand: jax.Array) -> None:
@@ -60,66 +82,32 @@ def check_floating(name: str, operand: jax.Array) -> None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _dot(recipe, backend, x, w):
-  return _dot_fwd(recipe, backend, x, w)[0]
+def _dot(recipe, backend, x, w, bias):
+  return _dot_fwd(recipe, backend, x, w, bias)[0]
 
 
-def _dot_fwd(recipe, backend, x, w):
-  if recipe.fwd is None:
-    return _full_dot(x, w.astype(x.dtype), ((1,), (0,)), x.dtype), (x, w)
-  ops, (x_spec, w_spec) = get_backend(backend), recipe.fwd
-  x_q = ops.quantize(x, x_spec)
-  if recipe.residuals == "full":
-    return ops.scaled_matmul(x_q, ops.quantize_transposed(w, w_spec), x.dtype), (x, w)
-  # w has one scale, so the transpose of the quantized is the quantized transpose.
-  w_q, w_q_transposed = ops.quantize_both(w, w_spec)
-  y = ops.scaled_matmul(x_q, w_q_transposed, x.dtype)
-  return y, (*checkpoint_name((x_q, w_q), RESIDUAL_NAME), jnp.zeros((0,), w.dtype))
+def _dot_fwd(recipe, backend, x, w, bias):
+  ops = get_backend(backend)
+  x_q = x if recipe.fwd is None else ops.quantize(x, recipe.fwd[0])
+  y = linear.forward(ops, recipe, x_q, w, bias, x.dtype)
+  w = linear.kept(w)
+  if recipe.residuals == "quantized":
+    x, w = checkpoint_name((x_q, w), RESIDUAL_NAME)
+  return y, (x, w, bias)
 
 
 def _dot_bwd(recipe, backend, residuals, dy):
   ops = get_backend(backend)
-  if recipe.residuals == "quantized":
-    x_q, w_q, like_w = residuals
-    x_sharding, w_sharding = _sharding(x_q.values), _sharding(w_q.values)
-    x, w, w_dtype = dequantize(x_q, dy.dtype), None, like_w.dtype
-  else:
-    x, w = residuals
-    x_sharding, w_sharding = _sharding(x), _sharding(w)
-    w_q, w_dtype = None, w.dtype
-
-  if recipe.dgrad is None:
-    dx = _full_dot(dy, w.astype(dy.dtype), ((1,), (1,)), dy.dtype, x_sharding)
-  else:
-    dy_spec, w_spec = recipe.dgrad
-    w_q = ops.quantize(w, w_spec) if w_q is None else w_q
-    dx = ops.scaled_matmul(ops.quantize(dy, dy_spec), w_q, dy.dtype, x_sharding)
-
-  if recipe.wgrad is None:
-    dw = _full_dot(x, dy, ((0,), (0,)), w_dtype, w_sharding)
-  else:
-    x_spec, dy_spec = recipe.wgrad
-    x_q, dy_q = ops.quantize_transposed(x, x_spec), ops.quantize_transposed(dy, dy_spec)
-    dw = ops.scaled_matmul(x_q, dy_q, w_dtype, w_sharding)
-  return dx, dw
+  x, w, bias = residuals
+  x_sharding = jax.typeof(x.values if isinstance(x, Quantized) else x).sharding
+  x = dequantize(x, dy.dtype) if isinstance(x, Quantized) else x
+  dy_q, d_bias = linear.gradient(ops, recipe, dy, bias)
+  dx = linear.dgrad(ops, recipe, dy_q, w, dy.dtype, x_sharding)
+  dw = linear.wgrad(ops, recipe, x, dy, w)
+  return dx, linear.cotangent(w, dw), d_bias
 
 
 _dot.defvjp(_dot_fwd, _dot_bwd)
-
-
-def _sharding(operand):
-  """How its gradient must be sharded in JAX's explicit mode."""
-  return jax.typeof(operand).sharding
-
-
-def _full_dot(lhs, rhs, contracting, out_dtype, out_sharding=None):
-  """A matmul in the operands' own dtype, as plain Flax has it; the sums are float32 on GPUs too.
-
-  The result is asked for in `out_dtype`: a float32 one would be written out to be cast.
-  """
-  return jax.lax.dot_general(
-    lhs, rhs, (contracting, ((), ())), preferred_element_type=out_dtype, out_sharding=out_sharding
-  )
 
 
 def quantized_dot_general(recipe: Recipe | str, *, backend: str | None = None) -> Callable:

@@ -7,6 +7,7 @@ kernels' PTX and what ptxas said of them.
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import os
@@ -30,7 +31,15 @@ from jax.sharding import (
 )
 from jax.sharding import PartitionSpec as P
 
-from sbjax import RECIPES, SwitchBackDense, SwitchBackLinear, quantized_dot, quantized_dot_general
+from sbjax import (
+  RECIPES,
+  Norm,
+  SwitchBackDense,
+  SwitchBackLinear,
+  norm_mlp,
+  quantized_dot,
+  quantized_dot_general,
+)
 
 M, K, N = 8192, 256, 512  # An eighth of an activation is still no smaller than the weight.
 
@@ -93,9 +102,24 @@ def _arguments(mesh, x_spec, w_spec):
   ]
 
 
-def _layer(recipe, backend, x, w):
-  y, backward = jax.vjp(lambda x, w: quantized_dot(x, w, recipe, backend=backend), x, w)
+def _linear(recipe, backend, x, w):
+  return quantized_dot(x, w, recipe, backend=backend)
+
+
+def _mlp(recipe, backend, x, w):
+  norm, b1, b2 = Norm(jnp.ones(K), jnp.zeros(K)), jnp.zeros(N), jnp.zeros(K)
+  return norm_mlp(x, norm, w, b1, w.T, b2, recipe, backend=backend)[1]
+
+
+def _with_gradients(forward, recipe, x, w):
+  y, backward = jax.vjp(functools.partial(forward, recipe, None), x, w)
   return y, *backward(y)
+
+
+PIECES = {"linear": _linear, "mlp": _mlp}
+SPLIT = [  # Layer norm takes whole rows: it would gather x split along K.
+  (piece, layout) for piece in PIECES for layout in LAYOUTS if (piece, layout) != ("mlp", "K")
+]
 
 
 def gathered(hlo):
@@ -115,20 +139,21 @@ def _found(hlo):
 def compiled(capability):
   """Forward and backward of every recipe, and of some on four devices."""
   layers, meshes = {}, {}
-  for name in RECIPES:
+  for (piece, forward), name in itertools.product(PIECES.items(), RECIPES):
     with _mesh(capability, (1,), ("data",)) as mesh:
-      run = jax.jit(functools.partial(_layer, name, None))
-      layers[name] = _found(run.lower(*_arguments(mesh, P(), P())).compile().as_text())
-  for layout, specs in LAYOUTS.items():
+      run = jax.jit(functools.partial(_with_gradients, forward, name))
+      hlo = run.lower(*_arguments(mesh, P(), P())).compile().as_text()
+      layers[f"{piece}, {name}"] = _found(hlo)
+  for piece, layout in SPLIT:
     for name in ("switchback", "switchback_m"):
       with _mesh(capability, (2, 2), ("data", "fsdp")) as mesh:
-        run = jax.jit(functools.partial(_layer, name, None))
-        hlo = run.lower(*_arguments(mesh, *specs)).compile().as_text()
-        meshes[f"{name}, {layout}"] = _found(hlo)
+        run = jax.jit(functools.partial(_with_gradients, PIECES[piece], name))
+        hlo = run.lower(*_arguments(mesh, *LAYOUTS[layout])).compile().as_text()
+        meshes[f"{piece}, {name}, {layout}"] = _found(hlo)
   return {"layers": layers, "meshes": meshes}
 
 
-def _linear(backend, x, w):
+def _nnx(backend, x, w):
   del w
   return SwitchBackLinear(K, N, backend=backend, rngs=nnx.Rngs(0))(x)
 
@@ -138,9 +163,10 @@ def _linen(make, backend, x, w):
 
 
 OPERATIONS = {
-  "quantized_dot": lambda backend, x, w: quantized_dot(x, w, "switchback", backend=backend),
+  "quantized_dot": functools.partial(_linear, "switchback"),
+  "norm_mlp": functools.partial(_mlp, "switchback"),
   "SwitchBackDense": functools.partial(_linen, lambda b: SwitchBackDense(N, backend=b)),
-  "SwitchBackLinear": _linear,
+  "SwitchBackLinear": _nnx,
   "quantized_dot_general": functools.partial(
     _linen, lambda b: nn.Dense(N, dot_general=quantized_dot_general("switchback", backend=b))
   ),

@@ -85,16 +85,21 @@ def test_each_public_operation_lowers_to_the_kernels_of_its_backend(chip, proof,
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_forward_and_backward_of_each_recipe_compile(chip, proof, name):
-  # "full" has nothing for a kernel, and an A100 no fp8: XLA computes that.
+@pytest.mark.parametrize("piece", aot.PIECES)
+def test_forward_and_backward_of_each_recipe_compile(chip, proof, piece, name):
+  # An A100 has no fp8, and "full" has nothing to multiply in 8 bits: XLA computes that.
+  # gradient is a kernel for all.
   is_xla = name == "full" or (chip < 89 and name.startswith("fp8"))
-  assert own(proof["layers"][name]["targets"]) == (set() if is_xla else KERNELS[chip])
+  expected = set() if is_xla else KERNELS[chip]
+  if piece == "mlp":
+    expected = expected | {TRITON}
+  assert own(proof["layers"][f"{piece}, {name}"]["targets"]) == expected
 
 
-@pytest.mark.parametrize("layout", aot.LAYOUTS)
+@pytest.mark.parametrize(("piece", "layout"), aot.SPLIT)
 @pytest.mark.parametrize("name", ["switchback", "switchback_m"])
-def test_on_four_devices_no_activation_is_gathered(chip, proof, name, layout):
-  found = proof["meshes"][f"{name}, {layout}"]
+def test_on_four_devices_no_activation_is_gathered(chip, proof, piece, name, layout):
+  found = proof["meshes"][f"{piece}, {name}, {layout}"]
   assert own(found["targets"]) == KERNELS[chip]
   # A weight that is split over the devices of the batch is gathered, in int8; nothing else is.
   gathered = found["gathered"]

@@ -20,6 +20,7 @@ from sbjax import (
   scaled_matmul,
 )
 from sbjax.backends import Backend, get_backend
+from sbjax.rows import Norm
 
 ROWWISE, TENSORWISE = Spec(INT8, "rowwise"), Spec(INT8, "tensorwise")
 
@@ -192,6 +193,12 @@ def test_what_none_gives_to_the_kernels_a_cpu_still_computes(installed):
     w_q, w_q_transposed = chosen.quantize_both(w, TENSORWISE)
     del w_q
     chosen.quantize_transposed(w, ROWWISE)
+    norm = Norm(jnp.ones(32), jnp.zeros(32))
+    chosen.norm_quantize(x, norm, None)
+    chosen.norm_backward(x, norm, x, None)
+    chosen.gelu_quantize(x, ROWWISE, None)
+    chosen.gelu_backward(quantize(x, ROWWISE), x, ROWWISE)
+    chosen.quantize_sum(x, ROWWISE)
     return chosen.scaled_matmul(chosen.quantize(x, ROWWISE), w_q_transposed, jnp.float32)
 
   y = on_a_cpu(forward, x, w)

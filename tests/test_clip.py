@@ -8,7 +8,8 @@ import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
 
-from sbjax.models.clip import CLIP, REMAT_POLICIES, Block, patch_dropout
+import sbjax.models.clip
+from sbjax.models.clip import CLIP, REMAT_POLICIES, Block, patch_dropout, quantize_kernels
 from sbjax.models.convert import unstack_blocks
 from sbjax.models.sizes import SIZES, CLIPConfig, TextConfig, VisionConfig
 from sbjax.recipes import RECIPES, SWITCHBACK, SWITCHBACK_M
@@ -143,8 +144,8 @@ def test_parameter_tree_is_the_same_for_every_recipe():
 def test_recipe_reaches_the_four_linears_of_a_block_and_nothing_else():
   jaxpr = jax.make_jaxpr(lambda p: image_loss(clip(recipe=SWITCHBACK), p))(random_params())
   (scan,) = [e for e in jaxpr.eqns if e.primitive.name == "scan"]
-  assert str(scan).count("preferred_element_type=int32") == 4
-  assert str(jaxpr).count("preferred_element_type=int32") == 4
+  assert str(scan).count("preferred_element_type=int32") == 6  # q, k and v one by one.
+  assert str(jaxpr).count("preferred_element_type=int32") == 6
 
 
 def test_scanned_and_unrolled_layers_agree():
@@ -153,6 +154,17 @@ def test_scanned_and_unrolled_layers_agree():
   jax.tree.map(
     functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), scanned, unrolled
   )
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("scan", [False, True])
+def test_tokens_that_fill_up_the_blocks_change_nothing(monkeypatch, scan, fused):
+  params = random_params(scan=scan)
+  model = clip(recipe=SWITCHBACK, scan=scan, fused=fused)
+  expected = outputs(model, params), image_gradient(model, params)
+  monkeypatch.setattr(sbjax.models.clip, "length_for", lambda length, *_: length + 3)
+  found = outputs(model, params), image_gradient(model, params)
+  jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), found, expected)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +179,7 @@ def test_remat_changes_no_gradient(remat, scan):
 
 @pytest.mark.parametrize(
   ("remat", "recomputed"),
-  [("full", 3), ("dots", 0), ("dots_and_residuals", 0), ("attention_dots", 1)],
+  [("full", 3), ("dots", 0), ("dots_and_residuals", 0), ("residuals", 2), ("attention_dots", 1)],
 )
 def test_remat_computes_again_only_the_linears_that_its_policy_drops(remat, recomputed):
   """Of qkv, out, fc1, fc2: fc2's output is never needed again."""
@@ -179,6 +191,45 @@ def test_remat_computes_again_only_the_linears_that_its_policy_drops(remat, reco
 
   assert int8_dots("none") == 4 + 4  # fwd and dgrad
   assert int8_dots(remat) == 4 + 4 + recomputed
+
+
+@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("layer_scale", [True, False])
+def test_fused_is_plain_flax_but_for_rounding(scan, layer_scale):
+  options = {"scan": scan, "zero_init_layer_scale": layer_scale}
+  params = random_params(zero_init_layer_scale=layer_scale)
+  params = params if scan else unstack_blocks(params)
+  got, want = (image_gradient(clip(fused=fused, **options), params) for fused in (True, False))
+  jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5), got, want)
+  got, want = (
+    outputs(clip(fused=fused, recipe=SWITCHBACK, **options), params) for fused in (True, False)
+  )
+  for tower in ("image_features", "text_features"):
+    np.testing.assert_allclose(got[tower], want[tower], atol=0.02)
+
+
+@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("recipe", ["switchback", "switchback_m", "switchback_q"])
+def test_kernels_quantized_once_a_step_give_the_same_gradient(recipe, scan):
+  model = clip(recipe=RECIPES[recipe], remat="full", scan=scan)
+  params = random_params() if scan else unstack_blocks(random_params())
+
+  def loss(once, params):
+    quantized = quantize_kernels({"image": params["image"]}, model.recipe) if once else {}
+    variables = {"params": params, "quantized": quantized}
+    features = model.apply(variables, pairs()[0], method="encode_image")
+    return jnp.sum(features * jnp.linspace(-1, 1, features.shape[1])[None, :])
+
+  gradients = {once: jax.grad(functools.partial(loss, once)) for once in (False, True)}
+  # int8 comes out of a rounding: of a kernel in the forward pass, rematerialised, and in dgrad
+  # (which takes the forward's with switchback_m); or once.
+  roundings = {
+    once: str(jax.make_jaxpr(gradient)(params)).count(" round[")
+    for once, gradient in gradients.items()
+  }
+  assert roundings[True] < roundings[False]
+  got, want = (compiled(gradients[once])(params)["image"] for once in (True, False))
+  jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, want)
 
 
 def test_patch_dropout_keeps_the_class_token_and_distinct_patches():

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sbjax import RECIPES, Quantized, Spec, quantize, quantized_dot
+from sbjax import RECIPES, Norm, Quantized, Spec, quantize, quantized_dot
 from sbjax.backends import NAMES, get_backend
 from sbjax.formats import E4M3, E5M2, INT8
 from sbjax.matmul import scaled_matmul
@@ -82,6 +82,49 @@ def test_kernels_quantize_as_the_definition_does(backend, form, shape):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+def row_operations(x, dy, dx, norm):
+  """Every operation of sbjax.rows on these operands: {name: (function of a backend, arrays)}."""
+  int8, e5m2 = Spec(INT8, "rowwise"), Spec(E5M2, "rowwise")
+  kept = quantize(x, int8)
+  return {
+    "norm": (lambda ops, x, norm: ops.norm_quantize(x, norm, None), (x, norm)),
+    "norm int8": (lambda ops, x, norm: ops.norm_quantize(x, norm, int8), (x, norm)),
+    "norm back": (lambda ops, *a: ops.norm_backward(*a, None), (x, norm, dy)),
+    "norm back, residual": (lambda ops, *a: ops.norm_backward(*a), (x, norm, dy, dx)),
+    "gelu": (lambda ops, x: ops.gelu_quantize(x, None, None), (x,)),
+    "gelu int8": (lambda ops, x: ops.gelu_quantize(x, int8, int8), (x,)),
+    "gelu back": (lambda ops, h, dg: ops.gelu_backward(h, dg, None), (x, dy)),
+    "gelu back int8": (lambda ops, h, dg: ops.gelu_backward(h, dg, int8), (kept, dy)),
+    "gelu back e5m2": (lambda ops, h, dg: ops.gelu_backward(h, dg, e5m2), (x, dy)),
+    "sum": (lambda ops, dy: ops.quantize_sum(dy, int8), (dy,)),
+  }
+
+
+@pytest.mark.parametrize("shape", some_shapes(4), ids=str)
+def test_kernels_of_rows_are_the_definition_to_rounding(backend, shape):
+  rows, k = shape[0], shape[2]
+  keys = jax.random.split(jax.random.key(k), 5)
+  x, dy, dx = (jax.random.normal(key, (rows, k), jnp.bfloat16) for key in keys[:3])
+  x, dy = x.at[rows // 2].set(0), dy.at[rows // 3].set(0)
+  norm = Norm(*(1 + jax.random.normal(key, (k,)) / 4 for key in keys[3:]))
+  for name, (operation, arrays) in row_operations(x, dy, dx, norm).items():
+    found = jax.jit(functools.partial(operation, backend))(*arrays)
+    expected = on_cpu(functools.partial(operation, get_backend("xla")), *arrays)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+      assert_rounded_alike(np.asarray(a), np.asarray(b), name)
+
+
+def assert_rounded_alike(a, b, name):
+  """8-bit values may differ by a step where sums in another order fall on the other side."""
+  if a.dtype.itemsize == 1:
+    steps = np.abs(a.view(np.int8).astype(int) - b.view(np.int8).astype(int))
+    assert steps.max() <= 1 and np.mean(steps > 0) < 0.01, name
+  else:
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    error = np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30)
+    assert error < (1e-3 if name != "sum" else 1e-5), (name, a.shape, error)
+
+
 def test_a_row_with_nan_or_infinity_is_nan_and_no_other(backend):
   x = jax.random.normal(jax.random.key(0), (64, 256), jnp.bfloat16)
   x = x.at[3, 200].set(jnp.nan).at[40, 0].set(jnp.inf).at[7].set(0)
@@ -129,7 +172,9 @@ def test_cudnn_attention_is_xla_attention_to_bf16_rounding(length, causal):
 
   @jax.jit
   def ours(q, k, v):
-    return attention.attention(q, k, v, causal=causal)
+    more = attention.length_for(length, q.dtype, 64) - length
+    padded = (jnp.pad(a, ((0, 0), (0, more), (0, 0), (0, 0))) for a in (q, k, v))
+    return attention.attention(*padded, causal=causal, length=length)[:, :length]
 
   y, vjp = jax.vjp(ours, q, k, v)
   wide = [x.astype(jnp.float32) for x in (q, k, v)]

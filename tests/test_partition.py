@@ -17,9 +17,23 @@ from dot_case import INT8_SUMS, Result, assert_close, assert_same, make_case
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from sbjax import INT8, RECIPES, Quantized, Spec, quantize, quantized_dot, scaled_matmul
-from sbjax.backends import Backend, _multiply_shards, _quantize_shards
+from sbjax import (
+  INT8,
+  RECIPES,
+  Norm,
+  Quantized,
+  Spec,
+  fused,
+  linear,
+  norm_mlp,
+  quantize,
+  quantized_dot,
+  rows,
+  scaled_matmul,
+)
+from sbjax.backends import _ROWS, Backend, _row_operation
 from sbjax.formats import accumulator_dtype, max_value
+from sbjax.pallas import shards
 from sbjax.pallas.partition import _split, over_shards
 from sbjax.quantize import factor_and_scale
 
@@ -77,8 +91,9 @@ QUANTIZERS = types.SimpleNamespace(
 
 def on_shards(product):
   """A backend of these kernels, with the parts of sbjax.backends that give each device its own."""
-  quantizers = (functools.partial(_quantize_shards, QUANTIZERS, form) for form in FORMS)
-  return Backend("mosaic", *quantizers, functools.partial(_multiply_shards, product))
+  quantizers = (functools.partial(shards.quantize, QUANTIZERS, form) for form in FORMS)
+  by_rows = (_row_operation(getattr(rows, name), name) for name in _ROWS)
+  return Backend("mosaic", *quantizers, functools.partial(shards.scaled_matmul, product), *by_rows)
 
 
 def make_mesh(kind=AxisType.Auto):
@@ -114,7 +129,7 @@ def product_on_shards(mesh, layout, biased, product):
   def run(lhs, rhs, lhs_scale, rhs_scale, *bias):
     bias = bias[0] if bias else None
     lhs, rhs = Quantized(lhs, lhs_scale), Quantized(rhs, rhs_scale)
-    return _multiply_shards(product, lhs, rhs, jnp.float32, bias=bias)
+    return shards.scaled_matmul(product, lhs, rhs, jnp.float32, bias=bias)
 
   expected = scaled_matmul(lhs, rhs, jnp.float32, bias=bias[0] if bias else None)
   return arrays, run, np.asarray(expected)
@@ -153,7 +168,7 @@ def test_a_scale_is_that_of_the_whole_array_however_it_is_split(kind, spec, form
   mesh, fmt = make_mesh(kind), Spec(INT8, scaling)
   (split,) = put(mesh, [spec], x)
   with jax.set_mesh(mesh):
-    run = jax.jit(lambda x: _quantize_shards(QUANTIZERS, form, x, fmt))
+    run = jax.jit(lambda x: shards.quantize(QUANTIZERS, form, x, fmt))
     compiled = run.lower(split).compile()
     found = compiled(split)
   # Compiled as well: XLA may round a constant times a number differently when it is not.
@@ -226,9 +241,76 @@ def test_in_explicit_mode_each_gradient_is_sharded_as_its_primal(monkeypatch, na
   compare(name, split, make_layer(monkeypatch, name, _plain())(*case))
 
 
+MLP_LAYOUTS = {  # of x [M, K], w1 [K, H] and w2 [H, K]
+  "batch": (P(("data", "fsdp")), P(), P()),
+  "fsdp": (P(("data", "fsdp")), P("fsdp"), P(None, "fsdp")),
+  "tensor": (P("data"), P(None, "fsdp"), P("fsdp")),
+}
+
+
+def mlp_case():
+  rng = np.random.default_rng(0)
+  draw = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
+  w1, w2 = draw(128, 256) / 11, draw(256, 128) / 16
+  return draw(320, 128), draw(2, 320, 128), draw(4, 128), w1, draw(256), w2
+
+
+def put_mlp(mesh, layout, case):
+  x_spec, w1_spec, w2_spec = MLP_LAYOUTS[layout]
+  specs = x_spec, P(None, *x_spec), P(), w1_spec, P(*w1_spec[1:]), w2_spec
+  return put(mesh, specs, *case)
+
+
+def make_mlp(monkeypatch, name, backend):
+  def run(x, gradients, vectors, w1, b1, w2):
+    monkeypatch.setattr(fused, "get_backend", lambda _: backend)
+    monkeypatch.setattr(linear, "get_backend", lambda _: backend)
+    scale, bias, b2, _ = vectors
+
+    def mlp(x, scale, bias, w1, b1, w2, b2):
+      return norm_mlp(x, Norm(1 + scale / 4, bias), w1, b1, w2, b2, name)
+
+    (_, y), backward = jax.vjp(mlp, x, scale, bias, w1, b1, w2, b2)
+    return y, backward(tuple(gradients))
+
+  return jax.jit(run)
+
+
+@pytest.mark.parametrize("layout", MLP_LAYOUTS)
+@pytest.mark.parametrize("name", ["full", "switchback", "switchback_m", "fp8_switchback"])
+def test_an_mlp_gives_the_numbers_of_one_device_and_gathers_no_activation(
+  monkeypatch, name, layout
+):
+  case = mlp_case()
+  arrays = put_mlp(make_mesh(), layout, case)
+  compiled = make_mlp(monkeypatch, name, on_shards(Product())).lower(*arrays).compile()
+  split, alone = compiled(*arrays), make_mlp(monkeypatch, name, _plain())(*case)
+  for a, b in zip(jax.tree.leaves(split), jax.tree.leaves(alone), strict=True):
+    assert np.linalg.norm(a - b) <= (1e-5 if name == "full" else 4e-3) * np.linalg.norm(b)
+  moved = {size for _, size in gathered(compiled.as_text())}
+  rows_of_a_device = 160 if layout == "tensor" else 40
+  assert not {size for size in moved if size % rows_of_a_device == 0}
+
+
+@pytest.mark.parametrize(
+  ("by_kernels", "layout"),
+  # The definition leaves it to JAX which results are ambiguous: all but this one.
+  [(False, "batch"), *((True, layout) for layout in MLP_LAYOUTS)],
+)
+def test_an_mlp_in_explicit_mode(monkeypatch, by_kernels, layout):
+  mesh, case = make_mesh(AxisType.Explicit), mlp_case()
+  arrays = put_mlp(mesh, layout, case)
+  backend = on_shards(Product()) if by_kernels else _plain()
+  with jax.set_mesh(mesh):
+    split = make_mlp(monkeypatch, "switchback", backend)(*arrays)
+  alone = make_mlp(monkeypatch, "switchback", _plain())(*case)
+  for a, b in zip(jax.tree.leaves(split), jax.tree.leaves(alone), strict=True):
+    assert np.linalg.norm(a - b) <= 4e-3 * np.linalg.norm(b)
+
+
 def _plain():
   forms = (getattr(QUANTIZERS, form) for form in FORMS)
-  return Backend("xla", *forms, scaled_matmul)
+  return Backend("xla", *forms, scaled_matmul, *(getattr(rows, name) for name in _ROWS))
 
 
 def test_within_shard_map_operands_are_shards_already():
@@ -244,7 +326,7 @@ def test_within_shard_map_operands_are_shards_already():
     assert "custom_partitioning" not in str(jax.make_jaxpr(run)(x))
     return jax.jit(run)(*put(mesh, [specs], x))
 
-  ours = mapped(functools.partial(_quantize_shards, QUANTIZERS, "quantize"))
+  ours = mapped(functools.partial(shards.quantize, QUANTIZERS, "quantize"))
   assert_same(ours, mapped(quantize))
   assert len(np.unique(ours[1])) > 1  # Each shard has a scale of its own.
 
@@ -255,8 +337,8 @@ def test_vmap_is_one_call_after_another():
   product, w = Product(), operands(16, 48, "rowwise", seed=1)
 
   def run(x):
-    q = _quantize_shards(QUANTIZERS, "quantize", x, spec)
-    return _multiply_shards(product, q, w, jnp.float32)
+    q = shards.quantize(QUANTIZERS, "quantize", x, spec)
+    return shards.scaled_matmul(product, q, w, jnp.float32)
 
   expected = [scaled_matmul(quantize(a, spec), w, jnp.float32) for a in x]
   np.testing.assert_array_equal(jax.jit(jax.vmap(run))(x), jnp.stack(expected))
@@ -268,7 +350,7 @@ def test_k_that_does_not_split_into_sixteens_is_gathered():
   lhs, rhs = operands(64, 80, "rowwise"), operands(48, 80, "tensorwise")
   arrays = put(mesh, (P("data", "fsdp"), P()), lhs.values, rhs.values)
   run = jax.jit(
-    lambda a, b: _multiply_shards(
+    lambda a, b: shards.scaled_matmul(
       product, Quantized(a, lhs.scale), Quantized(b, rhs.scale), jnp.float32
     )
   )

@@ -15,10 +15,12 @@ ROOT = pathlib.Path(__file__).parent.parent
 ORDER = [
   ["sbjax.formats"],
   ["sbjax.quantize"],
-  ["sbjax.recipes", "sbjax.matmul"],
+  ["sbjax.recipes", "sbjax.matmul", "sbjax.rows"],
   ["sbjax.pallas"],
   ["sbjax.backends"],
+  ["sbjax.linear"],
   ["sbjax.quantized_dot"],
+  ["sbjax.fused"],
   ["sbjax.layers"],
   ["sbjax.stable_adamw"],
   ["sbjax.models"],

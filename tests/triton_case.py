@@ -10,6 +10,7 @@ import pathlib
 import re
 import shutil
 import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -29,15 +30,23 @@ def interpreted(name):
 
   # Triton's own truncates float32 to bfloat16 and does not round to fp8 as the chips do.
   interpreter._convert_float = _convert_float
-  spec = importlib.util.find_spec(f"sbjax.pallas.{name}")
-  module = importlib.util.module_from_spec(spec)
-  os.environ["TRITON_INTERPRET"] = "1"  # Read by @triton.jit.
-  try:
-    spec.loader.exec_module(module)
-  finally:
-    del os.environ["TRITON_INTERPRET"]
+  # Triton's own takes one element after another, a call each.
+  interpreter.ReduceOps.generic_reduce = _reduce
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("TRITON_INTERPRET", "1")  # Read by @triton.jit.
+    # What the module takes from here is interpreted too.
+    shared = "sbjax.pallas.rounding_triton"
+    patch.setitem(sys.modules, shared, _second_copy(shared))
+    module = _second_copy(f"sbjax.pallas.{name}")
   module.triton_call = _interpret
   module.compute_capability = lambda: 90
+  return module
+
+
+def _second_copy(name):
+  spec = importlib.util.find_spec(name)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
   return module
 
 
@@ -115,6 +124,19 @@ def _convert_float(data, from_dtype, to_dtype, rounding_mode):
   bits = np.dtype(f"uint{to_dtype.primitive_bitwidth}")
   with np.errstate(all="ignore"):
     return values.astype(_ML_DTYPES[to_dtype.name]).view(bits)
+
+
+def _reduce(operation, inputs):
+  """Halves combined with halves, as threads do it; a Triton axis is a power of two long."""
+  tensors, axis = operation.unravel(inputs, operation.axis)
+  dtypes, arrays = [t.dtype for t in tensors], [t.handle.data for t in tensors]
+  while arrays[0].shape[axis] > 1:
+    halves = zip(*(np.split(array, 2, axis) for array in arrays), strict=True)
+    pairs = [map(operation.to_tensor, half, dtypes) for half in halves]
+    combined = operation.combine_fn.fn(*pairs[0], *pairs[1])
+    arrays = [t.handle.data for t in (combined if len(arrays) > 1 else (combined,))]
+  results = [np.squeeze(array, axis)[()] for array in arrays]
+  return list(map(operation.to_tensor, results, dtypes))
 
 
 def cast_by_way_of_float16(monkeypatch):

@@ -16,6 +16,7 @@ class ModelConfig:
   context_length: int = 0  # 0: the size's own
   recipe: str = "switchback"  # a key of sbjax.RECIPES
   backend: str = ""  # "xla", "mosaic", "triton"; "" chooses
+  fused: bool = True  # layer norms and GELUs with the matmuls beside them; False is plain Flax
   dtype: str = "bfloat16"  # compute dtype; parameters are float32
   zero_init_layer_scale: bool = False
   qk_norm: bool = False

@@ -113,6 +113,7 @@ def make_model(
     CLIPConfig(size.embed_dim, vision, text),
     recipe=as_recipe(config.recipe),
     backend=backend,
+    fused=config.fused,
     dtype=jnp.dtype(config.dtype),
     zero_init_layer_scale=config.zero_init_layer_scale,
     qk_norm=config.qk_norm,

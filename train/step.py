@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from sbjax.models.clip import CLIP
+from sbjax.models.clip import CLIP, quantize_kernels
 from sbjax.models.sizes import CLIPConfig
 from sbjax.stable_adamw import tensor_rms
 from train.images import normalize
@@ -50,13 +50,16 @@ def make_train_step(model: CLIP, optimizer: optax.GradientTransformation, loss, 
 
     def loss_of(params):
       image, text = normalize(batch["image"]), batch["text"]
-      out = model.apply({"params": params}, image, text, train=True, rngs={"dropout": key})
+      quantized = quantize_kernels(params, model.recipe, backend=model.backend)
+      variables = {"params": params, "quantized": quantized}
+      out = model.apply(variables, image, text, train=True, rngs={"dropout": key})
       value, metrics = loss(out)
       return value, (out, metrics)
 
     (value, (out, metrics)), gradients = jax.value_and_grad(loss_of, has_aux=True)(state.params)
-    updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
+    with jax.named_scope("optimizer"):
+      updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+      params = optax.apply_updates(state.params, updates)
     metrics = {
       "loss": value,
       **metrics,

@@ -4,31 +4,33 @@ import jax
 import jax.numpy as jnp
 
 
-def attention(q_BLHD, k_BLHD, v_BLHD, *, causal: bool) -> jax.Array:
-  """Softmax attention in the operands' dtype, its logits in float32."""
-  batch, length, _, head_dim = q_BLHD.shape
-  dtype = q_BLHD.dtype
-  if not cudnn_runs(dtype, head_dim):
-    # In 16 bits XLA's has float32 logits too, but its backward pass multiplies them with 16-bit
-    # operands, which strict promotion forbids; measured on a CPU, all float32 is as fast.
-    qkv = (x.astype(jnp.float32) for x in (q_BLHD, k_BLHD, v_BLHD))
-    return jax.nn.dot_product_attention(*qkv, is_causal=causal).astype(dtype)
-  lengths = None
-  if length % 2:
-    # JAX trains with even lengths alone, and a class token makes them odd: one more, masked out.
-    padding = ((0, 0), (0, 1), (0, 0), (0, 0))
-    q_BLHD, k_BLHD, v_BLHD = (jnp.pad(x, padding) for x in (q_BLHD, k_BLHD, v_BLHD))
+def attention(q_BLHD, k_BLHD, v_BLHD, *, causal: bool, length: int | None = None) -> jax.Array:
+  """Softmax attention in the operands' dtype, its logits in float32.
+
+  On an NVIDIA GPU there must be `length_for` of them.
+
+  length: how many tokens count. Those after them are padding: nothing attends to them, and what
+    they attend to means nothing.
+  """
+  batch, padded_length, _, head_dim = q_BLHD.shape
+  dtype, lengths = q_BLHD.dtype, None
+  if length is not None and length < padded_length and not causal:
     lengths = jnp.full((batch,), length, jnp.int32)
-  y_BLHD = jax.nn.dot_product_attention(
-    q_BLHD,
-    k_BLHD,
-    v_BLHD,
-    is_causal=causal,
-    query_seq_lengths=lengths,
-    key_value_seq_lengths=lengths,
-    implementation="cudnn",
-  )
-  return y_BLHD[:, :length]
+  options = dict(is_causal=causal, query_seq_lengths=lengths, key_value_seq_lengths=lengths)
+  if cudnn_runs(dtype, head_dim):
+    return jax.nn.dot_product_attention(q_BLHD, k_BLHD, v_BLHD, **options, implementation="cudnn")
+  # In 16 bits XLA's has float32 logits too, but its backward pass multiplies them with 16-bit
+  # operands, which strict promotion forbids; measured on a CPU, all float32 is as fast.
+  qkv = (x.astype(jnp.float32) for x in (q_BLHD, k_BLHD, v_BLHD))
+  return jax.nn.dot_product_attention(*qkv, **options).astype(dtype)
+
+
+def length_for(length: int, dtype: jnp.dtype, head_dim: int) -> int:
+  """The number of tokens to fill up to: JAX trains with cuDNN's attention for even numbers alone.
+
+  A class token makes them odd. To fill up once before the blocks costs less than in each of them.
+  """
+  return length + length % 2 if cudnn_runs(dtype, head_dim) else length
 
 
 def cudnn_runs(dtype: jnp.dtype, head_dim: int) -> bool:

@@ -17,10 +17,13 @@ from typing import NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.ad_checkpoint import checkpoint_name
 
-from sbjax.layers import LayerScale, SwitchBackDense
-from sbjax.models.attention import attention
+from sbjax.fused import norm_dot, norm_mlp
+from sbjax.layers import LayerNorm, LayerScale, SwitchBackDense
+from sbjax.linear import quantize_kernel
+from sbjax.models.attention import attention, length_for
 from sbjax.models.sizes import CLIPConfig, TextConfig, VisionConfig
 from sbjax.quantized_dot import DOT_NAME, RESIDUAL_NAME
 from sbjax.recipes import FULL, Recipe
@@ -33,10 +36,13 @@ REMAT_POLICIES = {
   "dots": jax.checkpoint_policies.save_only_these_names(DOT_NAME),
   # And the 8-bit operands that recipes with quantized residuals keep for the backward.
   "dots_and_residuals": jax.checkpoint_policies.save_only_these_names(DOT_NAME, RESIDUAL_NAME),
+  # These operands alone: with "switchback_m", 5 bytes a width and token, and fc1 is not repeated.
+  "residuals": jax.checkpoint_policies.save_only_these_names(RESIDUAL_NAME),
   # The attention's linears alone, 4 widths a token: fc1 is computed again too.
   "attention_dots": jax.checkpoint_policies.save_only_these_names(_QKV_NAME, _OUT_NAME),
 }
 
+BLOCK_LINEARS = ("qkv", "out", "fc1", "fc2")
 MAX_LOG_LOGIT_SCALE = math.log(100)
 
 
@@ -75,6 +81,8 @@ class CLIP(nn.Module):
   Args:
     recipe: what the block linears' matmuls are rounded to.
     backend: who computes them; None chooses.
+    fused: layer norm with what it feeds and the MLP as one operation each (sbjax.fused); False is
+      plain Flax around SwitchBackDense, rounded to the compute dtype in more places.
     dtype: compute dtype.
     zero_init_layer_scale: each residual branch is multiplied by a learned vector that starts at
       0 (Wortsman et al. 2023, https://arxiv.org/abs/2304.13013).
@@ -93,6 +101,7 @@ class CLIP(nn.Module):
   config: CLIPConfig
   recipe: Recipe = FULL
   backend: str | None = None
+  fused: bool = True
   dtype: jnp.dtype = jnp.bfloat16
   zero_init_layer_scale: bool = False
   qk_norm: bool = False
@@ -115,6 +124,7 @@ class CLIP(nn.Module):
       remat=self.remat,
       recipe=self.recipe,
       backend=self.backend,
+      fused=self.fused,
       dtype=self.dtype,
       zero_init_layer_scale=self.zero_init_layer_scale,
       qk_norm=self.qk_norm,
@@ -160,6 +170,27 @@ class CLIP(nn.Module):
     """Float32 features [B, E] of token ids [B, context_length]."""
     features, _ = self.text(text)
     return _normalize(features) if normalize else features
+
+
+def quantize_kernels(params, recipe: Recipe, *, backend: str | None = None) -> dict:
+  """The collection "quantized" that goes with a CLIP's `params`: its block kernels in 8 bits.
+
+  `model.apply({"params": params, "quantized": quantize_kernels(params, recipe)}, ...)` quantizes a
+  kernel once, however often a step uses it: forward, rematerialised, backward, for each microbatch.
+  The result is the same without it.
+  """
+  if recipe.fwd is None and recipe.dgrad is None:
+    return {}
+
+  def once(w):
+    kernel = quantize_kernel(jax.lax.stop_gradient(w), recipe, backend=backend)
+    return kernel.fwd, kernel.dgrad
+
+  found = {}
+  for path, w in flatten_dict(params).items():
+    if path[-1] == "kernel" and path[-2] in BLOCK_LINEARS:
+      found[path] = jax.vmap(once)(w) if w.ndim == 3 else once(w)  # [layers, K, N] of a scan.
+  return unflatten_dict(found)
 
 
 class VisionTower(nn.Module):
@@ -230,14 +261,19 @@ class TextTower(nn.Module):
 
 
 class Block(nn.Module):
-  """Pre-norm transformer block: x [B, L, D] plus attention of it, plus an MLP of that."""
+  """Pre-norm transformer block: x [B, L, D] plus attention of it, plus an MLP of that.
+
+  length: how many of the L tokens count; the rest is padding.
+  """
 
   heads: int
+  length: int
   mlp_width: int
   causal: bool
   inits: Inits
   recipe: Recipe
   backend: str | None
+  fused: bool
   dtype: jnp.dtype
   zero_init_layer_scale: bool
   qk_norm: bool
@@ -247,34 +283,44 @@ class Block(nn.Module):
   def __call__(self, x_BLD: jax.Array):
     """The block's output [B, L, D], and its mean |feature|."""
     x_BLD = self._place(x_BLD)
-    x_BLD = x_BLD + self._layer_scale("ls_1", self._attention(_layer_norm(x_BLD, "ln_1")))
-    x_BLD = x_BLD + self._layer_scale("ls_2", self._mlp(_layer_norm(x_BLD, "ln_2")))
+    x_BLD, y_BLD = self._attention(x_BLD)
+    x_BLD += self._layer_scale("ls_1", y_BLD)
+    x_BLD, y_BLD = self._mlp(x_BLD)
+    x_BLD += self._layer_scale("ls_2", y_BLD)
     x_BLD = self._place(x_BLD)
     # Without stop_gradient every block would keep the signs for its backward pass.
-    features = jax.lax.stop_gradient(x_BLD).astype(jnp.float32)
+    features = jax.lax.stop_gradient(x_BLD[:, : self.length]).astype(jnp.float32)
     return x_BLD, jnp.mean(jnp.abs(features))
 
   def _attention(self, x_BLD):
-    width = x_BLD.shape[-1]
-    zeros = nn.initializers.zeros
-    qkv_BL3D = checkpoint_name(
-      self._linear("qkv", 3 * width, self.inits.qkv, zeros)(x_BLD), _QKV_NAME
-    )
-    q_BLD, k_BLD, v_BLD = jnp.split(qkv_BL3D, 3, axis=-1)
+    width, zeros = x_BLD.shape[-1], nn.initializers.zeros
+    qkv = self._linear("qkv", 3 * width, self.inits.qkv, zeros)
+    if self.fused:
+      kernel, bias = qkv.parameters(width)
+      norm = LayerNorm(name="ln_1")(width)
+      options = {"recipe": self.recipe, "backend": self.backend, "parts": 3}
+      x_BLD, qkv_BLD = norm_dot(x_BLD, norm, kernel, bias=bias, **options)
+    else:
+      qkv_BLD = jnp.split(qkv(_layer_norm(x_BLD, "ln_1")), 3, axis=-1)
+    q_BLD, k_BLD, v_BLD = (checkpoint_name(h, _QKV_NAME) for h in qkv_BLD)
     if self.qk_norm:
       q_BLD, k_BLD = _layer_norm(q_BLD, "q_norm"), _layer_norm(k_BLD, "k_norm")
     q_BLHD, k_BLHD, v_BLHD = (
       h.reshape(*h.shape[:2], self.heads, width // self.heads) for h in (q_BLD, k_BLD, v_BLD)
     )
-    y_BLHD = attention(q_BLHD, k_BLHD, v_BLHD, causal=self.causal)
+    y_BLHD = attention(q_BLHD, k_BLHD, v_BLHD, causal=self.causal, length=self.length)
     out = self._linear("out", width, self.inits.out, zeros)
-    return checkpoint_name(out(y_BLHD.reshape(x_BLD.shape)), _OUT_NAME)
+    return x_BLD, checkpoint_name(out(y_BLHD.reshape(x_BLD.shape)), _OUT_NAME)
 
   def _mlp(self, x_BLD):
     width = x_BLD.shape[-1]
     fc1 = self._linear("fc1", self.mlp_width, self.inits.fc1, _uniform_bias(width))
     fc2 = self._linear("fc2", width, self.inits.fc2, _uniform_bias(self.mlp_width))
-    return fc2(nn.gelu(fc1(x_BLD), approximate=False))
+    if not self.fused:
+      return x_BLD, fc2(nn.gelu(fc1(_layer_norm(x_BLD, "ln_2")), approximate=False))
+    norm = LayerNorm(name="ln_2")(width)
+    kernels = *fc1.parameters(width), *fc2.parameters(self.mlp_width)
+    return norm_mlp(x_BLD, norm, *kernels, self.recipe, backend=self.backend)
 
   def _linear(self, name, features, kernel_init, bias_init):
     return SwitchBackDense(
@@ -299,24 +345,31 @@ class Block(nn.Module):
 
 def _blocks(x_BLD, config: VisionConfig | TextConfig, *, scan: bool, remat: str, **options):
   """x through a tower's blocks, made inside the calling module; also their outputs [layers]."""
-  block = Block
+  length, block = x_BLD.shape[1], Block
+  padding = length_for(length, options["dtype"], config.width // config.heads) - length
+  x_BLD = jnp.pad(x_BLD, ((0, 0), (0, padding), (0, 0)))
   if remat != "none":
     # Inside a scan nothing can be shared with the forward pass, so no barrier is needed.
     block = nn.remat(Block, policy=REMAT_POLICIES.get(remat), prevent_cse=not scan)
   if scan:
     block = nn.scan(
-      block, variable_axes={"params": 0}, split_rngs={"params": True}, length=config.layers
+      block,
+      variable_axes={"params": 0, "quantized": 0},
+      split_rngs={"params": True},
+      length=config.layers,
     )
+  mlp_width = int(config.width * config.mlp_ratio)
   block = functools.partial(
-    block, heads=config.heads, mlp_width=int(config.width * config.mlp_ratio), **options
+    block, heads=config.heads, length=length, mlp_width=mlp_width, **options
   )
   if scan:
-    return block(name="blocks")(x_BLD)
+    x_BLD, outputs = block(name="blocks")(x_BLD)
+    return x_BLD[:, :length], outputs
   outputs = []
   for layer in range(config.layers):
     x_BLD, output = block(name=f"block_{layer}")(x_BLD)
     outputs.append(output)
-  return x_BLD, jnp.stack(outputs)
+  return x_BLD[:, :length], jnp.stack(outputs)
 
 
 def patch_dropout(x_BLD: jax.Array, rate: float, key: jax.Array) -> jax.Array:

@@ -55,6 +55,12 @@ def over_shards(
   return run(*operands)
 
 
+def is_explicit() -> bool:
+  """Whether types carry shardings here (jax.set_mesh with explicit axes)."""
+  kinds = jax.sharding.get_abstract_mesh().axis_types
+  return any(kind == AxisType.Explicit for kind in kinds)
+
+
 def _automatic(local, decide, inputs, outputs):
   """For `jit` as most use it: XLA decides about shardings while it compiles, and asks then."""
   whole = custom_partitioning(functools.partial(local, {}))

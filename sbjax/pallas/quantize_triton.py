@@ -5,32 +5,28 @@ kernel. Everything else takes two passes, `absmax` and `cast_scaled`, between wh
 axis finds its global maximum. `cast_scaled` also writes the transpose, from the same read.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from sbjax.formats import INT8, max_value
+from sbjax.formats import max_value
+from sbjax.pallas.rounding_triton import (
+  Config,
+  cast,
+  check_formats,
+  larger,
+  load_row,
+  quantize_row,
+  rounding_factor,
+  to_float32,
+)
+from sbjax.pallas.rounding_triton import pieces as _pieces
 from sbjax.pallas.triton import compute_capability, triton_call
 from sbjax.quantize import Quantized, Spec, check_quantizable, factor_and_scale
 
 _struct = jax.ShapeDtypeStruct
 MAX_ROW = 16384  # Longer rows do not stay in registers.
-FLOAT32_MAX = tl.constexpr(float(jnp.finfo(jnp.float32).max))
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-  """How the one-pass kernel is cut: a program's rows, and the warps that share each of them.
-
-  vector: neighbouring elements that one thread takes.
-  """
-
-  rows: int
-  warps: int
-  vector: int
 
 
 def config_for(rows: int, k: int, itemsize: int) -> Config:
@@ -65,6 +61,7 @@ def quantize(x: jax.Array, spec: Spec, *, config: Config | None = None) -> Quant
     out=(_struct(x.shape, spec.dtype), _struct((rows, 1), jnp.float32)),
     num_warps=config.warps,
     **dict(ROWS=rows, K=k, BLOCK_ROWS=config.rows, PIECES=_pieces(k), VECTOR=config.vector),
+    THREADS=32 * config.warps,
     LIMIT=max_value(spec.dtype),
     VIA_FLOAT16=compute_capability() < 90,
   )
@@ -182,24 +179,7 @@ def _cast_call(x, absmax, dtype, transpose, shape=(0, 0)):
 
 def _check(x, spec):
   check_quantizable(x, spec)
-  if x.dtype.name not in ("bfloat16", "float16", "float32"):
-    raise NotImplementedError(f"Triton quantizes bfloat16, float16, float32, not {x.dtype.name}.")
-  if jnp.dtype(spec.dtype) != INT8 and (chip := compute_capability()) < 89:
-    name = jnp.dtype(spec.dtype).name
-    raise NotImplementedError(
-      f"{name} needs compute capability 8.9; this GPU (sm_{chip}) has int8."
-    )
-
-
-def _pieces(k: int) -> tuple[tuple[int, int], ...]:
-  """At most four (first, lanes) that cover k, lanes powers of two; only the last may overhang."""
-  pieces, first = [], 0
-  while first < k:
-    lanes = triton.next_power_of_2(k - first)
-    lanes = lanes // 2 if lanes > k - first and len(pieces) < 3 else lanes
-    pieces.append((first, lanes))
-    first += lanes
-  return tuple(pieces)
+  check_formats(x.dtype, spec.dtype, compute_capability())
 
 
 def _absmax_blocks(rows, k, axis):
@@ -223,63 +203,6 @@ def _cast_blocks(k, transpose):
 
 
 @triton.jit
-def _larger(a, b):
-  return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _factor_and_scale(absmax, LIMIT: tl.constexpr):
-  """sbjax.quantize.factor_and_scale: a division that is rounded as IEEE says, a product."""
-  factor = tl.minimum(tl.div_rn(tl.cast(LIMIT, tl.float32), absmax), FLOAT32_MAX)
-  scale = tl.where(absmax < float("inf"), absmax * (1.0 / LIMIT), float("nan"))
-  return factor, scale
-
-
-@triton.jit
-def _cast(y, dtype: tl.constexpr, VIA_FLOAT16: tl.constexpr):
-  """Rounds |y| <= the format's maximum, half to even; NaN becomes 0 in int8, which has none."""
-  if dtype == tl.int8:
-    # Adding 1.5 * 2**23 leaves the integer in the low bits; its last byte is two's complement.
-    integer = (y + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
-    values = tl.where(y == y, integer, 0).to(tl.int8)
-  elif VIA_FLOAT16:
-    values = _snap(y, dtype.fp_mantissa_width, dtype.exponent_bias).to(dtype)
-  else:
-    values = y.to(dtype)
-  return values
-
-
-@triton.jit
-def _snap(y, FRACTION_BITS: tl.constexpr, BIAS: tl.constexpr):
-  """Rounds y to an fp8 format's values, in float32.
-
-  On sm_89 Triton's own cast truncates to float16 first, which these values survive.
-  """
-  bits = y.to(tl.int32, bitcast=True)
-  exponent = tl.maximum(bits & 0x7F800000, (128 - BIAS) << 23)
-  # 1.5 * 2**(exponent + 23 - FRACTION_BITS): whose last bit is the last bit that stays.
-  shift = (exponent + ((23 - FRACTION_BITS) << 23) | 0x400000).to(tl.float32, bitcast=True)
-  snapped = (y + shift) - shift
-  # Zero has a sign.
-  signed = snapped.to(tl.int32, bitcast=True) | (bits & -0x80000000)
-  return tl.where(y == y, signed.to(tl.float32, bitcast=True), y)
-
-
-@triton.jit
-def _piece(row, FIRST: tl.constexpr, LANES: tl.constexpr, ROWS, K, RAGGED, VECTOR: tl.constexpr):
-  """Where columns FIRST to FIRST + LANES of a row lie, and which of them exist."""
-  column = FIRST + tl.arange(0, LANES)
-  offset = tl.max_contiguous(row.to(tl.int64) * K + column, VECTOR if VECTOR < LANES else LANES)
-  # A mask that is known to be true costs nothing.
-  mask = tl.full((LANES,), True, tl.int1)
-  if RAGGED:
-    mask = mask & (row < ROWS)
-  if FIRST + LANES > K:
-    mask = mask & (column < K)
-  return offset, mask
-
-
-@triton.jit
 def _rowwise_kernel(
   x_ptr,
   values_ptr,
@@ -289,35 +212,22 @@ def _rowwise_kernel(
   BLOCK_ROWS: tl.constexpr,
   PIECES: tl.constexpr,
   VECTOR: tl.constexpr,
+  THREADS: tl.constexpr,
   LIMIT: tl.constexpr,
   VIA_FLOAT16: tl.constexpr,
 ):
-  """Makes values [BLOCK_ROWS, K] and scale [BLOCK_ROWS, 1] from PIECES (first, lanes) of rows.
-
-  A row's absmax is a scalar: pieces with lanes of different width never meet as vectors, which
-  would move one of them through shared memory.
-  """
+  """Makes values [BLOCK_ROWS, K] and scale [BLOCK_ROWS, 1] from PIECES (first, lanes) of rows."""
   first_row = tl.program_id(0) * BLOCK_ROWS
   RAGGED: tl.constexpr = ROWS % BLOCK_ROWS != 0
-  xs = ()
+  rows = ()
   for r in tl.static_range(BLOCK_ROWS):
-    for i in tl.static_range(len(PIECES)):
-      offset, mask = _piece(first_row + r, PIECES[i][0], PIECES[i][1], ROWS, K, RAGGED, VECTOR)
-      xs += (tl.load(x_ptr + offset, mask=mask, other=0.0),)
+    rows += (load_row(x_ptr, first_row + r, ROWS, RAGGED, K, PIECES, VECTOR),)
 
   for r in tl.static_range(BLOCK_ROWS):
-    row = first_row + r
-    absmax = 0.0
-    for i in tl.static_range(len(PIECES)):
-      x = tl.abs(xs[r * len(PIECES) + i].to(tl.float32))
-      absmax = _larger(absmax, tl.reduce(x, 0, _larger))
-    factor, scale = _factor_and_scale(absmax, LIMIT)
-    tl.store(scale_ptr + row, scale, mask=row < ROWS)
-    for i in tl.static_range(len(PIECES)):
-      offset, mask = _piece(row, PIECES[i][0], PIECES[i][1], ROWS, K, RAGGED, VECTOR)
-      y = xs[r * len(PIECES) + i].to(tl.float32) * factor
-      values = _cast(y, values_ptr.dtype.element_ty, VIA_FLOAT16)
-      tl.store(values_ptr + offset, values, mask=mask)
+    quantize_row(
+      *(values_ptr, scale_ptr, to_float32(rows[r])),
+      *(first_row + r, ROWS, RAGGED, K, PIECES, VECTOR, THREADS, LIMIT, VIA_FLOAT16),
+    )
 
 
 @triton.jit
@@ -342,8 +252,8 @@ def _absmax_kernel(
     c = column + step * BLOCK_K if AXIS == 1 else column
     mask = (r < ROWS)[:, None] & (c < K)[None, :]
     x = tl.load(x_ptr + r.to(tl.int64)[:, None] * K + c[None, :], mask=mask, other=0.0)
-    largest = _larger(largest, tl.abs(x.to(tl.float32)))
-  result = tl.reduce(largest, AXIS, _larger)
+    largest = larger(largest, tl.abs(x.to(tl.float32)))
+  result = tl.reduce(largest, AXIS, larger)
   result = tl.where(result == result, result, float("inf"))
   if AXIS == 0:
     tl.store(out_ptr + row_block.to(tl.int64) * K + column, result, mask=column < K)
@@ -380,7 +290,7 @@ def _cast_kernel(
   x = tl.load(x_ptr + row * K + column, mask=mask, other=0.0).to(tl.float32)
   if PARTS > 0:
     part = tl.arange(0, PARTS_BLOCK)
-    absmax = tl.reduce(tl.load(absmax_ptr + part, mask=part < PARTS, other=0.0), 0, _larger)
+    absmax = tl.reduce(tl.load(absmax_ptr + part, mask=part < PARTS, other=0.0), 0, larger)
   elif ABSMAX_ROWS > 1:
     absmax = tl.load(absmax_ptr + row, mask=row < ROWS, other=0.0)
   elif ABSMAX_K > 1:
@@ -388,11 +298,11 @@ def _cast_kernel(
   else:
     absmax = tl.load(absmax_ptr)
   # Here, and not in XLA, whose division on a GPU is not rounded as IEEE says.
-  factor, scale = _factor_and_scale(absmax, LIMIT)
+  factor, scale = rounding_factor(absmax, LIMIT)
   if PARTS > 0:
     tl.store(scale_ptr, scale, mask=tl.program_id(0) == 0)
   y = tl.clamp(x * factor, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-  values = _cast(y, straight_ptr.dtype.element_ty, VIA_FLOAT16)
+  values = cast(y, straight_ptr.dtype.element_ty, VIA_FLOAT16)
   if STRAIGHT:
     tl.store(straight_ptr + row * K + column, values, mask=mask)
   if TURNED:

@@ -1,0 +1,63 @@
+"""Where the time on a GPU goes: every kernel of a compiled function, and what it is for."""
+
+import re
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+
+# The first that matches a kernel's name, or where XLA says that its operation comes from.
+GROUPS = {
+  "attention": r"sdpa|fmha|flash|cudnn",
+  "8-bit matmuls": r"sbjax_scaled_matmul|sbjax_accumulate",
+  "16-bit matmuls": r"nvjet|gemm|xmma|cutlass",
+  "layer norm, GELU, sums": r"^_(norm|gelu|quantize_sum)(_backward)?_kernel",
+  "quantizing alone": r"^_(rowwise|absmax|cast)\w*_kernel",
+  "XLA: optimizer and checks": r"/(optimizer|checks)/",
+  "XLA: around attention": r"blocks\._attention",
+  "XLA: in blocks": r"/blocks|while",
+  "XLA: else": r"",
+}
+
+
+class Kernel(NamedTuple):
+  name: str
+  operation: str  # XLA's, as the compiled text names it; may be empty
+  milliseconds: float
+
+
+def kernels(function: Callable[[], object]) -> list[Kernel]:
+  """What ran on the GPU while `function` was called, in its order; compile it before."""
+  with tempfile.TemporaryDirectory() as folder:
+    with jax.profiler.trace(folder):
+      jax.block_until_ready(function())
+    (path,) = Path(folder).rglob("*.xplane.pb")
+    planes = jax.profiler.ProfileData.from_file(str(path)).planes
+    found = []
+    for plane in planes:
+      for line in plane.lines if plane.name.startswith("/device:GPU") else ():
+        if line.name.startswith("Stream"):
+          found += [(event.start_ns, event) for event in line.events]
+    return [
+      Kernel(event.name, str(dict(event.stats).get("hlo_op", "")), event.duration_ns / 1e6)
+      for _, event in sorted(found, key=lambda one: one[0])
+    ]
+
+
+def grouped(found: list[Kernel], hlo: str) -> dict[str, float]:
+  """Milliseconds by group, for the kernels of a program whose compiled text is `hlo`."""
+  origins, times = origins_of(hlo), defaultdict(float)
+  for kernel in found:
+    described = f"{kernel.name} {origins.get(kernel.operation, '')}"
+    group = next(g for g, pattern in GROUPS.items() if re.search(pattern, described))
+    times[group] += kernel.milliseconds
+  return {group: round(times[group], 3) for group in GROUPS if times[group]}
+
+
+def origins_of(hlo: str) -> dict[str, str]:
+  """Where XLA says its operations come from: {operation: path of functions and modules}."""
+  pattern = r'%?([\w.\-]+) = .*?metadata=\{[^}]*?op_name="([^"]*)"'
+  return dict(re.findall(pattern, hlo))

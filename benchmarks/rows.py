@@ -1,0 +1,81 @@
+"""Do layer norm, GELU and what they are fused with run at the speed of memory?
+
+  python -m benchmarks.rows
+
+Forward and backward, at the widths of CLIP's blocks: bytes read and written a second, beside a
+device copy's in the same run, and XLA's definition of the same. Adds lines to the results.
+"""
+
+import argparse
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.timing import append, contender, provenance, race
+from sbjax.backends import get_backend
+from sbjax.formats import INT8
+from sbjax.quantize import Spec
+from sbjax.rows import Norm
+
+WIDTHS = (512, 768, 1024, 1280, 1664)  # Of layer norm; GELU's are four times these.
+INT8_ROW = Spec(INT8, "rowwise")
+# name: (operation of a backend, as a function of rows, which rows, bytes an element).
+OPERATIONS = {
+  "norm_quantize": (lambda ops, norm, x: ops.norm_quantize(x, norm, INT8_ROW), 1, 3),
+  "norm_backward": (lambda ops, norm, x, dn, dx: ops.norm_backward(x, norm, dn, dx), 3, 10),
+  "quantize_sum": (lambda ops, norm, dy: ops.quantize_sum(dy, INT8_ROW), 1, 3),
+  "gelu_quantize": (lambda ops, norm, h: ops.gelu_quantize(h, INT8_ROW, None), 1, 3),
+  "gelu_quantize, h kept": (lambda ops, norm, h: ops.gelu_quantize(h, INT8_ROW, INT8_ROW), 1, 4),
+  "gelu_backward": (lambda ops, norm, h, dg: ops.gelu_backward(h, dg, INT8_ROW), 2, 9),
+}
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--out", default="benchmarks/results/rows.jsonl")
+  parser.add_argument("--rows", type=int, default=65536)
+  parser.add_argument("--widths", type=int, nargs="+", default=list(WIDTHS))
+  args = parser.parse_args()
+  for operation in OPERATIONS:
+    for width in args.widths:
+      if operation.startswith("gelu"):
+        width *= 4
+      line = measure(operation, args.rows, width)
+      shown = {key: line[key] for key in ("operation", "width", "milliseconds", "of_copy")}
+      print(*shown.values(), flush=True)
+      append(args.out, [line | provenance()])
+
+
+def measure(operation: str, rows: int, width: int) -> dict:
+  run, operands, bytes_each = OPERATIONS[operation]
+  count = max(2, round(400e6 / (rows * width * 2 * operands)))
+  norm = Norm(jnp.full((width,), 1.5), jnp.full((width,), 0.5))
+  sets = [
+    tuple(jax.random.normal(key, (rows, width), jnp.bfloat16)
+          for key in jax.random.split(jax.random.key(i), operands))
+    for i in range(count)
+  ]  # fmt: skip
+  contenders = {"copy": contender(lambda x, *_: jnp.copy(x), sets)}
+  for name, backend in (("xla", "xla"), ("ours", None)):
+    ops = get_backend(backend)
+    contenders[name] = contender(lambda *arrays, ops=ops: run(ops, norm, *arrays), sets)
+  race(list(contenders.values()), rounds=7, seconds=0.006)
+  moved = {"copy": 4 * rows * width, "xla": bytes_each * rows * width}
+  rates = {
+    name: moved.get(name, moved["xla"]) / one.seconds / 1e12 for name, one in contenders.items()
+  }
+  return {
+    "benchmark": "rows",
+    "operation": operation,
+    "rows": rows,
+    "width": width,
+    "bytes_an_element": bytes_each,
+    "terabytes_per_second": {name: round(rate, 3) for name, rate in rates.items()},
+    "milliseconds": {name: round(one.seconds * 1e3, 4) for name, one in contenders.items()},
+    "of_copy": round(rates["ours"] / rates["copy"], 3),
+    "data": "standard normal",
+  }
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,184 @@
+"""How much faster is a whole training step in 8 bits?
+
+  XLA_FLAGS=--xla_gpu_enable_triton_gemm=false XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 \\
+      python -m benchmarks.step
+
+Images and texts through both towers, loss, backward, StableAdamW on float32 parameters, as
+train.main compiles it, for each row of CASES. All contenders of a row train the same parameters in
+turns, on one batch of random pixels and tokens. The first is what the others are compared to:
+recipe "full" in plain Flax (`fused=False`), compiled by XLA, with cuDNN's attention. Adds a line a
+row: time, images a second, memory, compile time, MFU, and where the time goes.
+"""
+
+import argparse
+import statistics
+import time
+from collections import defaultdict
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.kernels import Kernel, grouped, kernels, origins_of
+from benchmarks.timing import append, provenance
+from sbjax.models.clip import CLIP
+from sbjax.models.sizes import SIZES, CLIPConfig
+from sbjax.recipes import RECIPES
+from train.config import OptimizerConfig
+from train.loss import LOSSES
+from train.optimizer import make_optimizer
+from train.step import make_init, make_train_step
+
+CASES = {  # size: images a batch, remat
+  "H/14": (256, "full"),
+  "L/14": (256, "none"),
+  "B/16": (512, "none"),
+  "B/32": (1024, "none"),
+  "bigG/14": (128, "full"),
+}
+CONTENDERS = {  # name: recipe, fused
+  "flax": ("full", False),
+  "full": ("full", True),
+  "switchback": ("switchback", True),
+  "switchback_m": ("switchback_m", True),
+  "switchback_q": ("switchback_q", True),
+  "fp8_switchback": ("fp8_switchback", True),
+  "switchback_unfused": ("switchback", False),
+}
+BF16_PEAK = {"NVIDIA H200": 989.4e12, "NVIDIA H100 80GB HBM3": 989.4e12}  # Dense, NVIDIA's sheet.
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--out", default="benchmarks/results/step.jsonl")
+  parser.add_argument("--sizes", nargs="+", default=list(CASES), choices=CASES)
+  parser.add_argument("--contenders", nargs="+", default=["flax", "switchback"], choices=CONTENDERS)
+  parser.add_argument("--rounds", type=int, default=5)
+  parser.add_argument("--kernels", help="a folder for the list of each contender's kernels")
+  args = parser.parse_args()
+  for size in args.sizes:
+    line = measure(size, args.contenders, args.rounds, args.kernels)
+    for name, found in line["contenders"].items():
+      print(
+        f"{size:8} {name:18} {found['milliseconds']:8.1f} ms {found['speedup']:5.2f}x"
+        f" {found['images_per_second']:7.0f} images/s {found['peak_gigabytes']:6.1f} GB"
+        f" MFU {found['mfu_of_bf16_peak']:5.1%} compiled in {found['compile_seconds']:3.0f} s",
+        flush=True,
+      )
+    append(args.out, [line | provenance()])
+
+
+def measure(size: str, names: list[str], rounds: int, folder: str | None) -> dict:
+  batch_size, remat = CASES[size]
+  config = SIZES[size]
+  optimizer, _ = make_optimizer(OptimizerConfig(), steps=20_000)
+  models = {
+    name: CLIP(config, recipe=RECIPES[recipe], fused=fused, remat=remat)
+    for name, (recipe, fused) in ((name, CONTENDERS[name]) for name in names)
+  }
+  # The parameter tree is the same for all of them, so that one state serves.
+  state = jax.jit(make_init(models[names[0]], optimizer, seed=0))()
+  batch = draw(config, batch_size)
+  steps, found = {}, {}
+  for name, model in models.items():
+    step = jax.jit(make_train_step(model, optimizer, LOSSES["softmax"], 0), donate_argnums=0)
+    started = time.perf_counter()
+    steps[name] = step.lower(state, batch).compile()
+    memory = steps[name].memory_analysis()
+    found[name] = {
+      "compile_seconds": round(time.perf_counter() - started, 1),
+      "peak_gigabytes": round((memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 1e9, 2),
+      "temporary_gigabytes": round(memory.temp_size_in_bytes / 1e9, 2),
+    }
+  times, state, losses = race(steps, state, batch, rounds)
+  flops = model_flops(config, batch_size)
+  for name, step in steps.items():
+    seconds = statistics.median(times[name])
+    listed, state = profile(step, state, batch)
+    groups = grouped(listed, step.as_text())
+    idle = seconds * 1e3 - sum(groups.values())
+    found[name] |= {
+      "milliseconds": round(seconds * 1e3, 2),
+      "spread": round((max(times[name]) - min(times[name])) / seconds, 4),
+      "speedup": round(statistics.median(times[names[0]]) / seconds, 3),
+      "images_per_second": round(batch_size / seconds, 1),
+      "mfu_of_bf16_peak": round(flops / seconds / BF16_PEAK[jax.devices()[0].device_kind], 4),
+      "last_loss": round(losses[name], 5),
+      "milliseconds_by_group": groups | {"no kernel": round(idle, 3)},
+    }
+    if folder:
+      write_kernels(f"{folder}/{size.replace('/', '-')}_{name}.txt", listed, step.as_text())
+  return {
+    "benchmark": "step",
+    "size": size,
+    "batch_size": batch_size,
+    "remat": remat,
+    "optimizer": "stable_adamw",
+    "model_teraflops": round(flops / 1e12, 2),
+    "contenders": found,
+    "data": "uniform random pixels and tokens, one batch",
+  }
+
+
+def draw(config: CLIPConfig, batch_size: int):
+  keys, side = jax.random.split(jax.random.key(1)), config.vision.image_size
+  length, vocabulary = config.text.context_length, config.text.vocab_size
+  text = jax.random.randint(keys[1], (batch_size, length), 1, vocabulary - 2, jnp.int32)
+  return {
+    "image": jax.random.randint(keys[0], (batch_size, side, side, 3), 0, 255, jnp.uint8),
+    "text": text.at[:, -1].set(config.text.eot_id),
+  }
+
+
+def race(steps, state, batch, rounds: int):
+  """Seconds of each step, taken in turns, three steps at a time; the state; the last losses."""
+  times, losses = {name: [] for name in steps}, {}
+  for i in range(rounds + 1):
+    for name, step in steps.items():
+      started = time.perf_counter()
+      for _ in range(3):
+        state, metrics, _ = step(state, batch)
+      jax.block_until_ready(metrics)
+      if i:  # The first warms up.
+        times[name].append((time.perf_counter() - started) / 3)
+      losses[name] = float(metrics["loss"])
+  return times, state, losses
+
+
+def profile(step, state, batch):
+  """The kernels of a step, and the state after it."""
+
+  def run():
+    nonlocal state
+    state, metrics, _ = step(state, batch)
+    return metrics
+
+  return kernels(run), state
+
+
+def model_flops(config: CLIPConfig, batch_size: int) -> float:
+  """Of a step: 6 for each weight and token, 12 * length * width for each token's attention."""
+  total = 0.0
+  for tower, length in (
+    (config.vision, config.vision.patches + 1),
+    (config.text, config.text.context_length),
+  ):
+    weights = tower.width**2 * 4 + 2 * tower.width * int(tower.width * tower.mlp_ratio)
+    total += tower.layers * length * (6 * weights + 12 * length * tower.width)
+    total += 6 * tower.width * config.embed_dim
+  patches = config.vision.patches * 3 * config.vision.patch_size**2
+  total += 4 * patches * config.vision.width  # Pixels take no gradient.
+  return batch_size * (total + 6 * batch_size * config.embed_dim)
+
+
+def write_kernels(path: str, listed: list[Kernel], hlo: str) -> None:
+  """Every kernel's total time, count and origin, the longest first."""
+  origins, each = origins_of(hlo), defaultdict(list)
+  for kernel in listed:
+    each[kernel.name, origins.get(kernel.operation, kernel.operation)].append(kernel.milliseconds)
+  with open(path, "w") as file:
+    for (name, origin), times in sorted(each.items(), key=lambda item: -sum(item[1])):
+      file.write(f"{sum(times):9.3f} ms {len(times):5} x {name[:60]:60} {origin[-150:]}\n")
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,171 @@
+"""Layer norm and GELU with the matmuls beside them: int8 values are born where their floats are.
+
+Between two 8-bit matmuls stand a layer norm or a GELU, a quantizer, and in the backward pass a
+bias's gradient too. Each of these reads what the one before wrote; here they are one operation
+(`sbjax.rows`), and a layer norm with its linear layer, or a whole MLP, is one custom_vjp. What the
+weight gradient takes, the output of layer norm or GELU, is not kept but made again in the backward
+pass, by the operation that reads its input anyway.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from sbjax import linear
+from sbjax.backends import get_backend
+from sbjax.linear import Kernel
+from sbjax.quantize import Quantized
+from sbjax.quantized_dot import (
+  DOT_NAME,
+  RESIDUAL_NAME,
+  check_floating,
+  prepared,
+  warn_where_inexact,
+)
+from sbjax.recipes import Recipe, as_recipe
+from sbjax.rows import Norm
+
+
+def norm_dot(
+  x: jax.Array,
+  norm: Norm,
+  w: jax.Array | Kernel,
+  recipe: Recipe | str,
+  *,
+  bias: jax.Array | None = None,
+  backend: str | None = None,
+  parts: int | None = None,
+) -> tuple[jax.Array, jax.Array | tuple[jax.Array, ...]]:
+  """(x, layer_norm(x) @ w + bias) for x [..., K], w [K, N] and bias [N].
+
+  The product is [..., N], or a tuple of so many `parts` [..., N / parts]: queries, keys and values
+  come from one kernel, and would be copied out of one array.
+
+  x comes back as it was, to go on from there to a residual connection: the two gradients that then
+  meet in x are added where layer norm's is made. Layer norm is computed in float32 (epsilon 1e-5)
+  and quantized from there. Otherwise as `quantized_dot`, but for residuals="quantized": the layer
+  norm is made again from x, so that the weight gradient sees it before it was rounded.
+  """
+  recipe = as_recipe(recipe)
+  warn_where_inexact(recipe, backend)
+  _check_norm(x, norm)
+  w = prepared("w", w, x.shape, recipe, backend)
+  columns = linear.master(w).shape[1]
+  if columns % (parts or 1):
+    raise ValueError(f"w [{w.shape[0]}, {columns}] cannot be cut into {parts=} alike.")
+  x_rows, ys = _norm_dot(recipe, backend, parts or 1, _rows(x), norm, w, bias)
+  ys = tuple(checkpoint_name(y.reshape(*x.shape[:-1], y.shape[1]), DOT_NAME) for y in ys)
+  return x_rows.reshape(x.shape), ys if parts else ys[0]
+
+
+def norm_mlp(
+  x: jax.Array,
+  norm: Norm,
+  w1: jax.Array | Kernel,
+  b1: jax.Array,
+  w2: jax.Array | Kernel,
+  b2: jax.Array,
+  recipe: Recipe | str,
+  *,
+  backend: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+  """(x, gelu(layer_norm(x) @ w1 + b1) @ w2 + b2) for x [..., K], w1 [K, H] and w2 [H, N].
+
+  GELU is the exact one. What is kept for the backward pass is x and what goes into GELU [..., H]:
+  the latter in x's dtype, or in 8 bits with a recipe whose residuals are "quantized". For the rest
+  see `norm_dot`.
+  """
+  recipe = as_recipe(recipe)
+  warn_where_inexact(recipe, backend)
+  _check_norm(x, norm)
+  w1 = prepared("w1", w1, x.shape, recipe, backend)
+  w2 = prepared("w2", w2, linear.master(w1).shape, recipe, backend)
+  x_rows, y = _norm_mlp(recipe, backend, _rows(x), norm, w1, b1, w2, b2)
+  y = checkpoint_name(y.reshape(*x.shape[:-1], y.shape[1]), DOT_NAME)
+  return x_rows.reshape(x.shape), y
+
+
+def _rows(x):
+  return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _check_norm(x, norm):
+  check_floating("x", x)
+  for name, vector in norm._asdict().items():
+    if vector.shape != x.shape[-1:]:
+      raise ValueError(f"norm.{name} must be {x.shape[-1:]} for x {x.shape}, not {vector.shape}.")
+
+
+def _spec(pair):
+  """The Spec of a matmul's activations, or None."""
+  return pair and pair[0]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _norm_dot(recipe, backend, parts, x, norm, w, bias):
+  return _norm_dot_fwd(recipe, backend, parts, x, norm, w, bias)[0]
+
+
+def _norm_dot_fwd(recipe, backend, parts, x, norm, w, bias):
+  ops = get_backend(backend)
+  n = ops.norm_quantize(x, norm, _spec(recipe.fwd))
+  columns = linear.columns(ops, recipe, w, bias, parts)
+  ys = tuple(linear.forward(ops, recipe, n, *some, x.dtype) for some in columns)
+  return (x, ys), (x, norm, linear.kept(w), bias)
+
+
+def _norm_dot_bwd(recipe, backend, parts, residuals, gradients):
+  ops = get_backend(backend)
+  x, norm, w, bias = residuals
+  dx, dys = gradients
+  dy = dys[0] if parts == 1 else jnp.concatenate(dys, axis=1)
+  dy_q, d_bias = linear.gradient(ops, recipe, dy, bias)
+  dn = linear.dgrad(ops, recipe, dy_q, w, dy.dtype, jax.typeof(x).sharding)
+  dx, d_norm, n = ops.norm_backward(x, norm, dn, dx)
+  dw = linear.wgrad(ops, recipe, n, dy, w)
+  return dx, _like(norm, d_norm), linear.cotangent(w, dw), d_bias
+
+
+_norm_dot.defvjp(_norm_dot_fwd, _norm_dot_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _norm_mlp(recipe, backend, x, norm, w1, b1, w2, b2):
+  return _norm_mlp_fwd(recipe, backend, x, norm, w1, b1, w2, b2)[0]
+
+
+def _norm_mlp_fwd(recipe, backend, x, norm, w1, b1, w2, b2):
+  ops = get_backend(backend)
+  spec = _spec(recipe.fwd)
+  n = ops.norm_quantize(x, norm, spec)
+  h = checkpoint_name(linear.forward(ops, recipe, n, w1, b1, x.dtype), DOT_NAME)
+  g, h = ops.gelu_quantize(h, spec, spec if recipe.residuals == "quantized" else None)
+  y = linear.forward(ops, recipe, g, w2, b2, x.dtype)
+  h = checkpoint_name(h, RESIDUAL_NAME) if isinstance(h, Quantized) else h
+  return (x, y), (x, norm, h, linear.kept(w1), b1, linear.kept(w2), b2)
+
+
+def _norm_mlp_bwd(recipe, backend, residuals, gradients):
+  ops = get_backend(backend)
+  x, norm, h, w1, b1, w2, b2 = residuals
+  dx, dy = gradients
+  h_sharding = jax.typeof(jax.tree.leaves(h)[0]).sharding
+  dy_q, db2 = linear.gradient(ops, recipe, dy, b2)
+  dg = linear.dgrad(ops, recipe, dy_q, w2, dy.dtype, h_sharding)
+  dh, dh_q, db1, g = ops.gelu_backward(h, dg, _spec(recipe.dgrad))
+  dw2 = linear.wgrad(ops, recipe, g, dy, w2)
+  dn = linear.dgrad(ops, recipe, dh if dh_q is None else dh_q, w1, dy.dtype, jax.typeof(x).sharding)
+  dx, d_norm, n = ops.norm_backward(x, norm, dn, dx)
+  dw1 = linear.wgrad(ops, recipe, n, dh, w1)
+  dw1, dw2 = linear.cotangent(w1, dw1), linear.cotangent(w2, dw2)
+  return dx, _like(norm, d_norm), dw1, db1.astype(b1.dtype), dw2, db2
+
+
+_norm_mlp.defvjp(_norm_mlp_fwd, _norm_mlp_bwd)
+
+
+def _like(arrays, gradients):
+  return jax.tree.map(lambda a, g: g.astype(a.dtype), arrays, gradients)

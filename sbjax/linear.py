@@ -1,0 +1,135 @@
+"""The three matmuls of a linear layer, each as a recipe says: what gradients are made of.
+
+Nothing here is differentiable by itself: `quantized_dot` and `fused` put these together, each under
+its own custom_vjp. Operands are rows [M, K], kernels [K, N].
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from sbjax.backends import Backend, get_backend
+from sbjax.quantize import Quantized
+from sbjax.recipes import Recipe, as_recipe
+
+
+class Kernel(NamedTuple):
+  """A kernel, and what a recipe makes of it: quantized once for all its uses in a step.
+
+  Its gradient is that of `master`; the rest is a constant that follows from it.
+  """
+
+  master: jax.Array  # w [K, N]
+  fwd: Quantized | None  # w.T [N, K] as the forward pass takes it, or None
+  dgrad: Quantized | None  # w [K, N] as the input gradient takes it, or None
+
+
+def quantize_kernel(
+  w: jax.Array, recipe: Recipe | str, *, backend: str | None = None
+) -> Kernel | jax.Array:
+  """w [K, N] as `recipe` multiplies with it, to be used wherever w is; w itself for "full".
+
+  For a kernel that is used more than once a step: rematerialised, or over several microbatches.
+  """
+  recipe = as_recipe(recipe)
+  if recipe.fwd is None and recipe.dgrad is None:
+    return w
+  ops, constant = get_backend(backend), jax.lax.stop_gradient(w)
+  fwd, dgrad = (pair and pair[1] for pair in (recipe.fwd, recipe.dgrad))
+  if fwd == dgrad and fwd.scaling != "rowwise":
+    straight, turned = ops.quantize_both(constant, fwd)
+    return Kernel(w, turned, straight)
+  turned = None if fwd is None else ops.quantize_transposed(constant, fwd)
+  return Kernel(w, turned, None if dgrad is None else ops.quantize(constant, dgrad))
+
+
+def forward(ops: Backend, recipe: Recipe, x, w, bias, dtype):
+  """`x @ w + bias` [M, N] in `dtype`; x may be quantized already, w a Kernel."""
+  if recipe.fwd is None:
+    y = full_dot(x, master(w).astype(x.dtype), ((1,), (0,)), dtype)
+    return y if bias is None else y + bias.astype(dtype)[None, :]
+  x_spec, w_spec = recipe.fwd
+  x_q = x if isinstance(x, Quantized) else ops.quantize(x, x_spec)
+  w_q = w.fwd if isinstance(w, Kernel) else ops.quantize_transposed(w, w_spec)
+  return ops.scaled_matmul(x_q, w_q, dtype, bias=bias)
+
+
+def columns(ops: Backend, recipe: Recipe, w, bias, parts: int) -> list[tuple]:
+  """(w, bias) of so many equal parts of the output, for `forward`; quantized as the whole is."""
+  if parts == 1:
+    return [(w, bias)]
+  if recipe.fwd is not None and not isinstance(w, Kernel):
+    w = Kernel(w, ops.quantize_transposed(w, recipe.fwd[1]), None)
+  size = master(w).shape[1] // parts
+  cuts = [slice(i * size, (i + 1) * size) for i in range(parts)]
+  if recipe.fwd is None:
+    kernels = [master(w)[:, cut] for cut in cuts]
+  else:
+    values, scale = w.fwd
+    scales = [scale if len(scale) == 1 else scale[cut] for cut in cuts]
+    kernels = [w._replace(fwd=Quantized(values[c], s)) for c, s in zip(cuts, scales, strict=True)]
+  return [
+    (kernel, None if bias is None else bias[cut]) for kernel, cut in zip(kernels, cuts, strict=True)
+  ]
+
+
+def kept(w):
+  """What the backward pass needs of w: of a Kernel only the 8 bits."""
+  if not isinstance(w, Kernel):
+    return w
+  like = w.master if w.dgrad is None else jnp.zeros((0,), w.master.dtype)
+  return Kernel(like, None, w.dgrad)
+
+
+def gradient(ops: Backend, recipe: Recipe, dy, bias):
+  """dy [M, N] as `dgrad` takes it, and the gradient of bias [N] or None."""
+  if bias is None:
+    return dy, None
+  if recipe.dgrad is None:
+    return dy, jnp.sum(dy.astype(jnp.float32), axis=0).astype(bias.dtype)
+  dy_q, summed = ops.quantize_sum(dy, recipe.dgrad[0])
+  return dy_q, summed.astype(bias.dtype)
+
+
+def dgrad(ops: Backend, recipe: Recipe, dy, w, dtype, out_sharding):
+  """`dy @ w.T` [M, K] in `dtype`; dy may be quantized already, w is what was `kept`."""
+  if recipe.dgrad is None:
+    return full_dot(dy, master(w).astype(dy.dtype), ((1,), (1,)), dtype, out_sharding)
+  dy_spec, w_spec = recipe.dgrad
+  dy_q = dy if isinstance(dy, Quantized) else ops.quantize(dy, dy_spec)
+  w_q = w.dgrad if isinstance(w, Kernel) else ops.quantize(w, w_spec)
+  return ops.scaled_matmul(dy_q, w_q, dtype, out_sharding)
+
+
+def wgrad(ops: Backend, recipe: Recipe, x, dy, w):
+  """`x.T @ dy` [K, N] in the dtype of w, which is what was `kept` of it."""
+  has_values = isinstance(w, Kernel) and w.dgrad is not None
+  dtype, sharding = (
+    master(w).dtype,
+    jax.typeof(w.dgrad.values if has_values else master(w)).sharding,
+  )
+  if recipe.wgrad is None:
+    return full_dot(x, dy, ((0,), (0,)), dtype, sharding)
+  x_spec, dy_spec = recipe.wgrad
+  x_q, dy_q = ops.quantize_transposed(x, x_spec), ops.quantize_transposed(dy, dy_spec)
+  return ops.scaled_matmul(x_q, dy_q, dtype, sharding)
+
+
+def master(w):
+  return w.master if isinstance(w, Kernel) else w
+
+
+def cotangent(w, dw):
+  """The gradient of w in the form of w; of a Kernel's 8 bits there is none."""
+  return Kernel(dw, None, None) if isinstance(w, Kernel) else dw
+
+
+def full_dot(lhs, rhs, contracting, out_dtype, out_sharding=None):
+  """A matmul in the operands' own dtype, as plain Flax has it; the sums are float32 on GPUs too.
+
+  The result is asked for in `out_dtype`: a float32 one would be written out to be cast.
+  """
+  return jax.lax.dot_general(
+    lhs, rhs, (contracting, ((), ())), preferred_element_type=out_dtype, out_sharding=out_sharding
+  )

@@ -1,0 +1,249 @@
+"""Layer norm and its gradient in Triton: `sbjax.rows` with one read of each row.
+
+A program walks over neighbouring rows and holds one at a time, which it began to load a row ahead.
+What belongs to a column stays with it meanwhile: the norm's parameters, or their gradients over its
+rows, which it writes once and XLA adds up over the programs.
+"""
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from sbjax import rows
+from sbjax.formats import INT8, max_value
+from sbjax.pallas.rounding_triton import (
+  Config,
+  check_rows,
+  even_pieces,
+  load_row,
+  quantize_row,
+  row_sum,
+  row_sums,
+  store_row,
+  to_float32,
+  zero_row,
+)
+from sbjax.pallas.triton import compute_capability, triton_call
+from sbjax.quantize import Quantized, Spec
+from sbjax.rows import NORM_EPSILON, Norm
+
+_struct = jax.ShapeDtypeStruct
+
+
+def forward_config(m: int, k: int, itemsize: int) -> Config:
+  """About 40 elements of a row for each thread; 16 rows for one look at the parameters."""
+  return Config(
+    rows=min(16, triton.next_power_of_2(triton.cdiv(m, 4096))),
+    warps=triton.next_power_of_2(triton.cdiv(k * itemsize, 2560)),
+    vector=16 // itemsize,
+  )
+
+
+def backward_config(m: int, k: int, itemsize: int) -> Config:
+  """At most 26 elements of a row for each thread; sums of 64 rows are 2.5 % of the bytes."""
+  return Config(
+    rows=min(64, triton.next_power_of_2(triton.cdiv(m, 512))),
+    warps=min(16, triton.next_power_of_2(triton.cdiv(k * itemsize, 1664))),
+    vector=16 // itemsize,
+  )
+
+
+def norm_quantize(
+  x: jax.Array, norm: Norm, spec: Spec | None, *, config: Config | None = None
+) -> Quantized | jax.Array:
+  """`sbjax.rows.norm_quantize` to the rounding of its sums over a row.
+
+  Raises:
+    NotImplementedError: float64, rows of more than 8192, a spec that is not row-wise, or an fp8
+      format on a chip without it.
+  """
+  check_rows(x, spec, chip=compute_capability())
+  if x.size == 0:
+    return rows.norm_quantize(x, norm, spec)
+  m, k = x.shape
+  config = forward_config(m, k, x.dtype.itemsize) if config is None else config
+  out, scale = triton_call(
+    x,
+    norm.scale.astype(jnp.float32),
+    norm.bias.astype(jnp.float32),
+    kernel=_norm_kernel,
+    name="sbjax_norm_quantize",
+    grid=triton.cdiv(m, config.rows),
+    out=(
+      _struct(x.shape, x.dtype if spec is None else spec.dtype),
+      _struct((1, 1) if spec is None else (m, 1), jnp.float32),
+    ),
+    num_warps=config.warps,
+    **_constants(m, k, config),
+    QUANTIZED=spec is not None,
+    LIMIT=max_value(INT8 if spec is None else spec.dtype),
+    VIA_FLOAT16=compute_capability() < 90,
+  )
+  return out if spec is None else Quantized(out, scale)
+
+
+def norm_backward(
+  x: jax.Array,
+  norm: Norm,
+  dn: jax.Array,
+  dx: jax.Array | None,
+  *,
+  config: Config | None = None,
+) -> tuple[jax.Array, Norm, jax.Array]:
+  """`sbjax.rows.norm_backward` to the rounding of its sums.
+
+  Raises:
+    NotImplementedError: as norm_quantize.
+  """
+  for a in (x, dn) if dx is None else (x, dn, dx):
+    check_rows(a, None, chip=compute_capability())
+  if x.size == 0:
+    return rows.norm_backward(x, norm, dn, dx)
+  m, k = x.shape
+  config = backward_config(m, k, x.dtype.itemsize) if config is None else config
+  programs = triton.cdiv(m, config.rows)
+  total, n, d_scale, d_bias = triton_call(
+    x,
+    norm.scale.astype(jnp.float32),
+    norm.bias.astype(jnp.float32),
+    dn,
+    dn if dx is None else dx,
+    kernel=_norm_backward_kernel,
+    name="sbjax_norm_backward",
+    grid=programs,
+    out=(
+      *(_struct(x.shape, x.dtype), _struct(x.shape, x.dtype)),
+      *(_struct((programs, k), jnp.float32), _struct((programs, k), jnp.float32)),
+    ),
+    num_warps=config.warps,
+    **_constants(m, k, config),
+    ADD=dx is not None,
+  )
+  return total, Norm(jnp.sum(d_scale, axis=0), jnp.sum(d_bias, axis=0)), n
+
+
+def _constants(m, k, config):
+  lanes = 32 * config.warps * config.vector
+  return dict(
+    **dict(M=m, K=k, ROWS=config.rows, PIECES=even_pieces(k, lanes), VECTOR=config.vector),
+    THREADS=32 * config.warps,
+    EPSILON=NORM_EPSILON,
+  )
+
+
+@triton.jit
+def _standardize(
+  xs, K: tl.constexpr, PIECES: tl.constexpr, THREADS: tl.constexpr, EPSILON: tl.constexpr
+):
+  """A row less its mean, over its standard deviation; and 1 / that."""
+  mean = row_sum(xs, THREADS) * (1.0 / K)
+  centred, squares = (), ()
+  for i in tl.static_range(len(PIECES)):
+    c = xs[i] - mean
+    if PIECES[i][0] + PIECES[i][1] > K:  # What is not there does not vary.
+      c = tl.where(PIECES[i][0] + tl.arange(0, PIECES[i][1]) < K, c, 0.0)
+    centred += (c,)
+    squares += (c * c,)
+  inverse = tl.rsqrt(row_sum(squares, THREADS) * (1.0 / K) + EPSILON)
+  standard = ()
+  for i in tl.static_range(len(PIECES)):
+    standard += (centred[i] * inverse,)
+  return standard, inverse
+
+
+@triton.jit
+def _norm_kernel(
+  x_ptr,
+  gain_ptr,
+  bias_ptr,
+  out_ptr,
+  scale_ptr,
+  M: tl.constexpr,
+  K: tl.constexpr,
+  ROWS: tl.constexpr,
+  PIECES: tl.constexpr,
+  VECTOR: tl.constexpr,
+  THREADS: tl.constexpr,
+  EPSILON: tl.constexpr,
+  QUANTIZED: tl.constexpr,
+  LIMIT: tl.constexpr,
+  VIA_FLOAT16: tl.constexpr,
+):
+  """Makes out [ROWS, K] and, if it is quantized, scale [ROWS, 1]."""
+  first = tl.program_id(0) * ROWS
+  RAGGED: tl.constexpr = M % ROWS != 0
+  end = tl.minimum(first + ROWS, M) if RAGGED else first + ROWS
+  gains = load_row(gain_ptr, 0, 1, False, K, PIECES, VECTOR)
+  biases = load_row(bias_ptr, 0, 1, False, K, PIECES, VECTOR)
+  ahead = load_row(x_ptr, first, end, RAGGED, K, PIECES, VECTOR)
+  for r in range(ROWS):
+    row = first + r
+    xs = to_float32(ahead)
+    ahead = load_row(x_ptr, row + 1, end, True, K, PIECES, VECTOR)
+    standard, _ = _standardize(xs, K, PIECES, THREADS, EPSILON)
+    ys = ()
+    for i in tl.static_range(len(PIECES)):
+      ys += (tl.fma(standard[i], gains[i], biases[i]),)
+    if QUANTIZED:
+      quantize_row(
+        out_ptr, scale_ptr, ys, row, M, RAGGED, K, PIECES, VECTOR, THREADS, LIMIT, VIA_FLOAT16
+      )
+    else:
+      store_row(out_ptr, ys, row, M, RAGGED, K, PIECES, VECTOR)
+
+
+@triton.jit
+def _norm_backward_kernel(
+  x_ptr,
+  gain_ptr,
+  bias_ptr,
+  dn_ptr,
+  dx_ptr,
+  total_ptr,
+  n_ptr,
+  d_gain_ptr,
+  d_bias_ptr,
+  M: tl.constexpr,
+  K: tl.constexpr,
+  ROWS: tl.constexpr,
+  PIECES: tl.constexpr,
+  VECTOR: tl.constexpr,
+  THREADS: tl.constexpr,
+  EPSILON: tl.constexpr,
+  ADD: tl.constexpr,
+):
+  """Makes total and n [ROWS, K], and a row each of d_gain and d_bias: sums over these ROWS."""
+  first = tl.program_id(0) * ROWS
+  RAGGED: tl.constexpr = M % ROWS != 0
+  end = tl.minimum(first + ROWS, M) if RAGGED else first + ROWS
+  d_gains, d_biases = zero_row(PIECES), zero_row(PIECES)
+  ahead = load_row(x_ptr, first, end, RAGGED, K, PIECES, VECTOR)
+  for r in range(ROWS):
+    row = first + r
+    xs = to_float32(ahead)
+    dns = to_float32(load_row(dn_ptr, row, M, RAGGED, K, PIECES, VECTOR))
+    dxs = load_row(dx_ptr, row, M, RAGGED, K, PIECES, VECTOR) if ADD else ()
+    ahead = load_row(x_ptr, row + 1, end, True, K, PIECES, VECTOR)
+    standard, inverse = _standardize(xs, K, PIECES, THREADS, EPSILON)
+    # Each time from the L1 cache: there are no registers left to keep them in.
+    gains = load_row(gain_ptr, 0, 1, False, K, PIECES, VECTOR)
+    biases = load_row(bias_ptr, 0, 1, False, K, PIECES, VECTOR)
+    ns, gradients, products, d_gains_next, d_biases_next = (), (), (), (), ()
+    for i in tl.static_range(len(PIECES)):
+      ns += (tl.fma(standard[i], gains[i], biases[i]),)
+      gradients += (dns[i] * gains[i],)
+      products += (gradients[i] * standard[i],)
+      d_gains_next += (tl.fma(dns[i], standard[i], d_gains[i]),)
+      d_biases_next += (d_biases[i] + dns[i],)
+    d_gains, d_biases = d_gains_next, d_biases_next
+    store_row(n_ptr, ns, row, M, RAGGED, K, PIECES, VECTOR)
+    sums = row_sums(gradients, products, THREADS)
+    mean, along = sums[0] * (1.0 / K), sums[1] * (1.0 / K)
+    totals = ()
+    for i in tl.static_range(len(PIECES)):
+      total = tl.fma(standard[i], -along, gradients[i] - mean) * inverse
+      totals += (total + dxs[i].to(tl.float32) if ADD else total,)
+    store_row(total_ptr, totals, row, M, RAGGED, K, PIECES, VECTOR)
+  store_row(d_gain_ptr, d_gains, tl.program_id(0), M, False, K, PIECES, VECTOR)
+  store_row(d_bias_ptr, d_biases, tl.program_id(0), M, False, K, PIECES, VECTOR)

@@ -1,0 +1,320 @@
+"""The Triton kernels of layer norm and GELU give the definition's rows, and compile for the chips.
+
+What a kernel sums over a row, or takes from its own GELU, is off by a few float32 roundings. So a
+rounding falls the other way now and then: by one step, in one place of a hundred or fewer.
+"""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import triton_case
+
+from sbjax import E4M3, E5M2, INT8, Norm, Spec, quantize, rows
+
+pytestmark = pytest.mark.aot
+
+SPECS = {
+  "none": None,
+  "int8": Spec(INT8, "rowwise"),
+  "e4m3": Spec(E4M3, "rowwise"),
+  "e5m2": Spec(E5M2, "rowwise"),
+}
+INT8_ROW = SPECS["int8"]
+
+
+def _norm(x):
+  """Parameters for rows like x's."""
+  draw = np.random.default_rng(x.shape[1]).normal
+  scale, bias = (jnp.asarray(draw(size=x.shape[1]).astype(np.float32)) for _ in range(2))
+  return Norm(1 + scale / 4, bias / 4)
+
+
+# Of f, which has the five functions: sbjax.rows, or the interpreted kernels of one module.
+OPERATIONS = {
+  "norm_quantize": lambda f, x, dy, spec, **how: f.norm_quantize(x, _norm(x), spec, **how),
+  "norm_backward": lambda f, x, dy, spec, **how: f.norm_backward(x, _norm(x), dy, None, **how),
+  "norm_backward, dx": lambda f, x, dy, spec, **how: f.norm_backward(
+    x, _norm(x), dy, dy[:, ::-1], **how
+  ),
+  "gelu_quantize": lambda f, x, dy, spec, **how: f.gelu_quantize(x, spec, **how),
+  "gelu_quantize, keep": lambda f, x, dy, spec, **how: f.gelu_quantize(x, spec, INT8_ROW, **how),
+  "gelu_backward": lambda f, x, dy, spec, **how: f.gelu_backward(x, dy, spec, **how),
+  "gelu_backward, kept": lambda f, x, dy, spec, **how: f.gelu_backward(
+    quantize(x, spec or INT8_ROW), dy, spec, **how
+  ),
+  "quantize_sum": lambda f, x, dy, spec, **how: f.quantize_sum(dy, spec, **how),
+}
+FORMATS = [
+  (operation, fmt)
+  for operation in OPERATIONS
+  for fmt in SPECS
+  if not (operation == "quantize_sum" and fmt == "none")
+  and not (operation.startswith("norm_backward") and fmt != "none")  # It has no spec.
+]
+
+
+def interpreted(operation):
+  return triton_case.interpreted("norm_triton" if operation.startswith("norm") else "gelu_triton")
+
+
+def run(operation, x, dy, spec, **how):
+  """What the kernel says and what the definition says."""
+  function = OPERATIONS[operation]
+  actual = function(interpreted(operation), x, dy, spec, **how)
+  return actual, function(rows, x, dy, spec)
+
+
+def draw(m, k, dtype="float32"):
+  """x and dy [m, k], with rows of very different size."""
+  x, dy = np.random.default_rng(m * k).normal(size=(2, m, k))
+  size = np.exp2(np.arange(m) % 5)[:, None]
+  return (jnp.asarray(a.astype(np.float32)).astype(dtype) for a in (x * size / 2 + 0.25, dy * size))
+
+
+def assert_near(actual, expected, operation):
+  """Floats within an error of their row's largest, then rounded; 8 bits rarely a step apart."""
+  error = 2e-6 if operation.startswith("norm") else 2e-5
+  assert jax.tree.structure(actual) == jax.tree.structure(expected)
+  for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+    a, b = np.asarray(a), np.asarray(b)
+    assert a.shape == b.shape and a.dtype == b.dtype
+    finite = np.isfinite(b.astype(np.float32))
+    np.testing.assert_array_equal(np.isfinite(a.astype(np.float32)), finite)
+    a, b = np.where(finite, a, a.dtype.type(0)), np.where(finite, b, b.dtype.type(0))
+    if a.dtype.itemsize == 1:
+      assert np.sum(a != b) <= max(1, a.size // 100)
+      assert np.max(np.abs(_steps(a) - _steps(b)), initial=0) <= 1
+    else:
+      step = float(jnp.finfo(a.dtype).eps)
+      a, b = a.astype(np.float64), b.astype(np.float64)
+      largest = np.max(np.abs(b), axis=-1, keepdims=True, initial=0)
+      assert np.all(np.abs(a - b) <= step * np.abs(b) + error * largest)
+
+
+def _steps(values):
+  """Integers in the order of 8-bit values, neighbours one apart."""
+  if values.dtype == np.int8:
+    return values.astype(np.int32)
+  bits = values.view(np.uint8).astype(np.int32)
+  return np.where(bits < 128, bits, 128 - bits)
+
+
+def assert_same(actual, expected):
+  for a, b in zip(actual, expected, strict=True):
+    assert a.dtype == b.dtype
+    np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("operation", "fmt"), FORMATS)
+def test_rows_are_the_definition_s(operation, fmt, dtype):
+  x, dy = draw(5, 208, dtype)
+  assert_near(*run(operation, x, dy, SPECS[fmt]), operation)
+
+
+@pytest.mark.parametrize("k", [1, 3, 16, 31, 80, 208, 257, 1000])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_rows_may_be_of_any_number_and_length(operation, k):
+  x, dy = draw(5, k)
+  for config_rows, warps in ((2, 2), (4, 1)):
+    config = interpreted(operation).Config(rows=config_rows, warps=warps, vector=4)
+    assert_near(*run(operation, x, dy, INT8_ROW, config=config), operation)
+
+
+@pytest.mark.parametrize("fmt", ["int8", "e4m3", "e5m2"])
+def test_what_is_quantized_as_it_came_has_the_definition_s_bits(fmt):
+  x, dy = draw(5, 257, "bfloat16")
+  kernels, spec = interpreted("gelu"), SPECS[fmt]
+  assert_same(kernels.gelu_quantize(x, INT8_ROW, spec)[1], quantize(x, spec))
+  assert_same(kernels.quantize_sum(dy, spec)[0], quantize(dy, spec))
+  assert kernels.gelu_quantize(x, spec)[1] is x
+
+
+@pytest.mark.parametrize("operation", [o for o in OPERATIONS if "backward" in o or "sum" in o])
+def test_columns_are_summed_over_the_rows_of_all_programs(operation):
+  # Integers, whose sums are exact in any order. Standardised, x is 1 or -1; GELU's slope 1 or 0.
+  dy = np.random.default_rng(0).integers(-9, 9, (23, 48)).astype(np.float32)
+  sign = np.where(np.arange(48) % 2 == 0, np.float32(1), np.float32(-1))
+  x = jnp.asarray(np.tile(sign * 2**20, (23, 1)))
+  config = interpreted(operation).Config(rows=4, warps=1, vector=4)
+  actual, _ = run(operation, x, jnp.asarray(dy), INT8_ROW, config=config)
+  total = np.sum(dy, axis=0)
+  expected = {
+    "norm_backward": [sign * total, total],  # Of the scale, of the bias.
+    "gelu_backward": [(sign > 0) * total],
+    "quantize_sum": [total],
+  }[operation.split(",")[0]]
+  sums = [a for a in jax.tree.leaves(actual) if a.ndim == 1]
+  jax.tree.map(np.testing.assert_array_equal, sums, expected)
+
+
+@pytest.mark.parametrize("fmt", ["int8", "e4m3"])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_zeros_stay_zeros(operation, fmt):
+  x, dy = (a.at[1].set(0.0) for a in draw(3, 80))
+  actual, expected = run(operation, x, dy, SPECS[fmt])
+  assert_near(actual, expected, operation)
+  if not operation.startswith("norm"):  # It adds a bias.
+    for a in jax.tree.leaves(actual):
+      assert a.ndim == 1 or not np.any(a[1])
+
+
+@pytest.mark.parametrize("bits", [0x7FC000FF, 0x7F800000, 0xFF800000])  # A NaN, +-inf.
+@pytest.mark.parametrize("place", ["x", "dy"])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_what_is_not_finite_spoils_its_row_and_its_columns(operation, place, bits):
+  x, dy = map(np.array, draw(4, 80))
+  (x if place == "x" else dy).view(np.uint32)[2, 33] = bits
+  actual, expected = run(operation, jnp.asarray(x), jnp.asarray(dy), INT8_ROW)
+  assert_near(actual, expected, operation)
+  taken = {"norm_quantize": ["x"], "gelu_quantize": ["x"], "quantize_sum": ["dy"]}
+  row = 2 if place in taken.get(operation.split(",")[0], ["x", "dy"]) else None
+  for a in jax.tree.leaves(actual):
+    if a.shape == (4, 1):  # Scales.
+      np.testing.assert_array_equal(np.isnan(a[:, 0]), np.arange(4) == row)
+
+
+@pytest.mark.parametrize("shape", [(0, 32), (3, 0)], ids=str)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_of_nothing_comes_nothing(operation, shape):
+  actual, expected = run(operation, jnp.zeros(shape), jnp.zeros(shape), INT8_ROW)
+  assert jax.tree.structure(actual) == jax.tree.structure(expected)
+  jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("operation", ["norm_quantize", "gelu_quantize", "gelu_backward, kept"])
+def test_fp8_is_rounded_once_where_the_cast_truncates_to_float16_first(monkeypatch, operation, fmt):
+  (x, dy), spec = draw(3, 1000), SPECS[fmt]
+  on_90, _ = run(operation, x, dy, spec)
+  triton_case.cast_by_way_of_float16(monkeypatch)
+  monkeypatch.setattr(interpreted(operation), "compute_capability", lambda: 89)
+  assert_same(jax.tree.leaves(run(operation, x, dy, spec)[0]), jax.tree.leaves(on_90))
+
+
+@pytest.fixture(scope="module")
+def normal_distribution():
+  """Every finite bfloat16 h [m, k], and in float64 its GELU and GELU's derivative."""
+  h = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16)
+  h = h[np.isfinite(h.astype(np.float32))].reshape(-1, 4080)
+  exact = h.astype(np.float64)
+  cdf = np.vectorize(math.erfc)(exact * -math.sqrt(0.5)) / 2
+  pdf = np.exp(exact**2 / -2) / math.sqrt(2 * math.pi)
+  return h, exact * cdf, cdf + exact * pdf
+
+
+# Results below this may be flushed to zero, as the chips do with exp(-h**2 / 2).
+SMALLEST = 2.0**-126
+
+
+def test_gelu_of_every_bfloat16_is_the_exact_value_rounded(normal_distribution):
+  h, exact, _ = normal_distribution
+  g, _ = interpreted("gelu").gelu_quantize(jnp.asarray(h), None)
+  error = np.abs(np.asarray(g).astype(np.float64) - exact)
+  _, exponent = np.frexp(np.maximum(np.abs(exact), SMALLEST))
+  error /= np.exp2(exponent - 8.0)  # In units of the last of 8 bits.
+  assert np.max(error) < 0.505
+  assert np.sum(error > 0.5) <= 140  # Of 65,280; 132 with numpy's exp2 on x86.
+
+
+def test_gelu_has_its_relative_error_where_it_is_tiny_too(normal_distribution):
+  h, exact, _ = normal_distribution
+  g, _ = interpreted("gelu").gelu_quantize(jnp.asarray(h.astype(np.float32)), None)
+  error = np.abs(np.asarray(g).astype(np.float64) - exact)
+  assert np.all(error <= np.where(np.abs(exact) < SMALLEST, SMALLEST, 1.8e-5 * np.abs(exact)))
+
+
+def test_the_slope_of_gelu_has_its_error_too(normal_distribution):
+  h, _, slope = normal_distribution
+  h, ones = jnp.asarray(h.astype(np.float32)), jnp.ones(h.shape)
+  dh, _, _, g = interpreted("gelu").gelu_backward(h, ones, None)
+  error = np.abs(np.asarray(dh).astype(np.float64) - slope)
+  assert np.max(error) < 7.2e-6
+  tiny = np.maximum(np.abs(slope), SMALLEST)
+  assert np.all((error < 2.7e-5 * tiny)[np.asarray(h) < -1])
+  np.testing.assert_array_equal(g, interpreted("gelu").gelu_quantize(h, None)[0])
+
+
+@pytest.mark.parametrize("operation", [o for o in OPERATIONS if "," not in o])
+def test_what_the_kernels_lack_they_say(monkeypatch, operation):
+  kernels = interpreted(operation)
+
+  def lacks(message, shape=(2, 16), dtype=np.float32, spec=INT8_ROW):
+    x = jax.ShapeDtypeStruct(shape, dtype)
+    with pytest.raises(NotImplementedError, match=message):
+      OPERATIONS[operation](kernels, x, x, spec)
+
+  lacks("bfloat16, float16, float32, not float64", dtype=np.float64)
+  lacks("Rows of 8193: at most 8192", shape=(2, 8193))
+  if operation != "norm_backward":  # It has no spec.
+    lacks("takes scaling 'rowwise', not 'tensorwise'", spec=Spec(INT8, "tensorwise"))
+    monkeypatch.setattr(kernels, "compute_capability", lambda: 80)
+    lacks(r"float8_e4m3fn needs .* 8\.9; this GPU \(sm_80\) has int8", spec=SPECS["e4m3"])
+
+
+def test_what_the_kernels_lack_of_their_second_operand_they_say(monkeypatch):
+  x, wide = jnp.ones((2, 16)), jax.ShapeDtypeStruct((2, 16), np.float64)
+  norm, gelu, tensorwise = interpreted("norm"), interpreted("gelu"), Spec(INT8, "tensorwise")
+  for dn, dx in ((wide, None), (x, wide)):
+    with pytest.raises(NotImplementedError, match="float64"):
+      norm.norm_backward(x, _norm(x), dn, dx)
+  with pytest.raises(NotImplementedError, match="float64"):
+    gelu.gelu_backward(wide, x, None)
+  for call in (
+    gelu.gelu_quantize,
+    lambda x, spec, kept: gelu.gelu_backward(quantize(x, kept), x, spec),
+  ):
+    with pytest.raises(NotImplementedError, match="not 'tensorwise'"):
+      call(x, INT8_ROW, tensorwise)
+    with monkeypatch.context() as patch, pytest.raises(NotImplementedError, match="has int8"):
+      patch.setattr(gelu, "compute_capability", lambda: 80)
+      call(x, INT8_ROW, SPECS["e5m2"])
+
+
+WIDTHS = {"norm": (512, 768, 1024, 1280, 1664), "gelu": (2048, 3072, 4096, 5120, 6656, 8192)}
+# Rows that a program's code loads, of bfloat16, 8 bits and float32: before its loop and in it.
+LOADED = {
+  "norm_quantize": (2, 0, 2),
+  "norm_backward": (3, 0, 2),
+  "norm_backward, dx": (4, 0, 2),
+  "gelu_quantize": (1, 0, 0),
+  "gelu_quantize, keep": (1, 0, 0),
+  "gelu_backward": (4, 0, 0),
+  "gelu_backward, kept": (2, 2, 0),
+  "quantize_sum": (2, 0, 0),
+}
+
+
+@pytest.mark.parametrize(("capability", "fmt"), [(80, "int8"), (89, "e4m3"), (90, "int8")])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_clip_s_rows_stay_in_registers_and_come_16_bytes_at_a_time(
+  monkeypatch, tmp_path, capability, fmt, operation
+):
+  family = "norm" if operation.startswith("norm") else "gelu"
+  module, function = triton_case.loaded(f"{family}_triton"), OPERATIONS[operation]
+  for k in WIDTHS[family]:
+    x = jax.ShapeDtypeStruct((65536, k), jnp.bfloat16)
+    (kernel,) = triton_case.compiled(
+      *(monkeypatch, tmp_path / str(k), capability),
+      *(lambda x, dy: function(module, x, dy, SPECS[fmt]), x, x),
+    )
+    assert kernel.spilled_bytes == 0
+    assert kernel.shared_bytes <= triton_case.SHARED_BYTES[capability]
+    assert kernel.count(r"div\.full") == 0
+    if "gelu" not in operation:
+      assert kernel.count(r"max\.f32") == 0  # It would drop a NaN; max.NaN does not.
+    threads = int(re.search(r"\.reqntid (\d+)", kernel.ptx)[1])
+    halves, bytes_, floats = LOADED[operation]
+    # All but the end of a row that is no multiple of what the threads take at once.
+    whole = k // (threads * 8)
+    wide = kernel.count(r"ld\.global\.v4")
+    assert wide >= whole * (halves + 2 * floats)
+    narrow = {8: "v2", 4: "b32", 2: "b16"}
+    read = sum(size * kernel.count(rf"ld\.global\.{kind}") for size, kind in narrow.items())
+    scale = 4 if bytes_ else 0
+    assert 16 * wide + read - scale == k * (2 * halves + bytes_ + 4 * floats) // threads
