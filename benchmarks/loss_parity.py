@@ -3,9 +3,11 @@
   python -m benchmarks.loss_parity --config=configs/clip_vit_b16.py --config.data.root=shards \\
       --workdir=runs/parity
 
-Every recipe starts from the same parameters and sees the same batches, crops and dropped patches.
-Writes one line a recipe to benchmarks/results/loss_parity.jsonl: the losses, and how far each is
-from the first recipe's.
+For each seed every variant starts from the same parameters and sees the same batches, crops and
+dropped patches; another seed has other parameters and another order of the batches. A variant is a
+recipe, or a recipe and "unfused": plain Flax between the matmuls. Writes one line a variant to
+benchmarks/results/loss_parity.jsonl, and prints what can be compared: how far the last losses of a
+variant are from the first variant's, and how far apart the seeds are.
 """
 
 import dataclasses
@@ -23,57 +25,74 @@ from absl import flags
 from train import cli, data
 from train.config import Config
 from train.loop import jit_train_step
-from train.run import make_run
+from train.run import Run, make_run
 from train.sharding import batch_sharding
 
-_RECIPES = flags.DEFINE_list(
-  "recipes", ["full", "switchback"], "The first is what others compare to."
+_VARIANTS = flags.DEFINE_list(
+  "variants", ["full unfused", "switchback", "switchback unfused"], "The first is the base."
 )
-_STEPS = flags.DEFINE_integer("parity_steps", 10, "Steps of each.")
+_SEEDS = flags.DEFINE_integer("seeds", 3, "How many seeds.")
+_STEPS = flags.DEFINE_integer("parity_steps", 200, "Steps of each.")
 _OUT = flags.DEFINE_string("out", "benchmarks/results/loss_parity.jsonl", "Where lines are added.")
 
 
 def main(config: Config, workdir: Path) -> None:
-  rows = [measure(config, recipe, workdir) for recipe in _RECIPES.value]
-  print(f"{'recipe':16} {'first loss':>11} {'last loss':>11} {'largest difference':>20}")
-  with Path(_OUT.value).open("a") as file:
-    for row in rows:
-      for name in ("losses", "gradient_norms"):
-        pairs = zip(row[name], rows[0][name], strict=True)
-        row[f"largest_difference_of_{name}"] = max(abs(a - b) / b for a, b in pairs)
-      first, last = row["losses"][0], row["losses"][-1]
-      difference = row["largest_difference_of_losses"]
-      print(f"{row['recipe']:16} {first:11.5f} {last:11.5f} {difference:20.3%}")
-      file.write(json.dumps(row) + "\n")
+  workdir.mkdir(parents=True, exist_ok=True)
+  batches, states, rows = None, {}, []
+  print(f"{'variant':20} {'mean of the last quarter of losses, by seed':45} from the first variant")
+  for variant in _VARIANTS.value:
+    with tempfile.TemporaryDirectory(dir=workdir) as scratch:
+      run = make_run(with_variant(config, variant), Path(scratch))
+      batches = batches or draw(run)
+      row = measure(run, variant, batches, states)
+      run.checkpointer.close()
+    rows.append(row | compare(row, rows[0] if rows else row))
+    last = "  ".join(f"{loss:.4f}" for loss in rows[-1]["last_losses"])
+    print(f"{variant:20} {last:45} {rows[-1]['mean_difference']:+.4f}", flush=True)
+    with Path(_OUT.value).open("a") as file:
+      file.write(json.dumps(rows[-1]) + "\n")
+  print(f"The seeds' standard deviation: {rows[0]['deviation_over_seeds']:.4f}")
 
 
-def measure(config: Config, recipe: str, workdir: Path) -> dict:
-  """The losses of the first steps under a recipe."""
-  config = dataclasses.replace(config, model=dataclasses.replace(config.model, recipe=recipe))
-  with tempfile.TemporaryDirectory(dir=workdir) as scratch:
-    run = make_run(config, Path(scratch))
-    vision, text = run.model.config.vision, run.model.config.text
-    batches = data.prefetch_to_device(
-      data.train_iterator(
-        config, run.builder, run.tokenizer,
-        image_size=vision.image_size, context_length=text.context_length,
-      ),
-      batch_sharding(run.mesh),
-      config.data.prefetch,
-    )  # fmt: skip
-    step, state = jit_train_step(run), run.new_state()
-    losses, gradient_norms, seconds = [], [], []
-    for _ in range(_STEPS.value):
-      batch = next(batches)[0]
+def with_variant(config: Config, variant: str) -> Config:
+  recipe, _, how = variant.partition(" ")
+  if how not in ("", "unfused"):
+    raise ValueError(f"variant {variant!r} must be a recipe, or a recipe and 'unfused'.")
+  model = dataclasses.replace(config.model, recipe=recipe, fused=not how)
+  return dataclasses.replace(config, model=model)
+
+
+def draw(run: Run) -> list:
+  """The batches of all steps, in the memory of this machine."""
+  vision, text = run.model.config.vision, run.model.config.text
+  iterator = data.train_iterator(
+    run.config, run.builder, run.tokenizer,
+    image_size=vision.image_size, context_length=text.context_length,
+  )  # fmt: skip
+  return [next(iterator) for _ in range(_STEPS.value)]
+
+
+def measure(run: Run, variant: str, batches: list, states: dict) -> dict:
+  """The losses of the first steps from each seed, whose first state is kept in `states`."""
+  config, sharding = run.config, batch_sharding(run.mesh)
+  step, losses, gradient_norms, seconds = jit_train_step(run), [], [], []
+  for seed in range(_SEEDS.value):
+    if seed not in states:
+      states[seed] = jax.device_get(
+        run._replace(config=dataclasses.replace(config, seed=seed)).new_state()
+      )
+    state = jax.device_put(states[seed], jax.tree.map(lambda x: x.sharding, run.abstract_state))
+    found = []
+    for i in np.random.default_rng(seed).permutation(len(batches)):
+      batch = jax.device_put(batches[i], sharding)
       started = time.perf_counter()
       state, metrics, _ = step(state, batch)
-      losses.append(float(metrics["loss"]))
-      gradient_norms.append(float(metrics["gradient_norm"]))
+      found.append((float(metrics["loss"]), float(metrics["gradient_norm"])))
       seconds.append(time.perf_counter() - started)
-    batches.close()
-    run.checkpointer.close()
+    losses.append([loss for loss, _ in found])
+    gradient_norms.append([norm for _, norm in found])
   return {
-    "recipe": recipe,
+    "variant": variant,
     "losses": losses,
     "gradient_norms": gradient_norms,
     "compile_seconds": round(seconds[0], 1),
@@ -81,7 +100,7 @@ def measure(config: Config, recipe: str, workdir: Path) -> dict:
     "size": config.model.size,
     "dtype": config.model.dtype,
     "batch_size": config.batch_size,
-    "image_size": vision.image_size,
+    "image_size": run.model.config.vision.image_size,
     "patch_dropout": config.model.patch_dropout,
     "learning_rate": config.optimizer.learning_rate,
     "warmup_steps": config.optimizer.warmup_steps,
@@ -90,6 +109,18 @@ def measure(config: Config, recipe: str, workdir: Path) -> dict:
     "jax": jax.__version__,
     "python": platform.python_version(),
     "command": "python -m benchmarks.loss_parity " + " ".join(sys.argv[1:]),
+  }
+
+
+def compare(row: dict, base: dict) -> dict:
+  """What the curves have in common: means of their last quarters, and the distance between."""
+  quarter = max(1, len(row["losses"][0]) // 4)
+  last, others = (np.mean([one[-quarter:] for one in r["losses"]], axis=1) for r in (row, base))
+  return {
+    "last_losses": [round(float(loss), 5) for loss in last],
+    "deviation_over_seeds": float(np.std(last, ddof=1)) if len(last) > 1 else 0.0,
+    "mean_difference": float(np.mean(last - others)),
+    "differences": [float(d) for d in last - others],
   }
 
 

@@ -5,9 +5,10 @@
 
 Images and texts through both towers, loss, backward, StableAdamW on float32 parameters, as
 train.main compiles it, for each row of CASES. All contenders of a row train the same parameters in
-turns, on one batch of random pixels and tokens. The first is what the others are compared to:
-recipe "full" in plain Flax (`fused=False`), compiled by XLA, with cuDNN's attention. Adds a line a
-row: time, images a second, memory, compile time, MFU, and where the time goes.
+turns, on one batch of random pixels and tokens. What they are compared to is recipe "full" in plain
+Flax (`fused=False`), compiled by XLA, with cuDNN's attention: its layers in a loop or unrolled,
+whichever is faster. Adds a line a row: time, images a second, memory, compile time, MFU, and where
+the time goes.
 """
 
 import argparse
@@ -35,15 +36,18 @@ CASES = {  # size: images a batch, remat
   "B/32": (1024, "none"),
   "bigG/14": (128, "full"),
 }
-CONTENDERS = {  # name: recipe, fused
-  "flax": ("full", False),
-  "full": ("full", True),
-  "switchback": ("switchback", True),
-  "switchback_m": ("switchback_m", True),
-  "switchback_q": ("switchback_q", True),
-  "fp8_switchback": ("fp8_switchback", True),
-  "switchback_unfused": ("switchback", False),
+CONTENDERS = {  # name: recipe, fused, layers compiled in a piece (0: all)
+  "flax": ("full", False, 0),
+  "flax_loop": ("full", False, 1),
+  "full": ("full", True, 0),
+  "switchback": ("switchback", True, 0),
+  "switchback_loop": ("switchback", True, 1),
+  "switchback_unfused": ("switchback", False, 0),
+  "switchback_m": ("switchback_m", True, 0),
+  "switchback_q": ("switchback_q", True, 0),
+  "fp8_switchback": ("fp8_switchback", True, 0),
 }
+BASES = ("flax", "flax_loop")
 BF16_PEAK = {"NVIDIA H200": 989.4e12, "NVIDIA H100 80GB HBM3": 989.4e12}  # Dense, NVIDIA's sheet.
 
 
@@ -51,19 +55,13 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--out", default="benchmarks/results/step.jsonl")
   parser.add_argument("--sizes", nargs="+", default=list(CASES), choices=CASES)
-  parser.add_argument("--contenders", nargs="+", default=["flax", "switchback"], choices=CONTENDERS)
+  default = ["flax", "flax_loop", "full", "switchback", "switchback_m"]
+  parser.add_argument("--contenders", nargs="+", default=default, choices=CONTENDERS)
   parser.add_argument("--rounds", type=int, default=5)
   parser.add_argument("--kernels", help="a folder for the list of each contender's kernels")
   args = parser.parse_args()
   for size in args.sizes:
     line = measure(size, args.contenders, args.rounds, args.kernels)
-    for name, found in line["contenders"].items():
-      print(
-        f"{size:8} {name:18} {found['milliseconds']:8.1f} ms {found['speedup']:5.2f}x"
-        f" {found['images_per_second']:7.0f} images/s {found['peak_gigabytes']:6.1f} GB"
-        f" MFU {found['mfu_of_bf16_peak']:5.1%} compiled in {found['compile_seconds']:3.0f} s",
-        flush=True,
-      )
     append(args.out, [line | provenance()])
 
 
@@ -71,42 +69,44 @@ def measure(size: str, names: list[str], rounds: int, folder: str | None) -> dic
   batch_size, remat = CASES[size]
   config = SIZES[size]
   optimizer, _ = make_optimizer(OptimizerConfig(), steps=20_000)
-  models = {
-    name: CLIP(config, recipe=RECIPES[recipe], fused=fused, remat=remat)
-    for name, (recipe, fused) in ((name, CONTENDERS[name]) for name in names)
-  }
+  models = {}
+  for name in names:
+    recipe, fused, unroll = CONTENDERS[name]
+    models[name] = CLIP(config, recipe=RECIPES[recipe], fused=fused, remat=remat, unroll=unroll)
   # The parameter tree is the same for all of them, so that one state serves.
   state = jax.jit(make_init(models[names[0]], optimizer, seed=0))()
   batch = draw(config, batch_size)
   steps, found = {}, {}
   for name, model in models.items():
-    step = jax.jit(make_train_step(model, optimizer, LOSSES["softmax"], 0), donate_argnums=0)
-    started = time.perf_counter()
-    steps[name] = step.lower(state, batch).compile()
-    memory = steps[name].memory_analysis()
-    found[name] = {
-      "compile_seconds": round(time.perf_counter() - started, 1),
-      "peak_gigabytes": round((memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 1e9, 2),
-      "temporary_gigabytes": round(memory.temp_size_in_bytes / 1e9, 2),
-    }
+    steps[name], found[name] = compiled(model, optimizer, state, batch)
+    print(f"{size:8} {name:18} compiled in {found[name]['compile_seconds']:3.0f} s", flush=True)
   times, state, losses = race(steps, state, batch, rounds)
+  medians = {name: statistics.median(times[name]) for name in names}
+  base = min((medians[name] for name in BASES if name in names), default=medians[names[0]])
   flops = model_flops(config, batch_size)
-  for name, step in steps.items():
-    seconds = statistics.median(times[name])
-    listed, state = profile(step, state, batch)
-    groups = grouped(listed, step.as_text())
-    idle = seconds * 1e3 - sum(groups.values())
+  for name, seconds in medians.items():
     found[name] |= {
       "milliseconds": round(seconds * 1e3, 2),
       "spread": round((max(times[name]) - min(times[name])) / seconds, 4),
-      "speedup": round(statistics.median(times[names[0]]) / seconds, 3),
+      "speedup": round(base / seconds, 3),
       "images_per_second": round(batch_size / seconds, 1),
       "mfu_of_bf16_peak": round(flops / seconds / BF16_PEAK[jax.devices()[0].device_kind], 4),
       "last_loss": round(losses[name], 5),
-      "milliseconds_by_group": groups | {"no kernel": round(idle, 3)},
     }
+    print(
+      f"{size:8} {name:18} {seconds * 1e3:8.1f} ms {base / seconds:5.2f}x"
+      f" {batch_size / seconds:7.0f} images/s {found[name]['peak_gigabytes']:6.1f} GB"
+      f" MFU {found[name]['mfu_of_bf16_peak']:5.1%}",
+      flush=True,
+    )
+  for name, step in steps.items():
+    listed, state = profile(step, state, batch)
+    origins = origins_of(step.as_text())
+    groups = grouped(listed, origins)
+    idle = found[name]["milliseconds"] - sum(groups.values())
+    found[name]["milliseconds_by_group"] = groups | {"no kernel": round(idle, 3)}
     if folder:
-      write_kernels(f"{folder}/{size.replace('/', '-')}_{name}.txt", listed, step.as_text())
+      write_kernels(f"{folder}/{size.replace('/', '-')}_{name}.txt", listed, origins)
   return {
     "benchmark": "step",
     "size": size,
@@ -116,6 +116,19 @@ def measure(size: str, names: list[str], rounds: int, folder: str | None) -> dic
     "model_teraflops": round(flops / 1e12, 2),
     "contenders": found,
     "data": "uniform random pixels and tokens, one batch",
+  }
+
+
+def compiled(model, optimizer, state, batch):
+  """The step, and what compiling it told: seconds, gigabytes."""
+  step = jax.jit(make_train_step(model, optimizer, LOSSES["softmax"], 0), donate_argnums=0)
+  started = time.perf_counter()
+  step = step.lower(state, batch).compile()
+  seconds, memory = time.perf_counter() - started, step.memory_analysis()
+  return step, {
+    "compile_seconds": round(seconds, 1),
+    "peak_gigabytes": round((memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 1e9, 2),
+    "temporary_gigabytes": round(memory.temp_size_in_bytes / 1e9, 2),
   }
 
 
@@ -170,9 +183,9 @@ def model_flops(config: CLIPConfig, batch_size: int) -> float:
   return batch_size * (total + 6 * batch_size * config.embed_dim)
 
 
-def write_kernels(path: str, listed: list[Kernel], hlo: str) -> None:
+def write_kernels(path: str, listed: list[Kernel], origins: dict[str, str]) -> None:
   """Every kernel's total time, count and origin, the longest first."""
-  origins, each = origins_of(hlo), defaultdict(list)
+  each = defaultdict(list)
   for kernel in listed:
     each[kernel.name, origins.get(kernel.operation, kernel.operation)].append(kernel.milliseconds)
   with open(path, "w") as file:

@@ -90,6 +90,12 @@ FP8_TENSORWISE = Recipe(
 )
 FP8_SWITCHBACK = Recipe(fwd=(e4m3_row, e4m3_tensor), dgrad=(e5m2_row, e4m3_tensor), wgrad=None)
 
+# The paper keeps wgrad in 16 bits: one scale would serve a feature over all tokens, and a token
+# far out costs int8 the others' last bits. fp8's steps shrink with the value. e4m3 twice has three
+# bits of mantissa on both sides; e5m2 has two, and a range for dy of any tail.
+SWITCHBACK_FP8_WGRAD = dataclasses.replace(SWITCHBACK, wgrad=(e4m3_row, e5m2_row))
+SWITCHBACK_E4M3_WGRAD = dataclasses.replace(SWITCHBACK, wgrad=(e4m3_row, e4m3_row))
+
 RECIPES = {
   "full": FULL,
   "switchback": SWITCHBACK,
@@ -98,6 +104,8 @@ RECIPES = {
   "llm_int8": LLM_INT8,
   "fp8_tensorwise": FP8_TENSORWISE,
   "fp8_switchback": FP8_SWITCHBACK,
+  "switchback_fp8_wgrad": SWITCHBACK_FP8_WGRAD,
+  "switchback_e4m3_wgrad": SWITCHBACK_E4M3_WGRAD,
 }
 
 

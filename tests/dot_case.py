@@ -10,7 +10,14 @@ import numpy as np
 from sbjax import quantized_dot
 
 # The recipes whose y and dx are exact sums, and so the same in whatever order they are made.
-INT8_SUMS = ("switchback", "switchback_m", "switchback_q", "llm_int8")
+INT8_SUMS = (
+  "switchback",
+  "switchback_m",
+  "switchback_q",
+  "llm_int8",
+  "switchback_fp8_wgrad",
+  "switchback_e4m3_wgrad",
+)
 
 
 class Case(NamedTuple):

@@ -153,7 +153,8 @@ def test_parts_are_columns_of_the_whole(name, quantized):
     (lambda y, vjp: (y, *vjp(dy)))(*jax.vjp(function, x, norm, w, b)) for function in (parts, whole)
   )
   for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    if a.dtype != jax.dtypes.float0:  # Of a Kernel's 8 bits.
+      np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
 def test_a_kernel_passes_its_gradient_to_the_master_alone():

@@ -1,4 +1,4 @@
-"""Seven recipes against an independent float64 reference, and the laws they obey."""
+"""The recipes against an independent float64 reference, and the laws they obey."""
 
 import collections
 import functools
@@ -185,6 +185,8 @@ PRODUCTS = {
   "llm_int8": {INT8: 3},
   "fp8_tensorwise": {FP8: 3},
   "fp8_switchback": {FP8: 2, BF16: 1},
+  "switchback_fp8_wgrad": {INT8: 2, FP8: 1},
+  "switchback_e4m3_wgrad": {INT8: 2, FP8: 1},
 }
 
 

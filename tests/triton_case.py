@@ -57,14 +57,18 @@ def loaded(name):
   return importlib.import_module(f"sbjax.pallas.{name}")
 
 
-def _interpret(*operands, kernel, name, grid, out, num_warps, num_stages=1, **constants):
+def _interpret(
+  *operands, kernel, name, grid, out, num_warps, num_stages=1, in_place=None, **constants
+):
   """`sbjax.pallas.triton.triton_call` in the interpreter, outputs filled with what is wrong."""
   del name, num_warps, num_stages
   inputs = [_Tensor(np.array(a)) for a in operands]
-  outputs = jax.tree.map(lambda a: _Tensor(np.full(a.shape, 85, a.dtype)), out)
+  outputs = [_Tensor(np.full(a.shape, 85, a.dtype)) for a in jax.tree.leaves(out)]
+  for operand, output in (in_place or {}).items():
+    outputs[output] = inputs[operand]
   with np.errstate(all="ignore"):
-    kernel[(grid,)](*inputs, *jax.tree.leaves(outputs), **constants)
-  return jax.tree.map(lambda a: jnp.asarray(a.array), outputs)
+    kernel[(grid,)](*inputs, *outputs, **constants)
+  return jax.tree.unflatten(jax.tree.structure(out), [jnp.asarray(a.array) for a in outputs])
 
 
 class _Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(kw_only=True)
 class ModelConfig:
-  size: str  # a key of sbjax.models.clip.SIZES
+  size: str  # a key of sbjax.models.sizes.SIZES
   image_size: int = 0  # pixels; 0: the size's own
   patch_size: int = 0  # pixels; 0: the size's own
   context_length: int = 0  # 0: the size's own
@@ -22,7 +22,8 @@ class ModelConfig:
   qk_norm: bool = False
   patch_dropout: float = 0.0  # fraction of patches dropped in training
   scan: bool = True  # one compiled block, scanned over the layers
-  remat: str = "none"  # "none", "full", or a named policy of sbjax.models.clip.REMAT_POLICIES
+  unroll: int = 1  # layers of a scan compiled in a piece; 0: all, faster on a GPU
+  remat: str = "none"  # "none", "full", or a key of sbjax.models.transformer.REMAT_POLICIES
 
 
 @dataclasses.dataclass(kw_only=True)

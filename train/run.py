@@ -31,7 +31,7 @@ from train.tokenizer import Tokenizer, make_tokenizer
 _MAY_CHANGE = {
   "steps", "log_every", "eval_every", "eval_batch_size", "checkpoint_every", "checkpoint_keep",
   "wandb_project", "mesh", "data.data_dir", "data.root", "data.prefetch", "model.backend",
-  "model.remat", "data.eval_split", "data.eval_shards", "data.workers",
+  "model.remat", "model.unroll", "data.eval_split", "data.eval_shards", "data.workers",
 }  # fmt: skip
 
 
@@ -119,6 +119,7 @@ def make_model(
     qk_norm=config.qk_norm,
     patch_dropout=config.patch_dropout,
     scan=config.scan,
+    unroll=config.unroll,
     remat=config.remat,
     activation_sharding=sharding,
     **({"init_logit_scale": 10.0, "init_logit_bias": -10.0} if siglip else {}),

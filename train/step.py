@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from sbjax.models.clip import CLIP, quantize_kernels
+from sbjax.models.clip import CLIP
+from sbjax.models.convert import unstack_blocks
 from sbjax.models.sizes import CLIPConfig
+from sbjax.models.transformer import quantize_kernels
 from sbjax.stable_adamw import tensor_rms
 from train.images import normalize
 from train.sharding import path_name
@@ -26,11 +28,14 @@ def make_init(model: CLIP, optimizer: optax.GradientTransformation, seed: int):
 
   def init() -> TrainState:
     vision, text = model.config.vision, model.config.text
-    params = model.init(
+    # Stacked, layers are drawn at once, which compiles faster; and a run starts from the same
+    # parameters with and without scan.
+    params = model.clone(scan=True, unroll=1).init(
       jax.random.key(seed),
       jnp.zeros((1, vision.image_size, vision.image_size, 3), jnp.float32),
       jnp.zeros((1, text.context_length), jnp.int32),
     )["params"]
+    params = params if model.scan else unstack_blocks(params)
     return TrainState(jnp.zeros([], jnp.int32), params, optimizer.init(params))
 
   return init

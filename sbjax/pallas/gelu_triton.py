@@ -62,6 +62,15 @@ def backward_config(m: int, k: int, itemsize: int) -> Config:
   )
 
 
+def sum_config(m: int, k: int, itemsize: int) -> Config:
+  """At most 40 elements of a row for each thread: there is little to compute with them."""
+  return Config(
+    rows=min(32, triton.next_power_of_2(triton.cdiv(m, 512))),
+    warps=triton.next_power_of_2(triton.cdiv(k, 1280)),
+    vector=16 // itemsize,
+  )
+
+
 def gelu_quantize(
   h: jax.Array, spec: Spec | None, keep: Spec | None = None, *, config: Config | None = None
 ) -> tuple[Quantized | jax.Array, Quantized | jax.Array]:
@@ -124,6 +133,7 @@ def gelu_backward(
       _sums(dg, config),
       _struct(dg.shape, dg.dtype),
     ),
+    in_place={2: 0} if isinstance(h, Quantized) or h.dtype != dg.dtype else {0: 4, 2: 0},
     num_warps=config.warps,
     **_constants(dg, config),
     **dict(LIMIT=_limit(spec), DEQUANTIZE=isinstance(h, Quantized)),
@@ -142,7 +152,7 @@ def quantize_sum(
   check_rows(dy, spec, chip=compute_capability())
   if dy.size == 0:
     return rows.quantize_sum(dy, spec)
-  config = backward_config(*dy.shape, dy.dtype.itemsize) if config is None else config
+  config = sum_config(*dy.shape, dy.dtype.itemsize) if config is None else config
   values, scale, sums = triton_call(
     dy,
     kernel=_quantize_sum_kernel,
@@ -268,6 +278,7 @@ def _gelu_backward_kernel(
   dgs_ahead = load_row(dg_ptr, first, end, RAGGED, K, PIECES, VECTOR)
   for r in range(ROWS):
     row = first + r
+    tl.debug_barrier()  # dh and g go where dg and h are: all threads have read this row.
     hs, dgs = to_float32(hs_ahead), to_float32(dgs_ahead)
     hs_ahead = load_row(h_ptr, row + 1, end, True, K, PIECES, VECTOR)
     dgs_ahead = load_row(dg_ptr, row + 1, end, True, K, PIECES, VECTOR)

@@ -16,7 +16,9 @@ from jax.interpreters import partial_eval
 from sbjax.pallas import chip
 
 
-def triton_call(*operands, kernel, name, grid, out, num_warps, num_stages=1, **constants):
+def triton_call(
+  *operands, kernel, name, grid, out, num_warps, num_stages=1, in_place=None, **constants
+):
   """Runs `kernel(*operands, *outputs, **constants)` on each program of the one-axis grid.
 
   A product and a sum stay two roundings: nothing is contracted to a fused multiply-add.
@@ -25,6 +27,8 @@ def triton_call(*operands, kernel, name, grid, out, num_warps, num_stages=1, **c
     operands: arrays; a kernel takes all else as `tl.constexpr`.
     grid: the number of programs.
     out: the outputs, jax.ShapeDtypeStruct each.
+    in_place: which operand's memory an output takes, by their numbers; XLA copies the operand
+      where it is still needed.
   """
   jax_triton, old = _jax_triton()
   if old:
@@ -38,6 +42,7 @@ def triton_call(*operands, kernel, name, grid, out, num_warps, num_stages=1, **c
     grid=(grid,),
     num_warps=num_warps,
     num_stages=num_stages,
+    input_output_aliases=in_place,
     compute_capability=compute_capability(),
     **versioned,
     **constants,

@@ -1,0 +1,84 @@
+"""A CLIP small enough to try things on: its parameters, its batch, what comes out of it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from sbjax.models.clip import CLIP
+from sbjax.models.sizes import CLIPConfig, TextConfig, VisionConfig
+
+EOT = 63
+MICRO = CLIPConfig(
+  24,
+  VisionConfig(image_size=16, patch_size=4, width=48, layers=3, heads=3),
+  TextConfig(context_length=8, vocab_size=64, width=32, layers=2, heads=2, eot_id=EOT),
+)
+clip = functools.partial(CLIP, MICRO, dtype=jnp.float32)
+
+
+def pairs(batch=4, config=MICRO):
+  """Images, and texts that end at their fifth token."""
+  size, text = config.vision.image_size, config.text
+  image = jax.random.normal(jax.random.key(1), (batch, size, size, 3))
+  ids = jax.random.randint(jax.random.key(2), (batch, text.context_length), 2, text.eot_id)
+  return image, ids.at[:, 4].set(text.eot_id)
+
+
+@functools.cache
+def shapes(config=MICRO, **options):
+  init = CLIP(config, **options).init
+  image, text = jax.eval_shape(functools.partial(pairs, config=config))
+  return jax.eval_shape(init, jax.random.key(0), image, text)["params"]
+
+
+@functools.cache
+def random_params(**options):
+  """Nothing zero or one: kernels keep a variance, and what multiplies stays near one."""
+  rng = np.random.default_rng(0)
+
+  def draw(path, leaf):
+    noise = rng.standard_normal(leaf.shape, np.float32)
+    if path[-1] == "kernel":
+      return jnp.asarray(noise * np.float32(leaf.shape[-2] ** -0.5))
+    return jnp.asarray(np.float32(path[-1] in ("scale", "logit_scale")) + noise * np.float32(0.2))
+
+  return unflatten_dict({k: draw(k, v) for k, v in flatten_dict(shapes(**options)).items()})
+
+
+# Compiling is most of these tests' time.
+compiled = functools.partial(
+  jax.jit,
+  compiler_options={
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+  },
+)
+
+
+@functools.cache
+def initial_params():
+  return compiled(clip(zero_init_layer_scale=True).init)(jax.random.key(0), *pairs())["params"]
+
+
+@functools.partial(compiled, static_argnames=("model", "train"))
+def apply(model, params, image, text, train=False, rngs=None):
+  return model.apply({"params": params}, image, text, train=train, rngs=rngs)
+
+
+def outputs(model, params, batch=None, **kwargs):
+  return apply(model, params, *(pairs() if batch is None else batch), **kwargs)
+
+
+def image_loss(model, params):
+  """Some number that depends on every parameter of the image tower."""
+  features = model.apply({"params": params}, pairs()[0], method="encode_image")
+  weights = jnp.asarray(np.random.default_rng(5).standard_normal(features.shape, np.float32))
+  return jnp.sum(weights * features)
+
+
+@functools.partial(compiled, static_argnames="model")
+def image_gradient(model, params):
+  return jax.grad(functools.partial(image_loss, model))(params)["image"]
