@@ -5,22 +5,21 @@
 Forward, input gradient and weight gradient of fc1 [dim, 4 dim] and fc2 [4 dim, dim] with every
 quantize, under one jit, as in figures 3, 4 (left) and 12 of Wortsman et al. 2023. Activations are
 bfloat16, weights float32 for every recipe, and nothing stands between the layers. The whole is
-timed by the clock; what each kernel in it takes, by CUPTI. Adds a line a (tokens, dim).
+timed by the clock; what each kernel in it takes, by JAX's profiler. Adds a line a (tokens, dim).
 """
 
 import argparse
-import statistics
+import re
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.mosaic.gpu import profiler
 
-from benchmarks.timing import append, contender, provenance, race
+from benchmarks.kernels import GROUPS, kernels
+from benchmarks.timing import Contender, append, contender, provenance, race
 from sbjax import quantized_dot
 
 RECIPES = ("full", "switchback", "switchback_m", "switchback_q", "fp8_switchback")
-# Names of kernels: ours, and those of cuBLAS, which computes what stays in 16 bits.
-EIGHT_BITS, SIXTEEN_BITS = ("sbjax_scaled_matmul",), ("nvjet", "gemm", "xmma", "cutlass")
+MATMULS = f"{GROUPS['8-bit matmuls']}|{GROUPS['16-bit matmuls']}"
 
 
 def main() -> None:
@@ -46,7 +45,7 @@ def measure(tokens: int, dim: int) -> dict:
   contenders = {name: contender(whole(name), [(x, w1, w2, dy)]) for name in RECIPES}
   race(list(contenders.values()), rounds=7, seconds=0.03)
   times = {name: one.seconds for name, one in contenders.items()}
-  parts = {name: kernels(one.call, one.sets) for name, one in contenders.items()}
+  parts = {name: profile(one) for name, one in contenders.items()}
   return {
     "benchmark": "linear",
     "tokens": tokens,
@@ -72,19 +71,17 @@ def whole(recipe: str):
   return run
 
 
-def kernels(function, *inputs, iterations: int = 10) -> list[tuple[str, float]]:
-  """Name and median milliseconds of every kernel of a call, in their order."""
-  timed = profiler.measure(function, iterations=iterations, aggregate=False)
-  _, calls = timed(*inputs)
-  return [
-    (columns[0][0][:60], round(statistics.median(time for _, time in columns), 4))
-    for columns in zip(*calls, strict=True)
-  ]
+def profile(one: Contender, calls: int = 5) -> list[tuple[str, float]]:
+  """Name and milliseconds of every kernel of a call, in their order: means over some calls."""
+  listed = kernels(lambda: [one.call(one.sets) for _ in range(calls)])
+  each = len(listed) // calls
+  times = [sum(k.milliseconds for k in listed[i::each]) / calls for i in range(each)]
+  return [(k.name[:60], round(t, 4)) for k, t in zip(listed[:each], times, strict=True)]
 
 
 def share_of_quantizing(found) -> float:
   """What all kernels but the matmuls take, of the whole."""
-  matmul = sum(time for name, time in found if any(w in name for w in EIGHT_BITS + SIXTEEN_BITS))
+  matmul = sum(time for name, time in found if re.search(MATMULS, name))
   return round(1 - matmul / sum(time for _, time in found), 4)
 
 

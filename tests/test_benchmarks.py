@@ -1,0 +1,67 @@
+"""The benchmarks' bookkeeping: what they count and what they call a kernel."""
+
+import math
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import pytest
+
+from benchmarks.kernels import Kernel, grouped, origins_of
+from benchmarks.step import model_flops
+from sbjax.models.clip import CLIP
+from sbjax.models.sizes import SIZES
+
+
+def test_an_operation_s_origin_is_read_from_compiled_text():
+  @jax.jit
+  def run(x):
+    with jax.named_scope("optimizer"):
+      return jnp.sin(x) @ x
+
+  hlo = run.lower(jnp.ones((8, 8))).compile().as_text()
+  origins = origins_of(hlo)
+  assert any(path.endswith("optimizer/dot_general") for path in origins.values())
+  assert all(f"{name} = " in hlo for name in origins)
+
+
+@pytest.mark.parametrize(
+  ("name", "origin", "group"),
+  [
+    ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob", "", "attention"),
+    ("sbjax_scaled_matmul_mosaic_gpu_kernel", "block_0._attention/out", "8-bit matmuls"),
+    ("nvjet_sm90_tss_128x256_64x4_2x1_v_bz_coopA_NTN", "", "16-bit matmuls"),
+    ("_gelu_backward_kernel", "block_0._mlp", "layer norm, GELU, sums"),
+    ("_quantize_sum_kernel", "", "layer norm, GELU, sums"),
+    ("_rowwise_kernel", "block_0._attention/out", "quantizing alone"),
+    ("loop_add_fusion_3", "jit(train_step)/optimizer/add", "XLA: the optimizer"),
+    ("input_concatenate_fusion", "image/blocks/blocks._attention/x", "XLA: around attention"),
+    ("MemcpyD2D", "", "XLA: else"),
+  ],
+)
+def test_a_kernel_belongs_to_one_group(name, origin, group):
+  found = grouped([Kernel(name, "operation.1", 0.25), Kernel(name, "", 0)], {"operation.1": origin})
+  assert found == {group: 0.25}
+
+
+def dot_flops(jaxpr):
+  """Of all matmuls in it, two for each product."""
+  total = 0
+  for eqn in jaxpr.eqns:
+    if eqn.primitive.name == "dot_general":
+      ((contracted, _), _), lhs = eqn.params["dimension_numbers"], eqn.invars[0].aval
+      depth = math.prod(lhs.shape[axis] for axis in contracted)
+      total += 2 * math.prod(eqn.outvars[0].aval.shape) * depth
+    total += sum(map(dot_flops, jax.extend.core.jaxprs_in_params(eqn.params)))
+  return total
+
+
+def test_flops_of_a_step_are_three_times_those_of_the_matmuls_forward():
+  config, batch = SIZES["B/16"], 4
+  model = CLIP(config, scan=False, fused=False)
+  image = jnp.zeros((batch, config.vision.image_size, config.vision.image_size, 3))
+  text = jnp.zeros((batch, config.text.context_length), jnp.int32)
+  params = jax.eval_shape(model.init, jax.random.key(0), image, text)
+  forward = dot_flops(jax.make_jaxpr(model.apply)(params, image, text).jaxpr)
+  # Pixels take no gradient: a third of the patch embedding is not there.
+  assert model_flops(config, batch) / 3 == pytest.approx(forward, rel=0.01)
