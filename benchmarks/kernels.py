@@ -12,7 +12,7 @@ import jax
 # The first that matches a kernel's name, or where XLA says that its operation comes from.
 GROUPS = {
   "attention": r"sdpa|fmha|flash|cudnn",
-  "8-bit matmuls": r"sbjax_scaled_matmul|sbjax_accumulate",
+  "8-bit matmuls": r"sbjax_scaled_matmul|sbjax_accumulate|^_scaled_matmul_kernel",
   "16-bit matmuls": r"nvjet|gemm|xmma|cutlass",
   "layer norm, GELU, sums": r"^_(norm|gelu|quantize_sum)(_backward)?_kernel",
   "quantizing alone": r"^_(rowwise|absmax|cast)\w*_kernel",

@@ -23,7 +23,7 @@ from sbjax.matmul import scaled_matmul
 from sbjax.pallas import shards
 from sbjax.pallas.chip import compute_capability, target
 from sbjax.pallas.partition import is_explicit
-from sbjax.quantize import Spec, quantize
+from sbjax.quantize import Quantized, Spec, quantize
 
 _log = logging.getLogger("sbjax")
 MAX_ROW = 8192  # Longer rows do not stay in registers beside what is made of them.
@@ -189,8 +189,9 @@ def _row_operation(kernel, name: str):
   definition = getattr(rows, name)
 
   def run(*args):
-    width = jax.tree.leaves(args)[0].shape[1]
-    if any(spec.scaling != "rowwise" for spec in _specs(args)) or width > MAX_ROW:
+    rows, width = jax.tree.leaves(args)[0].shape
+    one_scale = any(isinstance(a, Quantized) and len(a.scale) != rows for a in args)
+    if one_scale or width > MAX_ROW or any(s.scaling != "rowwise" for s in _specs(args)):
       return definition(*args)
     # Layer norm needs its whole row.
     return shards.by_rows(kernel, definition, *args, splits_rows=not name.startswith("norm"))

@@ -21,6 +21,7 @@ from sbjax.quantize import Quantized
 from sbjax.quantized_dot import (
   DOT_NAME,
   RESIDUAL_NAME,
+  check_bias,
   check_floating,
   prepared,
   warn_where_inexact,
@@ -53,9 +54,10 @@ def norm_dot(
   warn_where_inexact(recipe, backend)
   _check_norm(x, norm)
   w = prepared("w", w, x.shape, recipe, backend)
+  check_bias("bias", bias, w)
   columns = linear.master(w).shape[1]
-  if columns % (parts or 1):
-    raise ValueError(f"w [{w.shape[0]}, {columns}] cannot be cut into {parts=} alike.")
+  if parts is not None and (parts < 1 or columns % parts):
+    raise ValueError(f"{parts=} must divide the {columns} columns of w.")
   x_rows, ys = _norm_dot(recipe, backend, parts or 1, _rows(x), norm, w, bias)
   ys = tuple(checkpoint_name(y.reshape(*x.shape[:-1], y.shape[1]), DOT_NAME) for y in ys)
   return x_rows.reshape(x.shape), ys if parts else ys[0]
@@ -65,9 +67,9 @@ def norm_mlp(
   x: jax.Array,
   norm: Norm,
   w1: jax.Array | Kernel,
-  b1: jax.Array,
+  b1: jax.Array | None,
   w2: jax.Array | Kernel,
-  b2: jax.Array,
+  b2: jax.Array | None,
   recipe: Recipe | str,
   *,
   backend: str | None = None,
@@ -82,7 +84,9 @@ def norm_mlp(
   warn_where_inexact(recipe, backend)
   _check_norm(x, norm)
   w1 = prepared("w1", w1, x.shape, recipe, backend)
-  w2 = prepared("w2", w2, linear.master(w1).shape, recipe, backend)
+  w2 = prepared("w2", w2, (*x.shape[:-1], linear.master(w1).shape[1]), recipe, backend)
+  check_bias("b1", b1, w1)
+  check_bias("b2", b2, w2)
   x_rows, y = _norm_mlp(recipe, backend, _rows(x), norm, w1, b1, w2, b2)
   y = checkpoint_name(y.reshape(*x.shape[:-1], y.shape[1]), DOT_NAME)
   return x_rows.reshape(x.shape), y
@@ -161,7 +165,7 @@ def _norm_mlp_bwd(recipe, backend, residuals, gradients):
   dx, d_norm, n = ops.norm_backward(x, norm, dn, dx)
   dw1 = linear.wgrad(ops, recipe, n, dh, w1)
   dw1, dw2 = linear.cotangent(w1, dw1), linear.cotangent(w2, dw2)
-  return dx, _like(norm, d_norm), dw1, db1.astype(b1.dtype), dw2, db2
+  return dx, _like(norm, d_norm), dw1, None if b1 is None else db1.astype(b1.dtype), dw2, db2
 
 
 _norm_mlp.defvjp(_norm_mlp_fwd, _norm_mlp_bwd)

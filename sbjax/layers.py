@@ -122,7 +122,7 @@ class NormDense(nn.Module):
   The parameters are {"norm": {"scale", "bias"}, "dense": {"kernel", "bias"}}.
 
   Returns:
-    x as it was, for a residual connection, and the result [..., features] in `dtype`.
+    x, for a residual connection, and the result [..., features]: both in `dtype` (None: x's own).
   """
 
   features: int
@@ -147,7 +147,7 @@ class NormMLP(nn.Module):
   The parameters are {"norm": {"scale", "bias"}, "fc1": {"kernel", "bias"}, "fc2": {...}}.
 
   Returns:
-    x [..., K] as it was, for a residual connection, and the result [..., K] in `dtype`.
+    x, for a residual connection, and the result, both [..., K] in `dtype` (None: x's own).
   """
 
   hidden: int

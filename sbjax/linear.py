@@ -105,10 +105,8 @@ def dgrad(ops: Backend, recipe: Recipe, dy, w, dtype, out_sharding):
 def wgrad(ops: Backend, recipe: Recipe, x, dy, w):
   """`x.T @ dy` [K, N] in the dtype of w, which is what was `kept` of it."""
   has_values = isinstance(w, Kernel) and w.dgrad is not None
-  dtype, sharding = (
-    master(w).dtype,
-    jax.typeof(w.dgrad.values if has_values else master(w)).sharding,
-  )
+  dtype = master(w).dtype
+  sharding = jax.typeof(w.dgrad.values if has_values else master(w)).sharding
   if recipe.wgrad is None:
     return full_dot(x, dy, ((0,), (0,)), dtype, sharding)
   x_spec, dy_spec = recipe.wgrad

@@ -53,6 +53,7 @@ def quantized_dot(
   warn_where_inexact(recipe, backend)
   check_floating("x", x)
   w = prepared("w", w, x.shape, recipe, backend)
+  check_bias("bias", bias, w)
   rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
   y = _dot(recipe, backend, rows, w, bias)
   return checkpoint_name(y.reshape(*x.shape[:-1], y.shape[1]), DOT_NAME)
@@ -71,9 +72,32 @@ def prepared(name: str, w, x_shape, recipe: Recipe, backend: str | None):
     raise ValueError(f"{name} must be [K, N], not {array.shape}.")
   if len(x_shape) < 1 or x_shape[-1] != array.shape[0]:
     raise ValueError(f"x [..., K] and {name} [K, N] must agree in K: {x_shape} and {array.shape}.")
+  if isinstance(w, Kernel):
+    _check_made_for(name, w, recipe)
   if recipe.residuals == "quantized" and not isinstance(w, Kernel):
     return linear.quantize_kernel(w, recipe, backend=backend)
   return w
+
+
+def _check_made_for(name: str, kernel: Kernel, recipe: Recipe) -> None:
+  for matmul in ("fwd", "dgrad"):
+    pair, found = getattr(recipe, matmul), getattr(kernel, matmul)
+    specs = None if pair is None else (pair[1].dtype, pair[1].scaling == "rowwise")
+    here = None if found is None else (found.values.dtype, found.scale.shape[0] > 1)
+    if specs != here:
+      raise ValueError(
+        f"{name} was quantized for another recipe: its {matmul} is not what {recipe} takes."
+        " Use quantize_kernel with the same recipe."
+      )
+
+
+def check_bias(name: str, bias, w) -> None:
+  """Raises unless bias is None or fits the columns of w."""
+  if bias is None:
+    return
+  check_floating(name, bias)
+  if bias.shape != linear.master(w).shape[1:]:
+    raise ValueError(f"{name} must be {linear.master(w).shape[1:]}, not {bias.shape}.")
 
 
 def check_floating(name: str, operand: jax.Array) -> None:

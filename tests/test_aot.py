@@ -120,4 +120,5 @@ def test_8_bit_products_are_the_tensor_core_s(chip, proof):
 def test_mosaic_s_kernels_spill_no_register(chip, proof):
   found = proof["kernels"]
   assert (found["reports"] > 0) == (MOSAIC in KERNELS[chip])
-  assert len(found["spilled"]) == 2 * found["reports"] and not any(found["spilled"])
+  # Each says what it stores and what it loads; one may be of several kernels.
+  assert len(found["spilled"]) >= 2 * found["reports"] and not any(found["spilled"])

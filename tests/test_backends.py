@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import triton_case
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 
 from sbjax import (
   E4M3,
@@ -17,9 +18,11 @@ from sbjax import (
   quantize,
   quantized_dot,
   quantized_dot_general,
+  rows,
   scaled_matmul,
 )
 from sbjax.backends import Backend, get_backend
+from sbjax.pallas import chip
 from sbjax.rows import Norm
 
 ROWWISE, TENSORWISE = Spec(INT8, "rowwise"), Spec(INT8, "tensorwise")
@@ -69,6 +72,27 @@ def test_a_backend_that_does_not_run_here_says_why(name):
     quantized_dot(jnp.ones((2, 4)), jnp.ones((4, 3)), "switchback", backend=name)
   with pytest.raises(NotImplementedError, match=why):
     quantized_dot_general("switchback", backend=name)
+
+
+def test_an_abstract_device_is_the_one_that_is_here_of_its_kind(monkeypatch):
+  """JAX makes meshes of devices that do not say what they can do."""
+  here = triton_case._Device("NVIDIA H200", 132, "gpu", "9.0")
+  monkeypatch.setattr(jax, "devices", lambda platform: [here])
+  for kind, expected in (("NVIDIA H200", 90), ("NVIDIA A100", None)):
+    bare = AbstractDevice(kind, 132, "gpu")
+    with use_abstract_mesh(AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=bare)):
+      assert chip.compute_capability(chip.target()) == expected
+
+
+def test_rows_with_one_scale_are_left_to_the_definition():
+  def kernel(*args):
+    raise AssertionError("The kernel has a scale for each row.")
+
+  h, dg = quantize(jnp.ones((3, 32)), TENSORWISE), jnp.ones((3, 32))
+  run = backends._row_operation(kernel, "gelu_backward")
+  jax.tree.map(
+    np.testing.assert_array_equal, run(h, dg, ROWWISE), rows.gelu_backward(h, dg, ROWWISE)
+  )
 
 
 def test_an_unknown_backend_says_what_there_is():

@@ -227,6 +227,10 @@ def test_layers_are_the_functions_with_flax_s_parameters(layer):
     ({"w1": jnp.ones((5, HIDDEN))}, r"x \[..., K\] and w1 \[K, N\] must agree in K"),
     ({"w2": jnp.ones((5, WIDTH))}, r"x \[..., K\] and w2 \[K, N\] must agree in K"),
     ({"recipe": "int4"}, "Unknown recipe 'int4'"),
+    ({"b1": jnp.ones(3)}, r"b1 must be \(80,\), not \(3,\)"),
+    ({"b2": jnp.ones(WIDTH, jnp.int32)}, "b2 must be floating point, not int32"),
+    ({"w1": quantize_kernel(jnp.ones((WIDTH, HIDDEN)), "switchback_q")}, "w1 was quantized for an"),
+    ({"w2": quantize_kernel(jnp.ones((HIDDEN, WIDTH)), "switchback"), "recipe": "full"}, "w2 was"),
   ],
 )
 def test_errors_name_what_would_be_right(change, why):
@@ -234,6 +238,25 @@ def test_errors_name_what_would_be_right(change, why):
   arguments = dict(x=x, norm=norm, w1=w1, b1=b1, w2=w2, b2=b2, recipe="switchback") | change
   with pytest.raises(ValueError, match=why):
     norm_mlp(**arguments)
+
+
+@pytest.mark.parametrize("parts", [0, -1, 7])
+def test_parts_that_cannot_be_are_refused(parts):
+  x, _, (norm, w, b, _, _) = make()
+  with pytest.raises(ValueError, match=f"parts={parts} must divide the 80 columns of w"):
+    norm_dot(x, norm, w, "switchback", bias=b, parts=parts)
+
+
+def test_biases_may_be_left_out():
+  x, _, (norm, w1, b1, w2, b2) = make()
+
+  def sum_of(w1, b1, b2):
+    return jnp.sum(norm_mlp(x, norm, w1, b1, w2, b2, "switchback")[1])
+
+  with_zeros, without = (
+    jax.value_and_grad(sum_of)(w1, *biases) for biases in ((0 * b1, 0 * b2), (None, None))
+  )
+  jax.tree.map(np.testing.assert_array_equal, without, with_zeros)
 
 
 def test_gelu_s_input_is_quantized_where_residuals_are():

@@ -176,6 +176,13 @@ def test_cudnn_attention_is_xla_attention_to_bf16_rounding(length, causal):
     padded = (jnp.pad(a, ((0, 0), (0, more), (0, 0), (0, 0))) for a in (q, k, v))
     return attention.attention(*padded, causal=causal, length=length)[:, :length]
 
+  more = attention.length_for(length, q.dtype, 64) - length
+  padded = [jnp.pad(a, ((0, 0), (0, more), (0, 0), (0, 0))) for a in (q, k, v)]
+  whole, whole_vjp = jax.vjp(
+    functools.partial(attention.attention, causal=causal, length=length), *padded
+  )
+  assert np.isfinite(whole.astype(jnp.float32)).all()
+  assert not any(dx[:, length:].any() for dx in whole_vjp(jnp.ones_like(whole)))
   y, vjp = jax.vjp(ours, q, k, v)
   wide = [x.astype(jnp.float32) for x in (q, k, v)]
   expected_y, expected_vjp = jax.vjp(reference, *wide)

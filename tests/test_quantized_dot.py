@@ -365,6 +365,11 @@ def float32(*shape):
   return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
+def test_a_bias_of_another_length_is_refused():
+  with pytest.raises(ValueError, match=r"bias must be \(16,\), not \(1,\)"):
+    quantized_dot(jnp.ones((2, 32)), jnp.ones((32, 16)), "switchback", bias=jnp.ones(1))
+
+
 def test_a_contraction_that_could_overflow_is_refused():
   def dot(recipe):
     function = functools.partial(quantized_dot, recipe=recipe)

@@ -22,6 +22,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
 
 import sbjax.models.transformer
+from sbjax.models.attention import attention
 from sbjax.models.clip import CLIP
 from sbjax.models.convert import unstack_blocks
 from sbjax.models.transformer import REMAT_POLICIES, Block, quantize_kernels
@@ -55,6 +56,23 @@ def test_tokens_that_fill_up_the_blocks_change_nothing(monkeypatch, scan, fused)
   monkeypatch.setattr(sbjax.models.transformer, "length_for", lambda length, *_: length + 3)
   found = outputs(model, params), image_gradient(model, params)
   jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), found, expected)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_no_gradient_comes_to_or_from_tokens_that_fill_up(causal):
+  keys = jax.random.split(jax.random.key(0), 4)
+  q, k, v, dy = (jax.random.normal(key, (2, 8, 3, 16)) for key in keys)
+  run = functools.partial(attention, causal=causal, length=5)
+  y, vjp = jax.vjp(run, q, k, v)
+  expected, expected_vjp = jax.vjp(
+    functools.partial(attention, causal=causal), q[:, :5], k[:, :5], v[:, :5]
+  )
+  np.testing.assert_allclose(y[:, :5], expected, rtol=1e-5, atol=1e-6)
+  assert np.isfinite(y).all()
+  for dx, expected_dx in zip(vjp(dy.at[:, 5:].set(0)), expected_vjp(dy[:, :5]), strict=True):
+    np.testing.assert_allclose(dx[:, :5], expected_dx, rtol=1e-4, atol=1e-5)
+  for dx in vjp(dy):  # Whatever comes back through their own output.
+    assert not dx[:, 5:].any()
 
 
 @pytest.mark.parametrize(

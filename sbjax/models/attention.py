@@ -1,7 +1,11 @@
 """Softmax attention through JAX: cuDNN's flash attention where it runs, XLA's elsewhere."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
+
+from sbjax.pallas.chip import compute_capability, target
 
 
 def attention(q_BLHD, k_BLHD, v_BLHD, *, causal: bool, length: int | None = None) -> jax.Array:
@@ -9,20 +13,37 @@ def attention(q_BLHD, k_BLHD, v_BLHD, *, causal: bool, length: int | None = None
 
   On an NVIDIA GPU there must be `length_for` of them.
 
-  length: how many tokens count. Those after them are padding: nothing attends to them, and what
-    they attend to means nothing.
+  length: how many tokens count. Those after them are padding: nothing attends to them, no gradient
+    comes from them, and what they attend to means nothing.
   """
   batch, padded_length, _, head_dim = q_BLHD.shape
   dtype, lengths = q_BLHD.dtype, None
-  if length is not None and length < padded_length and not causal:
-    lengths = jnp.full((batch,), length, jnp.int32)
-  options = dict(is_causal=causal, query_seq_lengths=lengths, key_value_seq_lengths=lengths)
+  if length is not None and length < padded_length:
+    # What is computed for keys that nothing attends to is nobody's promise.
+    q_BLHD, k_BLHD, v_BLHD = (_without_gradient(x, length) for x in (q_BLHD, k_BLHD, v_BLHD))
+    # Not the queries' too: their outputs would be nobody's promise either.
+    lengths = None if causal else jnp.full((batch,), length, jnp.int32)
+  options = dict(is_causal=causal, key_value_seq_lengths=lengths)
   if cudnn_runs(dtype, head_dim):
     return jax.nn.dot_product_attention(q_BLHD, k_BLHD, v_BLHD, **options, implementation="cudnn")
   # In 16 bits XLA's has float32 logits too, but its backward pass multiplies them with 16-bit
   # operands, which strict promotion forbids; measured on a CPU, all float32 is as fast.
   qkv = (x.astype(jnp.float32) for x in (q_BLHD, k_BLHD, v_BLHD))
   return jax.nn.dot_product_attention(*qkv, **options).astype(dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _without_gradient(x_BLHD, length):
+  """x, to whose tokens from `length` on no gradient comes."""
+  return x_BLHD
+
+
+def _without_gradient_bwd(length, _, dx_BLHD):
+  counts = jnp.arange(dx_BLHD.shape[1])[None, :, None, None] < length
+  return (jnp.where(counts, dx_BLHD, jnp.zeros_like(dx_BLHD)),)
+
+
+_without_gradient.defvjp(lambda x, length: (x, None), _without_gradient_bwd)
 
 
 def length_for(length: int, dtype: jnp.dtype, head_dim: int) -> int:
@@ -39,7 +60,5 @@ def cudnn_runs(dtype: jnp.dtype, head_dim: int) -> bool:
   JAX raises where cuDNN cannot run instead of falling back, and lowers it for CUDA alone, so we
   ask first.
   """
-  device = jax.devices()[0]
-  capability = getattr(device, "compute_capability", "")  # "9.0"; ROCm's is "gfx90a".
-  ampere = capability.replace(".", "").isdigit() and float(capability) >= 8
+  ampere = (compute_capability(target()) or 0) >= 80
   return ampere and dtype in (jnp.bfloat16, jnp.float16) and head_dim % 8 == 0 and head_dim <= 128

@@ -133,7 +133,7 @@ class Block(nn.Module):
 def blocks(
   x_BLD, config: VisionConfig | TextConfig, *, scan: bool, unroll: int, remat: str, **options
 ):
-  """x through a tower's blocks, made inside the calling module; also their outputs [layers]."""
+  """x through a tower's blocks, made inside the calling module; their mean |feature| [layers]."""
   length, block = x_BLD.shape[1], Block
   padding = length_for(length, options["dtype"], config.width // config.heads) - length
   x_BLD = jnp.pad(x_BLD, ((0, 0), (0, padding), (0, 0)))

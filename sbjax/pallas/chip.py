@@ -4,9 +4,26 @@ import jax
 
 
 def target():
-  """The mesh's abstract device where one is set, else JAX's default device."""
-  device = jax.sharding.get_abstract_mesh().abstract_device or jax.config.jax_default_device
+  """The mesh's abstract device where one is set, else JAX's default device.
+
+  An abstract device does not say what it can do. If it stands for one that is here, that does.
+  """
+  abstract = jax.sharding.get_abstract_mesh().abstract_device
+  if abstract is not None:
+    return _here(abstract)
+  device = jax.config.jax_default_device
   return jax.devices(device)[0] if device is None or isinstance(device, str) else device
+
+
+def _here(abstract):
+  """The first device of the abstract one's kind; it itself where there is none."""
+  if hasattr(abstract, "compute_capability"):
+    return abstract
+  try:
+    devices = jax.devices(abstract.platform)
+  except RuntimeError:
+    return abstract
+  return next((d for d in devices if d.device_kind == abstract.device_kind), abstract)
 
 
 def compute_capability(device) -> int | None:

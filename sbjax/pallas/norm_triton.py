@@ -226,6 +226,7 @@ def _norm_backward_kernel(
     dns = to_float32(load_row(dn_ptr, row, M, RAGGED, K, PIECES, VECTOR))
     dxs = load_row(dx_ptr, row, M, RAGGED, K, PIECES, VECTOR) if ADD else ()
     ahead = load_row(x_ptr, row + 1, end, True, K, PIECES, VECTOR)
+    tl.debug_barrier()  # total and n go where dn and x are: all threads have read this row.
     standard, inverse = _standardize(xs, K, PIECES, THREADS, EPSILON)
     # Each time from the L1 cache: there are no registers left to keep them in.
     gains = load_row(gain_ptr, 0, 1, False, K, PIECES, VECTOR)

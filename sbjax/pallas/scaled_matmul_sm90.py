@@ -258,8 +258,11 @@ def _kernel(lhs, rhs, *refs, config: Config):
       @_for_each_block(grid, config, steps)
       def _(row, column, first):
         at = row + part, column + part_column
-        # Asked for before the products, the scales are there after them.
-        factors = _factors(scales, at, (part_m, part_n))
+        # Asked for before the products, scales and bias are there after them. Both for 256 columns
+        # would not fit into the registers beside the sums.
+        factors = _factors(scales[:2], at, (part_m, part_n))
+        is_late = part_n > 128 and len(scales) == 3 and scales[1].shape != (1,)
+        bias = None if is_late else _bias(scales, at, part_n)
 
         def sums(acc):
           @pl.loop(0, steps)
@@ -281,7 +284,8 @@ def _kernel(lhs, rhs, *refs, config: Config):
           return acc[...]
 
         total = pl.run_scoped(sums, plgpu.ACC((part_m, part_n), accumulator_dtype(lhs.dtype)))
-        _store(_scaled(total, factors).astype(out.dtype), out, at, out_smem.at[warpgroup])
+        bias = _bias(scales, at, part_n) if is_late else bias
+        _store(_scaled(total, factors, bias).astype(out.dtype), out, at, out_smem.at[warpgroup])
 
       plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -318,26 +322,29 @@ def _blocks_of_this_cluster(blocks: int):
 
 
 def _factors(scales, at, shape):
-  """For the part `shape` of the output at `at`: what multiplies its rows, its columns, is added."""
-
-  def load(vector, axis):
-    if vector.shape == (1,):
-      return vector[0]
-    layout = plgpu.Layout.WGMMA.reduce(1 - axis)
-    return plgpu.load(vector.at[pl.ds(at[axis], shape[axis])], layout=layout, optimized=False)
-
+  """For the part `shape` of the output at `at`: what multiplies its rows, and its columns."""
   if not scales:
     return None
-  lhs_scale, rhs_scale, *bias = scales
-  row, column = load(lhs_scale, 0), load(rhs_scale, 1)
-  if rhs_scale.shape == (1,):
-    row, column = row * column, None
-  elif lhs_scale.shape == (1,):
-    row, column = None, row * column
-  return row, column, (load(bias[0], 1) if bias else None)
+  row, column = (_vector(scales[axis], at[axis], shape[axis], axis) for axis in (0, 1))
+  if scales[1].shape == (1,):
+    return row * column, None
+  return (None, row * column) if scales[0].shape == (1,) else (row, column)
 
 
-def _scaled(total, factors):
+def _bias(scales, at, columns):
+  """For so many columns of the output at `at`: what is added to them, or None."""
+  return _vector(scales[2], at[1], columns, 1) if len(scales) == 3 else None
+
+
+def _vector(vector, start, size, axis):
+  """A part of what belongs to the output's rows (axis 0) or columns, as registers hold these."""
+  if vector.shape == (1,):
+    return vector[0]
+  layout = plgpu.Layout.WGMMA.reduce(1 - axis)
+  return plgpu.load(vector.at[pl.ds(start, size)], layout=layout, optimized=False)
+
+
+def _scaled(total, factors, bias):
   """`total * (row * column) + bias`."""
   if factors is None:
     return total
@@ -345,8 +352,7 @@ def _scaled(total, factors):
   def spread(vector, axis):
     return lax.broadcast_in_dim(vector, total.shape, (axis,) if vector.ndim else ())
 
-  row, column, bias = factors
-  factor = [spread(v, axis) for axis, v in enumerate((row, column)) if v is not None]
+  factor = [spread(v, axis) for axis, v in enumerate(factors) if v is not None]
   y = total.astype(jnp.float32) * math.prod(factor[1:], start=factor[0])
   return y if bias is None else y + spread(bias, 1)
 

@@ -89,7 +89,7 @@ def _matmul(lhs, rhs, scales, bias, out_dtype, config):
     lhs_scale,
     rhs_scale,
     rhs_scale if bias is None else bias,
-    kernel=_kernel,
+    kernel=_scaled_matmul_kernel,
     name="sbjax_accumulate" if scales is None else "sbjax_scaled_matmul",
     grid=triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n),
     out=jax.ShapeDtypeStruct((m, n), out_dtype),
@@ -110,7 +110,7 @@ def _matmul(lhs, rhs, scales, bias, out_dtype, config):
 
 
 @triton.jit
-def _kernel(
+def _scaled_matmul_kernel(
   lhs_ptr,
   rhs_ptr,
   lhs_scale_ptr,

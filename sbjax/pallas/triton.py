@@ -28,11 +28,13 @@ def triton_call(
     grid: the number of programs.
     out: the outputs, jax.ShapeDtypeStruct each.
     in_place: which operand's memory an output takes, by their numbers; XLA copies the operand
-      where it is still needed.
+      where it is still needed. With jax-triton 0.4 each has memory of its own.
   """
   jax_triton, old = _jax_triton()
   if old:
-    versioned = {"out_shape": out, "enable_fp_fusion": False}
+    versioned = {
+      "out_shape": out, "enable_fp_fusion": False, "input_output_aliases": in_place
+    }  # fmt: skip
   else:
     versioned = {"out_type": out, "backend_options": {"enable_fp_fusion": False}}
   return jax_triton.triton_call(
@@ -42,7 +44,6 @@ def triton_call(
     grid=(grid,),
     num_warps=num_warps,
     num_stages=num_stages,
-    input_output_aliases=in_place,
     compute_capability=compute_capability(),
     **versioned,
     **constants,
