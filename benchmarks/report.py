@@ -83,6 +83,8 @@ def step_table(step) -> list[str]:
 def best(contenders: dict, names) -> dict:
   """The fastest of those that were there."""
   found = [contenders[name] for name in names if name in contenders]
+  if not found:
+    raise SystemExit(f"The last line has none of {names}: {list(contenders)}. Measure it again.")
   return min(found, key=lambda one: one["milliseconds"])
 
 

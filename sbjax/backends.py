@@ -26,7 +26,6 @@ from sbjax.pallas.partition import is_explicit
 from sbjax.quantize import Quantized, Spec, quantize
 
 _log = logging.getLogger("sbjax")
-MAX_ROW = 8192  # Longer rows do not stay in registers beside what is made of them.
 
 
 class Backend(NamedTuple):
@@ -189,9 +188,9 @@ def _row_operation(kernel, name: str):
   definition = getattr(rows, name)
 
   def run(*args):
-    rows, width = jax.tree.leaves(args)[0].shape
-    one_scale = any(isinstance(a, Quantized) and len(a.scale) != rows for a in args)
-    if one_scale or width > MAX_ROW or any(s.scaling != "rowwise" for s in _specs(args)):
+    m, width = jax.tree.leaves(args)[0].shape
+    one_scale = any(isinstance(a, Quantized) and len(a.scale) != m for a in args)
+    if one_scale or width > rows.MAX_ROW or any(s.scaling != "rowwise" for s in _specs(args)):
       return definition(*args)
     # Layer norm needs its whole row.
     return shards.by_rows(kernel, definition, *args, splits_rows=not name.startswith("norm"))

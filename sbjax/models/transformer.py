@@ -20,6 +20,7 @@ from sbjax.models.attention import attention, length_for
 from sbjax.models.sizes import TextConfig, VisionConfig
 from sbjax.quantized_dot import DOT_NAME, RESIDUAL_NAME
 from sbjax.recipes import Recipe
+from sbjax.rows import NORM_EPSILON
 
 # What a rematerialised block keeps besides its input. Policies go by name, since JAX's own
 # `checkpoint_dots` does not see a matmul inside a Pallas kernel.
@@ -35,8 +36,6 @@ REMAT_POLICIES = {
   "attention_dots": jax.checkpoint_policies.save_only_these_names(_QKV_NAME, _OUT_NAME),
 }
 
-BLOCK_LINEARS = ("qkv", "out", "fc1", "fc2")
-
 
 class Inits(NamedTuple):
   """How a block's four kernels start."""
@@ -45,6 +44,9 @@ class Inits(NamedTuple):
   out: Callable
   fc1: Callable
   fc2: Callable
+
+
+BLOCK_LINEARS = Inits._fields
 
 
 class Block(nn.Module):
@@ -187,7 +189,7 @@ def quantize_kernels(params, recipe: Recipe, *, backend: str | None = None) -> d
 
 def layer_norm(x: jax.Array, name: str) -> jax.Array:
   """Layer norm in float32 whatever the compute dtype, inside the calling module."""
-  norm = nn.LayerNorm(epsilon=1e-5, dtype=jnp.float32, name=name)
+  norm = nn.LayerNorm(epsilon=NORM_EPSILON, dtype=jnp.float32, name=name)
   return norm(x.astype(jnp.float32)).astype(x.dtype)
 
 

@@ -144,7 +144,7 @@ def gelu_backward(
 def quantize_sum(
   dy: jax.Array, spec: Spec, *, config: Config | None = None
 ) -> tuple[Quantized, jax.Array]:
-  """`sbjax.rows.quantize_sum`: the values bit for bit, the sum to its rounding.
+  """`sbjax.rows.quantize_sum`: finite rows bit for bit, the sum to its rounding.
 
   Raises:
     NotImplementedError: as gelu_quantize.
