@@ -11,7 +11,6 @@ variant are from the first variant's, and how far apart the seeds are.
 """
 
 import dataclasses
-import json
 import platform
 import sys
 import tempfile
@@ -22,6 +21,7 @@ import jax
 import numpy as np
 from absl import flags
 
+from benchmarks.timing import append
 from train import cli, data
 from train.config import Config
 from train.loop import jit_train_step
@@ -49,8 +49,7 @@ def main(config: Config, workdir: Path) -> None:
     rows.append(row | compare(row, rows[0] if rows else row))
     last = "  ".join(f"{loss:.4f}" for loss in rows[-1]["last_losses"])
     print(f"{variant:20} {last:45} {rows[-1]['mean_difference']:+.4f}", flush=True)
-    with Path(_OUT.value).open("a") as file:
-      file.write(json.dumps(rows[-1]) + "\n")
+    append(_OUT.value, rows[-1:])
   print(f"The seeds' standard deviation: {rows[0]['deviation_over_seeds']:.4f}")
 
 

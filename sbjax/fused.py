@@ -8,7 +8,6 @@ pass, by the operation that reads its input anyway.
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +20,10 @@ from sbjax.quantize import Quantized
 from sbjax.quantized_dot import (
   DOT_NAME,
   RESIDUAL_NAME,
+  as_rows,
   check_bias,
   check_floating,
+  named_dot,
   prepared,
   warn_where_inexact,
 )
@@ -58,8 +59,8 @@ def norm_dot(
   columns = linear.master(w).shape[1]
   if parts is not None and (parts < 1 or columns % parts):
     raise ValueError(f"{parts=} must divide the {columns} columns of w.")
-  x_rows, ys = _norm_dot(recipe, backend, parts or 1, _rows(x), norm, w, bias)
-  ys = tuple(checkpoint_name(y.reshape(*x.shape[:-1], y.shape[1]), DOT_NAME) for y in ys)
+  x_rows, ys = _norm_dot(recipe, backend, parts or 1, as_rows(x), norm, w, bias)
+  ys = tuple(named_dot(y, x) for y in ys)
   return x_rows.reshape(x.shape), ys if parts else ys[0]
 
 
@@ -87,13 +88,8 @@ def norm_mlp(
   w2 = prepared("w2", w2, (*x.shape[:-1], linear.master(w1).shape[1]), recipe, backend)
   check_bias("b1", b1, w1)
   check_bias("b2", b2, w2)
-  x_rows, y = _norm_mlp(recipe, backend, _rows(x), norm, w1, b1, w2, b2)
-  y = checkpoint_name(y.reshape(*x.shape[:-1], y.shape[1]), DOT_NAME)
-  return x_rows.reshape(x.shape), y
-
-
-def _rows(x):
-  return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+  x_rows, y = _norm_mlp(recipe, backend, as_rows(x), norm, w1, b1, w2, b2)
+  return x_rows.reshape(x.shape), named_dot(y, x)
 
 
 def _check_norm(x, norm):

@@ -54,8 +54,16 @@ def quantized_dot(
   check_floating("x", x)
   w = prepared("w", w, x.shape, recipe, backend)
   check_bias("bias", bias, w)
-  rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-  y = _dot(recipe, backend, rows, w, bias)
+  return named_dot(_dot(recipe, backend, as_rows(x), w, bias), x)
+
+
+def as_rows(x: jax.Array) -> jax.Array:
+  """x [..., K] as [rows, K]."""
+  return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def named_dot(y: jax.Array, x: jax.Array) -> jax.Array:
+  """The product y of the rows of x with x's leading axes, and with the name that policies go by."""
   return checkpoint_name(y.reshape(*x.shape[:-1], y.shape[1]), DOT_NAME)
 
 

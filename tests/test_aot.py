@@ -88,7 +88,7 @@ def test_each_public_operation_lowers_to_the_kernels_of_its_backend(chip, proof,
 @pytest.mark.parametrize("piece", aot.PIECES)
 def test_forward_and_backward_of_each_recipe_compile(chip, proof, piece, name):
   # An A100 has no fp8, and "full" has nothing to multiply in 8 bits: XLA computes that.
-  # gradient is a kernel for all.
+  # Layer norm's gradient is a kernel for all.
   is_xla = name == "full" or (chip < 89 and name.startswith("fp8"))
   expected = set() if is_xla else KERNELS[chip]
   if piece == "mlp":

@@ -55,12 +55,12 @@ def test_rows_may_be_of_any_number_and_length(kernels, k, block_rows):
 
 @pytest.mark.parametrize("k", [768, 1024, 1280, 1664, 4096, 5120, 6656, 8192])
 def test_the_pieces_of_clip_s_rows_waste_no_lane(kernels, k):
-  assert sum(lanes for _, lanes in kernels._pieces(k)) == k
+  assert sum(lanes for _, lanes in kernels.pieces(k)) == k
 
 
 def test_pieces_cover_a_row_without_overlap(kernels):
   for k in range(1, 300):
-    pieces = kernels._pieces(k)
+    pieces = kernels.pieces(k)
     ends = [first + lanes for first, lanes in pieces]
     assert len(pieces) <= 4
     assert [first for first, _ in pieces] == [0, *ends[:-1]]

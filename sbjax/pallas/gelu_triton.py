@@ -23,9 +23,9 @@ from sbjax.formats import max_value
 from sbjax.pallas.rounding_triton import (
   Config,
   check_rows,
-  even_pieces,
   load_row,
   quantize_row,
+  row_constants,
   store_row,
   to_float32,
   zero_row,
@@ -95,7 +95,8 @@ def gelu_quantize(
       *((_NOTHING, _NOTHING) if keep is None else _quantized(h.shape, keep)),
     ),
     num_warps=config.warps,
-    **_constants(h, config),
+    **row_constants(*h.shape, config),
+    VIA_FLOAT16=compute_capability() < 90,
     **dict(LIMIT=_limit(spec), KEEP_LIMIT=_limit(keep)),
   )
   g = g if spec is None else Quantized(g, g_scale)
@@ -135,7 +136,8 @@ def gelu_backward(
     ),
     in_place={2: 0} if isinstance(h, Quantized) or h.dtype != dg.dtype else {0: 4, 2: 0},
     num_warps=config.warps,
-    **_constants(dg, config),
+    **row_constants(*dg.shape, config),
+    VIA_FLOAT16=compute_capability() < 90,
     **dict(LIMIT=_limit(spec), DEQUANTIZE=isinstance(h, Quantized)),
   )
   return dh, None if spec is None else Quantized(values, scale), jnp.sum(sums, axis=0), g
@@ -160,7 +162,8 @@ def quantize_sum(
     grid=triton.cdiv(len(dy), config.rows),
     out=(*_quantized(dy.shape, spec), _sums(dy, config)),
     num_warps=config.warps,
-    **_constants(dy, config),
+    **row_constants(*dy.shape, config),
+    VIA_FLOAT16=compute_capability() < 90,
     LIMIT=_limit(spec),
   )
   return Quantized(values, scale), jnp.sum(sums, axis=0)
@@ -176,16 +179,6 @@ def _sums(x, config):
 
 def _limit(spec):
   return None if spec is None else max_value(spec.dtype)
-
-
-def _constants(x, config):
-  m, k = x.shape
-  pieces = even_pieces(k, 32 * config.warps * config.vector)
-  return dict(
-    **dict(M=m, K=k, ROWS=config.rows, PIECES=pieces, VECTOR=config.vector),
-    THREADS=32 * config.warps,
-    VIA_FLOAT16=compute_capability() < 90,
-  )
 
 
 @triton.jit

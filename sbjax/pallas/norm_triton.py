@@ -15,9 +15,9 @@ from sbjax.formats import INT8, max_value
 from sbjax.pallas.rounding_triton import (
   Config,
   check_rows,
-  even_pieces,
   load_row,
   quantize_row,
+  row_constants,
   row_sum,
   row_sums,
   store_row,
@@ -75,7 +75,8 @@ def norm_quantize(
       _struct((1, 1) if spec is None else (m, 1), jnp.float32),
     ),
     num_warps=config.warps,
-    **_constants(m, k, config),
+    **row_constants(m, k, config),
+    EPSILON=NORM_EPSILON,
     QUANTIZED=spec is not None,
     LIMIT=max_value(INT8 if spec is None else spec.dtype),
     VIA_FLOAT16=compute_capability() < 90,
@@ -118,19 +119,11 @@ def norm_backward(
     ),
     in_place={0: 1, 3: 0} if dn.dtype == x.dtype else {0: 1},
     num_warps=config.warps,
-    **_constants(m, k, config),
+    **row_constants(m, k, config),
+    EPSILON=NORM_EPSILON,
     ADD=dx is not None,
   )
   return total, Norm(jnp.sum(d_scale, axis=0), jnp.sum(d_bias, axis=0)), n
-
-
-def _constants(m, k, config):
-  lanes = 32 * config.warps * config.vector
-  return dict(
-    **dict(M=m, K=k, ROWS=config.rows, PIECES=even_pieces(k, lanes), VECTOR=config.vector),
-    THREADS=32 * config.warps,
-    EPSILON=NORM_EPSILON,
-  )
 
 
 @triton.jit

@@ -17,11 +17,11 @@ from sbjax.pallas.rounding_triton import (
   check_formats,
   larger,
   load_row,
+  pieces,
   quantize_row,
   rounding_factor,
   to_float32,
 )
-from sbjax.pallas.rounding_triton import pieces as _pieces
 from sbjax.pallas.triton import compute_capability, triton_call
 from sbjax.quantize import Quantized, Spec, check_quantizable, factor_and_scale
 
@@ -60,7 +60,7 @@ def quantize(x: jax.Array, spec: Spec, *, config: Config | None = None) -> Quant
     grid=triton.cdiv(rows, config.rows),
     out=(_struct(x.shape, spec.dtype), _struct((rows, 1), jnp.float32)),
     num_warps=config.warps,
-    **dict(ROWS=rows, K=k, BLOCK_ROWS=config.rows, PIECES=_pieces(k), VECTOR=config.vector),
+    **dict(ROWS=rows, K=k, BLOCK_ROWS=config.rows, PIECES=pieces(k), VECTOR=config.vector),
     THREADS=32 * config.warps,
     LIMIT=max_value(spec.dtype),
     VIA_FLOAT16=compute_capability() < 90,

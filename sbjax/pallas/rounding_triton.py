@@ -75,6 +75,19 @@ def even_pieces(k: int, lanes: int) -> tuple[tuple[int, int], ...]:
   return (*((first, lanes) for first in range(0, whole, lanes)), *rest)
 
 
+def row_constants(m: int, k: int, config: Config) -> dict:
+  """What a kernel that walks over rows of [m, k] takes as constants."""
+  threads = 32 * config.warps
+  return {
+    "M": m,
+    "K": k,
+    "ROWS": config.rows,
+    "PIECES": even_pieces(k, threads * config.vector),
+    "VECTOR": config.vector,
+    "THREADS": threads,
+  }
+
+
 @triton.jit
 def larger(a, b):
   return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
