@@ -84,7 +84,7 @@ def kernel_seconds(name: str, one: Contender, calls: int = 10) -> float:
   """What the kernels of a piece of work take, without XLA's copies of operands."""
   jax.block_until_ready(one.call(one.sets))
   listed = kernels(lambda: [one.call(one.sets) for _ in range(calls)])
-  counted = [k for k in listed if name == "copy" or not re.search("copy|Memcpy", k.name)]
+  counted = [k for k in listed if name == "copy" or not re.search("(?i)copy|memcpy", k.name)]
   return sum(k.milliseconds for k in counted) / 1e3 / calls / len(one.sets)
 
 

@@ -37,9 +37,12 @@ class Candidate(NamedTuple):
   tile: int | None = None  # Tokens that share a scale; None: all.
   balanced: bool = False  # After `balance`.
   stochastic: bool = False
+  reused: bool = False  # From the int8 tokens that the forward pass and dgrad multiplied.
 
 
 _INT8, _E4M3 = Candidate(int8_row, int8_row), Candidate(e4m3_row, e4m3_row)
+# Tokens in int8 become features in int8: half the bytes to read, and one scale for a whole tile.
+_REUSED = Candidate(int8_tensor, int8_tensor, balanced=True, reused=True)
 CANDIDATES = {
   "int8, a scale per tensor": Candidate(int8_tensor, int8_tensor),
   "int8, per feature": _INT8,
@@ -56,6 +59,8 @@ CANDIDATES = {
     for n in (2048, 512, 128)
   },
   "balanced e4m3 x e4m3, per feature": _E4M3._replace(balanced=True),
+  **{f"balanced int8, per {n} tokens": _REUSED._replace(tile=n, reused=False) for n in (2048, 128)},
+  **{f"balanced int8 of int8 tokens, per {n} tokens": _REUSED._replace(tile=n) for n in (2048, 128)},
 }
 # What a training step can use today, with its own operands and products.
 TRAINABLE = {
@@ -89,6 +94,8 @@ def errors(x: jax.Array, dy: jax.Array, key: jax.Array) -> dict[str, jax.Array]:
 
 def weight_gradient(x, dy, candidate: Candidate, key: jax.Array | None = None) -> jax.Array:
   """x.T @ dy [K, N] of the rounded operands; `key` for a stochastic candidate."""
+  if candidate.reused:
+    x, dy = (kept_apart(quantize(a, int8_row)) for a in (x, dy))
   if candidate.balanced:
     x, dy = balance(x, dy)
   x_key, dy_key = (None, None) if key is None else jax.random.split(key)
@@ -138,11 +145,17 @@ def rounded(x: jax.Array, spec: Spec, tile: int | None, key: jax.Array | None = 
   (tokens, k), tile = x.shape, tile or len(x)
   filled = jnp.pad(x, ((0, -tokens % tile), (0, 0)))
   turned = filled.reshape(-1, tile, k).swapaxes(1, 2)  # [tiles, K, tile]
-  rows = turned.reshape(-1, tile)
-  values, scale = quantize(rows, spec) if key is None else quantize_stochastic(rows, spec, key)
-  values = jax.lax.optimization_barrier(values)  # Or XLA may drop the cast to 8 bits and back.
-  back = dequantize(Quantized(values, scale)).reshape(turned.shape)
-  return back.swapaxes(1, 2).reshape(filled.shape)[:tokens]
+  if key is None:
+    found = jax.vmap(lambda rows: quantize(rows, spec))(turned)
+  else:
+    keys = jax.random.split(key, len(turned))
+    found = jax.vmap(lambda rows, key: quantize_stochastic(rows, spec, key))(turned, keys)
+  return kept_apart(found).swapaxes(1, 2).reshape(filled.shape)[:tokens]
+
+
+def kept_apart(x: Quantized) -> jax.Array:
+  """x in float32. XLA may drop a cast to 8 bits and back, but not here."""
+  return dequantize(Quantized(jax.lax.optimization_barrier(x.values), x.scale))
 
 
 def quantize_stochastic(x: jax.Array, spec: Spec, key: jax.Array) -> Quantized:
