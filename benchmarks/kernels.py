@@ -26,6 +26,7 @@ class Kernel(NamedTuple):
   name: str
   operation: str  # XLA's, as the compiled text names it; may be empty
   milliseconds: float
+  start: float = 0.0  # Milliseconds, on the clock of the trace.
 
 
 def kernels(function: Callable[[], object]) -> list[Kernel]:
@@ -39,11 +40,25 @@ def kernels(function: Callable[[], object]) -> list[Kernel]:
     for plane in planes:
       for line in plane.lines if plane.name.startswith("/device:GPU") else ():
         if line.name.startswith("Stream"):
-          found += [(event.start_ns, event) for event in line.events]
-    return [
-      Kernel(event.name, str(dict(event.stats).get("hlo_op", "")), event.duration_ns / 1e6)
-      for _, event in sorted(found, key=lambda one: one[0])
-    ]
+          found += [
+            Kernel(
+              event.name,
+              str(dict(event.stats).get("hlo_op", "")),
+              event.duration_ns / 1e6,
+              event.start_ns / 1e6,
+            )
+            for event in line.events
+          ]
+    return sorted(found, key=lambda kernel: kernel.start)
+
+
+def idle(found: list[Kernel]) -> float:
+  """Milliseconds between the first and the last of them in which none runs."""
+  total, end = 0.0, found[0].start
+  for kernel in found:
+    total += max(0.0, kernel.start - end)
+    end = max(end, kernel.start + kernel.milliseconds)
+  return total
 
 
 def grouped(found: list[Kernel], origins: dict[str, str]) -> dict[str, float]:

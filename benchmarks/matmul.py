@@ -41,7 +41,7 @@ def main() -> None:
       rates = "  ".join(f"{name} {rate:.0f}" for name, rate in row["tops"].items())
       equal = "equal" if row["equal_to_xla_int8"] else "NOT EQUAL"
       print(f"{m:6} x {n:5} x {k:5} {layer:15} {rates}  {equal}", flush=True)
-  summarize([row for row in rows if row["m"] >= 16384])
+  summarize([row for row in rows if row["m"] >= 16384] or rows)
 
 
 def measure(int8, fp8, m, n, k, layer, triton_gemm=False) -> dict:

@@ -21,7 +21,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from benchmarks.kernels import Kernel, grouped, kernels, origins_of
+from benchmarks.kernels import Kernel, grouped, idle, kernels, origins_of
 from benchmarks.timing import append, provenance
 from sbjax.models.clip import CLIP
 from sbjax.models.sizes import SIZES, CLIPConfig
@@ -106,9 +106,9 @@ def measure(size: str, names: list[str], rounds: int, folder: str | None) -> dic
   for name, step in steps.items():
     listed, state = profile(step, state, batch)
     origins = origins_of(step.as_text())
-    groups = grouped(listed, origins)
-    idle = found[name]["milliseconds"] - sum(groups.values())
-    found[name]["milliseconds_by_group"] = groups | {"no kernel": round(idle, 3)}
+    groups = grouped(listed, origins) | {"no kernel": round(idle(listed), 3)}
+    found[name]["milliseconds_by_group"] = groups
+    print(f"{size:8} {name:18} {len(listed)} kernels, ms: {groups}", flush=True)
     if folder:
       write_kernels(f"{folder}/{size.replace('/', '-')}_{name}.txt", listed, origins)
   return {
@@ -162,15 +162,18 @@ def race(steps, state, batch, rounds: int):
   return times, state, losses
 
 
-def profile(step, state, batch):
-  """The kernels of a step, and the state after it."""
+def profile(step, state, batch, steps: int = 4):
+  """The kernels of a step amid others, and the state after them."""
 
   def run():
     nonlocal state
-    state, metrics, _ = step(state, batch)
+    for _ in range(steps):
+      state, metrics, _ = step(state, batch)
     return metrics
 
-  return kernels(run), state
+  listed = kernels(run)
+  each = len(listed) // steps
+  return listed[-each:], state
 
 
 def model_flops(config: CLIPConfig, batch_size: int) -> float:

@@ -7,7 +7,7 @@ import jax.extend
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.kernels import Kernel, grouped, origins_of
+from benchmarks.kernels import Kernel, grouped, idle, origins_of
 from benchmarks.step import model_flops
 from sbjax.models.clip import CLIP
 from sbjax.models.sizes import SIZES
@@ -42,6 +42,11 @@ def test_an_operation_s_origin_is_read_from_compiled_text():
 def test_a_kernel_belongs_to_one_group(name, origin, group):
   found = grouped([Kernel(name, "operation.1", 0.25), Kernel(name, "", 0)], {"operation.1": origin})
   assert found == {group: 0.25}
+
+
+def test_idle_is_when_no_kernel_runs():
+  runs = [(0, 2), (3, 5), (4, 1), (9, 1), (10, 1)]  # start, milliseconds
+  assert idle([Kernel("a", "", time, start) for start, time in runs]) == 1 + 1
 
 
 def dot_flops(jaxpr):
