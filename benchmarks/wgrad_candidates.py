@@ -60,7 +60,9 @@ CANDIDATES = {
   },
   "balanced e4m3 x e4m3, per feature": _E4M3._replace(balanced=True),
   **{f"balanced int8, per {n} tokens": _REUSED._replace(tile=n, reused=False) for n in (2048, 128)},
-  **{f"balanced int8 of int8 tokens, per {n} tokens": _REUSED._replace(tile=n) for n in (2048, 128)},
+  **{
+    f"balanced int8 of int8 tokens, per {n} tokens": _REUSED._replace(tile=n) for n in (2048, 128)
+  },
 }
 # What a training step can use today, with its own operands and products.
 TRAINABLE = {

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from sbjax.backends import Backend, get_backend
 from sbjax.quantize import Quantized
 from sbjax.recipes import Recipe, as_recipe
+from sbjax.token_sum import token_sum
 
 
 class Kernel(NamedTuple):
@@ -108,7 +109,7 @@ def wgrad(ops: Backend, recipe: Recipe, x, dy, w):
   dtype = master(w).dtype
   sharding = jax.typeof(w.dgrad.values if has_values else master(w)).sharding
   if recipe.wgrad is None:
-    return full_dot(x, dy, ((0,), (0,)), dtype, sharding)
+    return token_sum(x, dy, dtype, sharding)
   x_spec, dy_spec = recipe.wgrad
   x_q, dy_q = ops.quantize_transposed(x, x_spec), ops.quantize_transposed(dy, dy_spec)
   return ops.scaled_matmul(x_q, dy_q, dtype, sharding)

@@ -40,6 +40,7 @@ from sbjax import (
   quantized_dot,
   quantized_dot_general,
 )
+from sbjax.token_sum import token_sum
 
 M, K, N = 8192, 256, 512  # An eighth of an activation is still no smaller than the weight.
 
@@ -153,6 +154,21 @@ def compiled(capability):
   return {"layers": layers, "meshes": meshes}
 
 
+def token_sums(capability):
+  """What cuBLAS is asked for, and all that is gathered or turned, where tokens are on 4 devices."""
+  with _mesh(capability, (4,), ("data",)) as mesh:
+    arguments = [
+      jax.ShapeDtypeStruct((4 * 66048, n), jnp.bfloat16, sharding=NamedSharding(mesh, P("data")))
+      for n in (1280, 5120)
+    ]
+    run = jax.jit(functools.partial(token_sum, dtype=jnp.float32))
+    hlo = run.lower(*arguments).compile().as_text()
+  return {
+    "products": re.findall(r"= \((\w+\[[\d,]*\]).*custom_call_target=\"__cublas", hlo),
+    "moved": re.findall(r" (all-gather|all-to-all|collective-permute|transpose|copy)\(", hlo),
+  }
+
+
 def _nnx(backend, x, w):
   del w
   return SwitchBackLinear(K, N, backend=backend, rngs=nnx.Rngs(0))(x)
@@ -209,6 +225,7 @@ def main(capability, folder):
   if capability == 90 and jax.__version_info__ >= (0, 11):
     backends.append("mosaic")
   found = {"lowered": lowered(capability, backends), **compiled(capability)}
+  found["token_sums"] = token_sums(capability)
   return {**found, "kernels": kernels(folder)}
 
 

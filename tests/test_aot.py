@@ -108,6 +108,11 @@ def test_on_four_devices_no_activation_is_gathered(chip, proof, piece, name, lay
   assert max((size for _, size in gathered), default=0) <= aot.K * aot.N
 
 
+def test_a_sum_over_tokens_is_split_where_it_pays_and_moves_nothing(chip, proof):
+  shape = "f32[2,1280,5120]" if chip == 90 else "f32[1280,5120]"
+  assert proof["token_sums"] == {"products": [shape], "moved": []}
+
+
 def test_8_bit_products_are_the_tensor_core_s(chip, proof):
   products = proof["kernels"]["products"]
   int8 = "mma.sync" if chip == 80 else "wgmma"

@@ -17,7 +17,7 @@ ORDER = [
   ["sbjax.quantize"],
   ["sbjax.recipes", "sbjax.matmul", "sbjax.rows"],
   ["sbjax.pallas"],
-  ["sbjax.backends"],
+  ["sbjax.backends", "sbjax.token_sum"],
   ["sbjax.linear"],
   ["sbjax.quantized_dot"],
   ["sbjax.fused"],

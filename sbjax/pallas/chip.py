@@ -33,3 +33,9 @@ def compute_capability(device) -> int | None:
     return None
   major, _, minor = str(found).partition(".")
   return 10 * int(major) + int(minor or 0) if major.isdigit() else None
+
+
+def multiprocessors(device) -> int | None:
+  """How many a GPU has, where that is known."""
+  # An abstract device has num_cores, a real one core_count.
+  return getattr(device, "num_cores", None) or getattr(device, "core_count", None)

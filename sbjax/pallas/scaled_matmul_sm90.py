@@ -25,7 +25,7 @@ from jax import lax
 
 from sbjax.formats import accumulator_dtype
 from sbjax.matmul import check_operands
-from sbjax.pallas.chip import target
+from sbjax.pallas import chip
 from sbjax.quantize import Quantized
 
 _COMPUTE_WARPGROUPS = 2
@@ -153,10 +153,8 @@ def _matmul(lhs, rhs, scales, out_dtype, config, multiprocessors, interpret):
     rhs = jnp.pad(rhs, ((0, n_fit - n), (0, k_fit - k)))
     y = _matmul(lhs, rhs, scales, out_dtype, config, multiprocessors, interpret)
     return y[:m, :n]
-  device = target()
-  # An abstract device has num_cores, a real one core_count.
-  cores = getattr(device, "num_cores", None) or getattr(device, "core_count", None)
-  multiprocessors = multiprocessors or cores or 132
+  device = chip.target()
+  multiprocessors = multiprocessors or chip.multiprocessors(device) or 132
   config = config or config_for(m, n, k, device.device_kind, multiprocessors)
   cluster_m, cluster_n = config.clustered
   step_m, step_n = config.block_m * cluster_m, config.block_n * cluster_n

@@ -1,0 +1,63 @@
+"""`x.T @ dy` in 16 bits: a sum over tokens in as many products as keep a chip busy.
+
+cuBLAS gives each core one tile of the output after another, and all wait for the last. A weight
+gradient [1280, 5120] is 320 tiles of 128 x 160, on an H200's 132 cores 2.4 for each, in the time of
+3. Two products of half the tokens have 640, 4.8 in the time of 5, and take 15 % less, their sum
+included. (benchmarks/wgrad_time.py has the times; outputs with fewer tiles than cores it splits
+itself.)
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from sbjax.pallas.chip import compute_capability, multiprocessors, target
+from sbjax.pallas.partition import is_explicit
+
+# What cuBLAS cuts float32 outputs of bfloat16 products into on Hopper.
+_TILES = ((128, 256), (256, 128), (128, 160), (160, 128), (128, 320), (320, 128))
+_MOST_PARTS, _WORTHWHILE = 4, 0.03
+
+
+def token_sum(
+  x: jax.Array, dy: jax.Array, dtype, out_sharding=None, *, parts: int | None = None
+) -> jax.Array:
+  """`x.T @ dy` [K, N] in `dtype` of x [tokens, K] and dy [tokens, N], summed in float32.
+
+  Of p parts each takes every p-th token, so that tokens split over devices stay where they are.
+
+  Args:
+    parts: how many products; None for what `parts_for` says.
+  """
+  parts = parts or parts_for(x.shape[0], x.shape[1], dy.shape[1])
+  if parts == 1:
+    return jax.lax.dot_general(
+      x, dy, (((0,), (0,)), ((), ())), preferred_element_type=dtype, out_sharding=out_sharding
+    )
+  x, dy = (a.reshape(len(a) // parts, parts, a.shape[1]) for a in (x, dy))
+  products = jax.lax.dot_general(
+    x, dy, (((0,), (0,)), ((1,), (1,))), preferred_element_type=jnp.float32
+  )
+  return jnp.sum(products, axis=0).astype(dtype)
+
+
+def parts_for(tokens: int, k: int, n: int) -> int:
+  """How many products `token_sum` makes on the chip that this is traced for."""
+  device = target()
+  cores = multiprocessors(device)
+  if compute_capability(device) != 90 or cores is None or is_explicit():
+    return 1
+  if math.ceil(k / 128) * math.ceil(n / 256) <= cores:
+    return 1
+  fitting = [p for p in range(1, _MOST_PARTS + 1) if tokens % (p * jax.device_count()) == 0]
+  busy = {p: _busy(p, k, n, cores) for p in fitting or [1]}
+  return next(p for p, share in busy.items() if share > max(busy.values()) - _WORTHWHILE)
+
+
+def _busy(parts: int, k: int, n: int, cores: int) -> float:
+  """The share of the cores' time that products fill, with the tile that suits best."""
+  return max(
+    parts * k * n / (math.ceil(parts * math.ceil(k / a) * math.ceil(n / b) / cores) * cores * a * b)
+    for a, b in _TILES
+  )

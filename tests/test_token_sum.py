@@ -1,0 +1,79 @@
+"""The weight gradient in several products: how many, and that they are the one."""
+
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sbjax import token_sum as module
+from sbjax.token_sum import parts_for, token_sum
+
+RESULTS = pathlib.Path(__file__).parent.parent / "benchmarks/results/wgrad_time.jsonl"
+MEASURED = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+
+
+class Chip:
+  platform, device_kind = "gpu", "NVIDIA H200"
+
+  def __init__(self, compute_capability="9.0", core_count=132):
+    self.compute_capability, self.core_count = compute_capability, core_count
+
+
+@pytest.fixture
+def h200(monkeypatch):
+  monkeypatch.setattr(module, "target", Chip)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_parts_add_up_to_the_product(parts, dtype):
+  rng = np.random.default_rng(0)
+  # Integers whose sums float32 and bfloat16 hold.
+  x, dy = (rng.integers(-2, 3, (24, width)).astype(np.float32) for width in (16, 8))
+  got = token_sum(jnp.bfloat16(x), jnp.bfloat16(dy), dtype, parts=parts)
+  assert got.dtype == dtype
+  np.testing.assert_array_equal(got.astype(jnp.float32), x.T @ dy)
+
+
+@pytest.mark.parametrize("row", MEASURED, ids=lambda r: f"{r['layer']} {r['k']}x{r['n']}")
+def test_the_number_of_parts_is_near_the_fastest_that_was_measured(row, h200):
+  times = row["milliseconds"]
+  fastest = min(time for name, time in times.items() if name.startswith("bf16"))
+  chosen = times[f"bf16 in {parts_for(row['tokens'], row['k'], row['n'])}"]
+  assert chosen <= 1.05 * fastest
+  assert chosen <= times["bf16 in 1"]
+
+
+def test_vit_h_and_bigg_are_worth_it(h200):
+  assert parts_for(66048, 1280, 5120) == parts_for(66048, 5120, 1280) == 2
+  assert parts_for(33024, 1664, 8192) > 1
+
+
+def test_tokens_that_do_not_divide_stay_in_one(h200, monkeypatch):
+  assert parts_for(66049, 1280, 5120) == 1
+  monkeypatch.setattr(jax, "device_count", lambda: 5)
+  assert parts_for(66048, 1280, 5120) == 1
+
+
+@pytest.mark.parametrize("chip", [Chip("8.0", 108), Chip("9.0", None)])
+def test_chips_without_measurements_take_one_product(chip, monkeypatch):
+  monkeypatch.setattr(module, "target", lambda: chip)
+  assert parts_for(66048, 1280, 5120) == 1
+
+
+def test_a_cpu_takes_one_product():
+  assert parts_for(66048, 1280, 5120) == 1
+
+
+def test_tokens_split_over_devices_stay_where_they_are():
+  mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))
+  rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+  x, dy = (jax.ShapeDtypeStruct((48, width), jnp.float32, sharding=rows) for width in (16, 8))
+  text = (
+    jax.jit(lambda x, dy: token_sum(x, dy, jnp.float32, parts=3)).lower(x, dy).compile().as_text()
+  )
+  assert "all-reduce" in text
+  assert not any(moving in text for moving in ("all-gather", "all-to-all", "collective-permute"))
