@@ -116,17 +116,22 @@ def table(matmul, quantize, linear) -> list[str]:
 
 
 def plot_step(rows) -> None:
-  """Where the time goes, a bar a contender, as parts of the first one's step."""
-  bars = {f"{row['size']}  {name}": (one, next(iter(row["contenders"].values()))["milliseconds"])
-          for row in rows for name, one in row["contenders"].items()}  # fmt: skip
-  groups = list(dict.fromkeys(g for one, _ in bars.values() for g in one["milliseconds_by_group"]))
+  """Where the time goes, a bar a contender, as long as its step is beside the first one's."""
+  bars = {}
+  for row in rows:
+    first = next(iter(row["contenders"].values()))["milliseconds"]
+    for name, one in row["contenders"].items():
+      parts = one["milliseconds_by_group"]
+      unit = one["milliseconds"] / first / sum(parts.values())
+      bars[f"{row['size']}  {name}"] = {group: time * unit for group, time in parts.items()}
+  groups = list(dict.fromkeys(group for parts in bars.values() for group in parts))
   groups.sort(key=lambda group: (group == "no kernel", group.startswith("XLA")))
   figure, axis = plt.subplots(figsize=(9, 1 + 0.4 * len(bars)))
   left = [0.0] * len(bars)
   for group in groups:
-    parts = [one["milliseconds_by_group"].get(group, 0) / whole for one, whole in bars.values()]
-    axis.barh(list(bars), parts, left=left, label=group)
-    left = [a + b for a, b in zip(left, parts, strict=True)]
+    widths = [parts.get(group, 0) for parts in bars.values()]
+    axis.barh(list(bars), widths, left=left, label=group)
+    left = [a + b for a, b in zip(left, widths, strict=True)]
   axis.invert_yaxis()
   axis.set_xlabel("time, as a part of the first contender's step")
   axis.legend(fontsize=7, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1))
@@ -134,7 +139,7 @@ def plot_step(rows) -> None:
 
 
 def plot_matmul(rows) -> None:
-  tokens = sorted({row["m"] for row in rows})
+  tokens = sorted({row["m"] for row in rows if row["m"] >= 4096})
   figure, axes = plt.subplots(1, len(tokens), figsize=(5 * len(tokens), 5), sharex=True)
   for axis, m in zip(axes, tokens, strict=True):
     shown = [row for row in rows if row["m"] == m]

@@ -90,9 +90,10 @@ FP8_TENSORWISE = Recipe(
 )
 FP8_SWITCHBACK = Recipe(fwd=(e4m3_row, e4m3_tensor), dgrad=(e5m2_row, e4m3_tensor), wgrad=None)
 
-# The paper keeps wgrad in 16 bits: one scale would serve a feature over all tokens, and a token
-# far out costs int8 the others' last bits. fp8's steps shrink with the value. e4m3 twice has three
-# bits of mantissa on both sides; e5m2 has two, and a range for dy of any tail.
+# For experiments. The paper keeps wgrad in 16 bits: one scale would serve a feature over all
+# tokens, and a token far out costs int8 the others' last bits. fp8's steps shrink with the value:
+# e4m3 has three bits of mantissa, e5m2 two and a range for dy of any tail. docs/design.md has what
+# both lose.
 SWITCHBACK_FP8_WGRAD = dataclasses.replace(SWITCHBACK, wgrad=(e4m3_row, e5m2_row))
 SWITCHBACK_E4M3_WGRAD = dataclasses.replace(SWITCHBACK, wgrad=(e4m3_row, e4m3_row))
 

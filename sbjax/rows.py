@@ -15,9 +15,8 @@ import jax.numpy as jnp
 from sbjax.quantize import Quantized, Spec, dequantize, quantize
 
 NORM_EPSILON = 1e-5
-MAX_ROW = (
-  8192  # What kernels take: longer rows do not stay in registers beside what is made of them.
-)
+# What kernels take: longer rows do not stay in registers beside what is made of them.
+MAX_ROW = 8192
 
 
 class Norm(NamedTuple):
