@@ -30,7 +30,8 @@ def token_sum(
   Args:
     parts: how many products; None for what `parts_for` says.
   """
-  parts = parts or parts_for(x.shape[0], x.shape[1], dy.shape[1])
+  if parts is None:
+    parts = parts_for(x.shape[0], x.shape[1], dy.shape[1]) if x.dtype.itemsize == 2 else 1
   if parts == 1:
     return jax.lax.dot_general(
       x, dy, (((0,), (0,)), ((), ())), preferred_element_type=dtype, out_sharding=out_sharding

@@ -58,6 +58,14 @@ def test_tokens_that_do_not_divide_stay_in_one(h200, monkeypatch):
   assert parts_for(66048, 1280, 5120) == 1
 
 
+@pytest.mark.parametrize(("dtype", "parts"), [(jnp.bfloat16, 2), (jnp.float32, 1)])
+def test_only_16_bit_operands_are_split(dtype, parts, h200):
+  x, dy = (jax.ShapeDtypeStruct((66048, width), dtype) for width in (1280, 5120))
+  jaxpr = jax.make_jaxpr(lambda x, dy: token_sum(x, dy, jnp.float32))(x, dy)
+  products = [eqn.outvars[0].aval.shape for eqn in jaxpr.eqns if "dot" in eqn.primitive.name]
+  assert products == [(1280, 5120) if parts == 1 else (parts, 1280, 5120)]
+
+
 @pytest.mark.parametrize("chip", [Chip("8.0", 108), Chip("9.0", None)])
 def test_chips_without_measurements_take_one_product(chip, monkeypatch):
   monkeypatch.setattr(module, "target", lambda: chip)
