@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -162,6 +163,20 @@ def test_sigterm_saves_first_and_the_rest_follows_exactly(program, whole, tmp_pa
   assert_same_run(tmp_path, whole[0])
 
 
+def test_a_run_in_microbatches_resumes_exactly(program, tmp_path):
+  options = {"accumulate": 2, "model.patch_dropout": 0.5}
+  code, _, err = program.run(tmp_path, **options)
+  assert code == 0, err
+  whole = measured(tmp_path), arrays(tmp_path, 12)
+  shutil.rmtree(tmp_path / "checkpoints" / "12")
+  code, out, err = program.run(tmp_path, **options)
+  assert code == 0, err
+  assert "Continuing after step 9" in out
+  assert measured(tmp_path) == whole[0]
+  for a, b in zip(arrays(tmp_path, 12), whole[1], strict=True):
+    np.testing.assert_array_equal(a, b)
+
+
 def test_evaluation_alone_finds_what_the_run_found(program, whole):
   workdir, _ = whole
   code, out, err = program.run(workdir, module="train.evaluate")
@@ -194,6 +209,11 @@ def test_a_diverging_run_names_the_step_the_tensor_and_the_last_good_checkpoint(
     ({"data.name": "mine", "data.train_shards": "no-*.tar"}, "No shard matches 'no-*.tar'"),
     ({"data.eval_split": "validation"}, "'validation': it has"),
     ({"batch_size": 15}, "batch_size=15 must be a multiple of 8 devices"),
+    (
+      {"accumulate": 3},
+      "batch_size=16 must be a multiple of 8 devices x accumulate=3, which is 24",
+    ),
+    ({"accumulate": 0}, "accumulate=0 must be at least 1"),
     ({"loss": "hinge"}, "loss='hinge' is none of softmax, siglip"),
     ({"mesh.fsdp": 3}, "does not make 8 devices"),
     ({"steps": 0}, "steps=0 must be at least 1"),

@@ -92,8 +92,9 @@ def test_any_optax_state_is_covered(state):
   assert np.all([s.mesh == mesh for s in split])
 
 
-def test_a_step_gathers_kernels_in_int8_and_no_activation():
-  batch, width, embed_dim = 128, 256, 64
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_step_gathers_kernels_in_int8_and_no_activation(accumulate):
+  batch, width, embed_dim = 128 * accumulate, 256, 64
   size = SIZES["tiny"]
   vision = dataclasses.replace(size.vision, layers=2, width=width)
   text = dataclasses.replace(size.text, layers=2, width=width, context_length=24, vocab_size=512)
@@ -105,7 +106,7 @@ def test_a_step_gathers_kernels_in_int8_and_no_activation():
   with jax.numpy_dtype_promotion("standard"):  # optax mixes integer steps with floating rates.
     state = jax.eval_shape(make_init(model, optimizer, 0))
     step = jax.jit(
-      make_train_step(model, optimizer, LOSSES["softmax"], 0),
+      make_train_step(model, optimizer, LOSSES["softmax"], 0, accumulate),
       in_shardings=(state_shardings(state, state.params, mesh), split),
     )
     image = jax.ShapeDtypeStruct((batch, vision.image_size, vision.image_size, 3), jnp.uint8)
@@ -121,5 +122,6 @@ def test_a_step_gathers_kernels_in_int8_and_no_activation():
     ("f32", width * embed_dim),  # a final projection
   }
   assert kernels <= sizes
+  assert not any(dtype in ("u8", "s32") for dtype, _ in sizes)  # images and texts
   # Beside these the features, one of each example, and what is smaller.
   assert {(t, n) for t, n in sizes - kernels - others if n > batch * embed_dim} == set()

@@ -1,4 +1,4 @@
-"""The training step on meshes of the eight virtual devices."""
+"""The training step on meshes of the eight virtual devices, and in microbatches."""
 
 import dataclasses
 import functools
@@ -6,15 +6,19 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from clip_case import compiled as jit
+from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding
 
 from sbjax.models import CLIP, SIZES
 from sbjax.recipes import RECIPES
 from train.config import MeshConfig, OptimizerConfig
+from train.images import normalize
 from train.loss import LOSSES
 from train.optimizer import make_optimizer
-from train.sharding import batch_sharding, make_mesh, replicated, state_shardings
+from train.sharding import batch_sharding, make_mesh, path_name, replicated, state_shardings
 from train.step import make_init, make_train_step, tensor_names
 
 BATCH = 16
@@ -22,6 +26,8 @@ BATCH = 16
 # other way; which ones, each CPU has its own.
 METRIC_TOLERANCE = {"full": 2e-4, "switchback": 2e-2}
 UPDATE_TOLERANCE = {"full": 2e-4, "switchback": 0.15}
+# Of metrics and of a tensor's gradient, between a batch and its microbatches.
+ACCUMULATE_TOLERANCE = {"full": 1e-5, "switchback": 2e-2, "switchback_m": 2e-2}
 MICRO = dataclasses.replace(
   SIZES["tiny"],
   vision=dataclasses.replace(SIZES["tiny"].vision, layers=2),
@@ -101,3 +107,128 @@ def test_a_step_names_the_first_tensor_that_is_not_finite():
   assert "output of image block 0" not in wrong
   assert {"output of image block 1", "image features", "loss"} <= set(wrong)
   assert isinstance(state.params["logit_scale"].sharding, NamedSharding)
+
+
+def accumulating(
+  accumulate, data=1, fsdp=1, *, recipe="full", loss="softmax", dtype=jnp.float32, **options
+):
+  """A model, its step in so many microbatches, whose optimizer keeps the gradients, and a state."""
+  mesh = make_mesh(MeshConfig(data=data, fsdp=fsdp), jax.devices()[: data * fsdp])
+  bias = {"init_logit_scale": 10.0, "init_logit_bias": -10.0} if loss == "siglip" else {}
+  model = CLIP(MICRO, recipe=RECIPES[recipe], dtype=dtype, **bias, **options)
+  init = make_init(model, optax.trace(0.0), seed=0)
+  abstract = jax.eval_shape(init)
+  shardings = state_shardings(abstract, abstract.params, mesh)
+  step = make_train_step(model, optax.trace(0.0), LOSSES[loss], 0, accumulate)
+  return model, step, jit(init, out_shardings=shardings)(), mesh
+
+
+@functools.cache
+def gradients(*args, **options):
+  """A step's metrics and gradients."""
+  _, step, state, mesh = accumulating(*args, **options)
+  state, metrics, finite = jit(step)(state, batch(mesh))
+  assert np.asarray(finite).all()
+  return jax.device_get((metrics, state.opt_state.trace))
+
+
+def assert_same_gradients(got, want, tolerance):
+  for (path, a), b in zip(
+    jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True
+  ):
+    assert np.linalg.norm(a - b) <= tolerance * np.linalg.norm(b), path_name(path)
+
+
+@pytest.mark.parametrize(
+  ("accumulate", "recipe", "loss", "scan"),
+  [
+    (2, "full", "softmax", True),
+    (4, "full", "softmax", False),
+    (4, "full", "siglip", True),
+    (2, "full", "siglip", False),
+    (4, "switchback", "softmax", True),
+    (4, "switchback_m", "softmax", True),
+  ],
+)
+def test_microbatches_change_no_metric_and_no_gradient(accumulate, recipe, loss, scan):
+  (got_metrics, got), (metrics, want) = (
+    gradients(count, recipe=recipe, loss=loss, scan=scan) for count in (accumulate, 1)
+  )
+  assert set(got_metrics) == set(metrics)
+  tolerance = ACCUMULATE_TOLERANCE[recipe]
+  for name, value in metrics.items():
+    np.testing.assert_allclose(got_metrics[name], value, rtol=tolerance, err_msg=name)
+  assert_same_gradients(got, want, tolerance)
+
+
+def test_four_devices_accumulate_the_gradients_of_one():
+  one, four = (
+    gradients(2, *mesh, recipe="full", loss="softmax", scan=True) for mesh in ((), (2, 2))
+  )
+  np.testing.assert_allclose(four[0]["loss"], one[0]["loss"], rtol=1e-5)
+  assert_same_gradients(four[1], one[1], ACCUMULATE_TOLERANCE["full"])
+
+
+def test_a_microbatch_drops_the_same_patches_forward_and_backward():
+  options = {"patch_dropout": 0.5}
+  model, _, state, mesh = accumulating(2, **options)
+  key = jax.random.fold_in(jax.random.key(0), 0)
+
+  def loss(params):
+    """Of both microbatches at once, without a loop."""
+    outs = [
+      model.apply(
+        {"params": params},
+        normalize(batch(mesh)["image"][i::2]),
+        batch(mesh)["text"][i::2],
+        train=True,
+        rngs={"dropout": jax.random.fold_in(key, i)},
+      )
+      for i in range(2)
+    ]
+    out = jax.tree.map(lambda *x: jnp.concatenate(x) if x[0].ndim == 2 else x[0], *outs)
+    return LOSSES["softmax"](out)[0]
+
+  want_loss, want = jax.device_get(jit(jax.value_and_grad(loss))(state.params))
+  metrics, got = gradients(2, **options)
+  np.testing.assert_allclose(metrics["loss"], want_loss, rtol=1e-5)
+  assert_same_gradients(got, want, ACCUMULATE_TOLERANCE["full"])
+
+
+def equations(jaxpr, loops=()):
+  """(equation, lengths of the loops around it) of a jaxpr and all that it calls."""
+  for equation in jaxpr.eqns:
+    yield equation, loops
+    scan = (equation.params["length"],) if equation.primitive.name == "scan" else ()
+    for inner in jaxprs_in_params(equation.params):
+      yield from equations(inner, loops + scan)
+
+
+def test_of_a_microbatch_the_features_alone_are_kept_and_gradients_summed_in_float32():
+  _, step, state, mesh = accumulating(4, dtype=jnp.bfloat16)
+  scans = [
+    equation
+    for equation, loops in equations(jax.make_jaxpr(step)(state, batch(mesh)).jaxpr)
+    if equation.primitive.name == "scan" and equation.params["length"] == 4 and not loops
+  ]
+  kept, summed = ([x.aval for x in scan.outvars] for scan in scans)
+  features, of_blocks = (4, BATCH // 4, MICRO.embed_dim), (4, 2)
+  assert sorted(x.shape for x in kept) == [(4,), of_blocks, of_blocks, features, features]
+  assert sorted(x.shape for x in summed) == sorted(x.shape for x in jax.tree.leaves(state.params))
+  assert all(x.dtype == jnp.float32 for x in summed)
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_microbatches_share_kernels_that_are_quantized_once(scan):
+  _, step, state, mesh = accumulating(4, recipe="switchback", scan=scan)
+  kernels = {
+    x.shape[-2:]
+    for path, x in jax.tree_util.tree_leaves_with_path(state.params)
+    if path_name(path).endswith(("qkv/kernel", "out/kernel", "fc1/kernel", "fc2/kernel"))
+  }
+  rounded = [
+    loops
+    for equation, loops in equations(jax.make_jaxpr(step)(state, batch(mesh)).jaxpr)
+    if equation.primitive.name == "round" and equation.outvars[0].aval.shape in kernels
+  ]
+  assert rounded == [()] * 16  # 4 kernels of 2 layers of 2 towers, none in a loop.

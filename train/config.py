@@ -79,6 +79,7 @@ class Config:
   mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
   loss: str = "softmax"  # or "siglip"
   batch_size: int = 16384  # over all devices
+  accumulate: int = 1  # microbatches of a batch: the memory of one, the loss over all of them
   steps: int = 20_000
   seed: int = 0
   log_every: int = 50
@@ -94,7 +95,9 @@ class Config:
 
   def check(self) -> None:
     """Raises a ValueError that names the first field with a value that cannot be."""
-    for name in ("batch_size", "steps", "log_every", "eval_batch_size", "checkpoint_keep"):
+    for name in (
+      "batch_size", "accumulate", "steps", "log_every", "eval_batch_size", "checkpoint_keep",
+    ):  # fmt: skip
       if getattr(self, name) < 1:
         raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
     for name in ("eval_every", "checkpoint_every"):

@@ -116,7 +116,8 @@ def _steps(run: Run, state, start: int, iterator, recorder: Recorder, signals: "
 def jit_train_step(run: Run):
   """The compiled step: `(state, batch) -> (state, metrics, finite)`, the old state donated."""
   config = run.config
-  step = make_train_step(run.model, run.optimizer, LOSSES[config.loss], config.seed)
+  loss = LOSSES[config.loss]
+  step = make_train_step(run.model, run.optimizer, loss, config.seed, config.accumulate)
   shardings = jax.tree.map(lambda x: x.sharding, run.abstract_state)
   everywhere = replicated(run.mesh)
   return jax.jit(

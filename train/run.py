@@ -30,8 +30,9 @@ from train.tokenizer import Tokenizer, make_tokenizer
 # What may differ between a run and its continuation: where it computes and what it reports.
 _MAY_CHANGE = {
   "steps", "log_every", "eval_every", "eval_batch_size", "checkpoint_every", "checkpoint_keep",
-  "wandb_project", "mesh", "data.data_dir", "data.root", "data.prefetch", "model.backend",
-  "model.remat", "model.unroll", "data.eval_split", "data.eval_shards", "data.workers",
+  "wandb_project", "mesh", "accumulate", "data.data_dir", "data.root", "data.prefetch",
+  "model.backend", "model.remat", "model.unroll", "data.eval_split", "data.eval_shards",
+  "data.workers",
 }  # fmt: skip
 
 
@@ -65,8 +66,11 @@ def make_run(config: Config, workdir: Path) -> Run:
     raise ValueError(f"loss={config.loss!r} is none of {', '.join(LOSSES)}.")
   mesh = make_mesh(config.mesh)
   optimizer, schedule = make_optimizer(config.optimizer, config.steps)
-  if config.batch_size % mesh.size:
-    raise ValueError(f"batch_size={config.batch_size} must be a multiple of {mesh.size} devices.")
+  if config.batch_size % (mesh.size * config.accumulate):
+    raise ValueError(
+      f"batch_size={config.batch_size} must be a multiple of {mesh.size} devices"
+      f" x accumulate={config.accumulate}, which is {mesh.size * config.accumulate}."
+    )
   builder = data.prepare(config.data)
   for split in (config.data.train_split, config.data.eval_split):
     data.check_split(builder, split)

@@ -41,10 +41,13 @@ def make_init(model: CLIP, optimizer: optax.GradientTransformation, seed: int):
   return init
 
 
-def make_train_step(model: CLIP, optimizer: optax.GradientTransformation, loss, seed: int):
+def make_train_step(
+  model: CLIP, optimizer: optax.GradientTransformation, loss, seed: int, accumulate: int = 1
+):
   """`train_step(state, batch) -> (state, metrics, finite)`, pure and ready for `jax.jit`.
 
   loss: one of train.loss.LOSSES.
+  accumulate: how many microbatches a batch goes through the model in; the loss is over all of it.
   batch: image uint8 [B, S, S, 3] and text int32 [B, L], B being the global batch.
   metrics: float32 scalars by name.
   finite: a bool for each of `tensor_names`: the first False is where trouble began.
@@ -54,10 +57,17 @@ def make_train_step(model: CLIP, optimizer: optax.GradientTransformation, loss, 
     key = jax.random.fold_in(jax.random.key(seed), state.step)
 
     def loss_of(params):
-      image, text = normalize(batch["image"]), batch["text"]
       quantized = quantize_kernels(params, model.recipe, backend=model.backend)
       variables = {"params": params, "quantized": quantized}
-      out = model.apply(variables, image, text, train=True, rngs={"dropout": key})
+
+      def encode(batch, key):
+        image, text = normalize(batch["image"]), batch["text"]
+        return model.apply(variables, image, text, train=True, rngs={"dropout": key})
+
+      if accumulate == 1:
+        out = encode(batch, key)
+      else:
+        out = _in_microbatches(encode, batch, key, accumulate)
       value, metrics = loss(out)
       return value, (out, metrics)
 
@@ -96,6 +106,28 @@ def make_train_step(model: CLIP, optimizer: optax.GradientTransformation, loss, 
     return TrainState(state.step + 1, params, opt_state), metrics, finite
 
   return train_step
+
+
+def _in_microbatches(encode, batch, key: jax.Array, count: int) -> dict:
+  """What `encode(batch, key)` returns for the batch, made of `count` microbatches one by one.
+
+  Of each the features alone are kept. The backward pass encodes it again, with the same key, and
+  adds to the gradients: those of the loss over the whole batch (Gao et al. 2021,
+  https://arxiv.org/abs/2101.06983). What does not belong to an example is averaged.
+  """
+  # Microbatch i has examples i, i + count, ...: of each device its own, so that none moves.
+  microbatches = jax.tree.map(lambda x: x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1), batch)
+
+  @jax.checkpoint
+  def encode_one(numbered):
+    i, microbatch = numbered
+    return encode(microbatch, jax.random.fold_in(key, i))
+
+  def of_batch(x):
+    is_features = x.ndim == 3  # [count, B / count, E]
+    return x.swapaxes(0, 1).reshape(-1, x.shape[-1]) if is_features else jnp.mean(x, axis=0)
+
+  return jax.tree.map(of_batch, jax.lax.map(encode_one, (jnp.arange(count), microbatches)))
 
 
 def tensor_names(params, config: CLIPConfig) -> list[str]:
