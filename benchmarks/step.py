@@ -47,6 +47,7 @@ CONTENDERS = {  # name: recipe, fused, layers compiled in a piece (0: all)
   "switchback_unfused": ("switchback", False, 0),
   "switchback_m": ("switchback_m", True, 0),
   "switchback_q": ("switchback_q", True, 0),
+  "switchback_e4m3_wgrad": ("switchback_e4m3_wgrad", True, 0),
   "fp8_switchback": ("fp8_switchback", True, 0),
 }
 BASES = ("flax", "flax_loop")
