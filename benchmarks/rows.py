@@ -27,7 +27,8 @@ INT8_ROW = Spec(INT8, "rowwise")
 OPERATIONS = {
   "norm_quantize": (lambda ops, norm, x: ops.norm_quantize(x, norm, INT8_ROW), 1, 3),
   "norm_backward": (lambda ops, norm, x, dn, dx: ops.norm_backward(x, norm, dn, dx), 3, 10),
-  "quantize_sum": (lambda ops, norm, dy: ops.quantize_sum(dy, INT8_ROW), 1, 3),
+  "quantize_sum": (lambda ops, norm, dy: ops.quantize_sum((dy,), INT8_ROW)[1:], 1, 3),
+  "quantize_sum, q k v": (lambda ops, norm, *dys: ops.quantize_sum(dys, INT8_ROW), 3, 15),
   "gelu_quantize": (lambda ops, norm, h: ops.gelu_quantize(h, INT8_ROW, None)[0], 1, 3),
   "gelu_quantize, h kept": (lambda ops, norm, h: ops.gelu_quantize(h, INT8_ROW, INT8_ROW), 1, 4),
   "gelu_backward": (lambda ops, norm, h, dg: ops.gelu_backward(h, dg, INT8_ROW), 2, 9),

@@ -188,12 +188,14 @@ def _row_operation(kernel, name: str):
   definition = getattr(rows, name)
 
   def run(*args):
-    m, width = jax.tree.leaves(args)[0].shape
+    m, part = jax.tree.leaves(args)[0].shape
+    width = part * len(args[0]) if name == "quantize_sum" else part
     one_scale = any(isinstance(a, Quantized) and len(a.scale) != m for a in args)
     if one_scale or width > rows.MAX_ROW or any(s.scaling != "rowwise" for s in _specs(args)):
       return definition(*args)
-    # Layer norm needs its whole row.
-    return shards.by_rows(kernel, definition, *args, splits_rows=not name.startswith("norm"))
+    # Layer norm needs its whole row, and a shard of each part is no shard of all.
+    splits_rows = not name.startswith("norm") and width == part
+    return shards.by_rows(kernel, definition, *args, splits_rows=splits_rows)
 
   return run
 

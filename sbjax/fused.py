@@ -10,7 +10,6 @@ pass, by the operation that reads its input anyway.
 import functools
 
 import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from sbjax import linear
@@ -121,8 +120,7 @@ def _norm_dot_bwd(recipe, backend, parts, residuals, gradients):
   ops = get_backend(backend)
   x, norm, w, bias = residuals
   dx, dys = gradients
-  dy = dys[0] if parts == 1 else jnp.concatenate(dys, axis=1)
-  dy_q, d_bias = linear.gradient(ops, recipe, dy, bias)
+  dy, dy_q, d_bias = linear.gradient(ops, recipe, dys, bias)
   dn = linear.dgrad(ops, recipe, dy_q, w, dy.dtype, jax.typeof(x).sharding)
   dx, d_norm, n = ops.norm_backward(x, norm, dn, dx)
   dw = linear.wgrad(ops, recipe, n, dy, w)
@@ -153,7 +151,7 @@ def _norm_mlp_bwd(recipe, backend, residuals, gradients):
   x, norm, h, w1, b1, w2, b2 = residuals
   dx, dy = gradients
   h_sharding = jax.typeof(jax.tree.leaves(h)[0]).sharding
-  dy_q, db2 = linear.gradient(ops, recipe, dy, b2)
+  dy, dy_q, db2 = linear.gradient(ops, recipe, (dy,), b2)
   dg = linear.dgrad(ops, recipe, dy_q, w2, dy.dtype, h_sharding)
   dh, dh_q, db1, g = ops.gelu_backward(h, dg, _spec(recipe.dgrad))
   dw2 = linear.wgrad(ops, recipe, g, dy, w2)

@@ -8,8 +8,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import reshard
 
 from sbjax.backends import Backend, get_backend
+from sbjax.pallas.partition import is_explicit
 from sbjax.quantize import Quantized
 from sbjax.recipes import Recipe, as_recipe
 from sbjax.token_sum import token_sum
@@ -83,14 +85,18 @@ def kept(w):
   return Kernel(like, None, w.dgrad)
 
 
-def gradient(ops: Backend, recipe: Recipe, dy, bias):
-  """dy [M, N] as `dgrad` takes it, and the gradient of bias [N] or None."""
+def gradient(ops: Backend, recipe: Recipe, dys, bias):
+  """dy [M, N], of parts `dys`; dy as `dgrad` takes it; and the gradient of bias [N] or None."""
   if bias is None:
-    return dy, None
+    dy = jnp.concatenate(dys, axis=1)
+    return dy, dy, None
   if recipe.dgrad is None:
-    return dy, jnp.sum(dy.astype(jnp.float32), axis=0).astype(bias.dtype)
-  dy_q, summed = ops.quantize_sum(dy, recipe.dgrad[0])
-  return dy_q, summed.astype(bias.dtype)
+    dy = dy_q = jnp.concatenate(dys, axis=1)
+    summed = jnp.sum(dy.astype(jnp.float32), axis=0)
+  else:
+    dy, dy_q, summed = ops.quantize_sum(dys, recipe.dgrad[0])
+  d_bias = summed.astype(bias.dtype)
+  return dy, dy_q, reshard(d_bias, jax.typeof(bias).sharding) if is_explicit() else d_bias
 
 
 def dgrad(ops: Backend, recipe: Recipe, dy, w, dtype, out_sharding):

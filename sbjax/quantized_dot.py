@@ -133,7 +133,7 @@ def _dot_bwd(recipe, backend, residuals, dy):
   x, w, bias = residuals
   x_sharding = jax.typeof(x.values if isinstance(x, Quantized) else x).sharding
   x = dequantize(x, dy.dtype) if isinstance(x, Quantized) else x
-  dy_q, d_bias = linear.gradient(ops, recipe, dy, bias)
+  dy, dy_q, d_bias = linear.gradient(ops, recipe, (dy,), bias)
   dx = linear.dgrad(ops, recipe, dy_q, w, dy.dtype, x_sharding)
   dw = linear.wgrad(ops, recipe, x, dy, w)
   return dx, linear.cotangent(w, dw), d_bias

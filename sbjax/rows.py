@@ -91,9 +91,16 @@ def gelu_backward(
   return dh.astype(dg.dtype), dh_q, jnp.sum(dh, axis=0), g.astype(dg.dtype)
 
 
-def quantize_sum(dy: jax.Array, spec: Spec, *, quantize=quantize) -> tuple[Quantized, jax.Array]:
-  """dy [M, K] quantized, and summed over its rows: [K] float32, a bias's gradient."""
-  return quantize(dy, spec), jnp.sum(dy.astype(jnp.float32), axis=0)
+def quantize_sum(
+  parts: tuple[jax.Array, ...], spec: Spec, *, quantize=quantize
+) -> tuple[jax.Array, Quantized, jax.Array]:
+  """A gradient dy [M, K], of `parts` side by side, [M, K / P] each.
+
+  Returns:
+    dy; quantized; and summed over its rows, [K] float32: a bias's gradient.
+  """
+  dy = jnp.concatenate(parts, axis=1)
+  return dy, quantize(dy, spec), jnp.sum(dy.astype(jnp.float32), axis=0)
 
 
 def _standardize(x):

@@ -36,6 +36,7 @@ from sbjax import (
   Norm,
   SwitchBackDense,
   SwitchBackLinear,
+  norm_dot,
   norm_mlp,
   quantized_dot,
   quantized_dot_general,
@@ -112,14 +113,23 @@ def _mlp(recipe, backend, x, w):
   return norm_mlp(x, norm, w, b1, w.T, b2, recipe, backend=backend)[1]
 
 
+def _qkv(recipe, backend, x, w):
+  norm, bias = Norm(jnp.ones(K), jnp.zeros(K)), jnp.zeros(384)
+  ys = norm_dot(x, norm, w[:, :384], recipe, bias=bias, backend=backend, parts=3)[1]
+  return jnp.concatenate(ys, axis=1)
+
+
 def _with_gradients(forward, recipe, x, w):
   y, backward = jax.vjp(functools.partial(forward, recipe, None), x, w)
   return y, *backward(y)
 
 
-PIECES = {"linear": _linear, "mlp": _mlp}
-SPLIT = [  # Layer norm takes whole rows: it would gather x split along K.
-  (piece, layout) for piece in PIECES for layout in LAYOUTS if (piece, layout) != ("mlp", "K")
+PIECES = {"linear": _linear, "mlp": _mlp, "qkv": _qkv}
+SPLIT = [  # Layer norm takes whole rows, and its product in parts gives whole ones back.
+  (piece, layout)
+  for piece in PIECES
+  for layout in LAYOUTS
+  if (piece, layout) not in {("mlp", "K"), ("qkv", "K"), ("qkv", "N")}
 ]
 
 
@@ -181,6 +191,7 @@ def _linen(make, backend, x, w):
 OPERATIONS = {
   "quantized_dot": functools.partial(_linear, "switchback"),
   "norm_mlp": functools.partial(_mlp, "switchback"),
+  "norm_dot": functools.partial(_qkv, "switchback"),
   "SwitchBackDense": functools.partial(_linen, lambda b: SwitchBackDense(N, backend=b)),
   "SwitchBackLinear": _nnx,
   "quantized_dot_general": functools.partial(

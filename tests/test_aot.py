@@ -91,7 +91,7 @@ def test_forward_and_backward_of_each_recipe_compile(chip, proof, piece, name):
   # Layer norm's gradient is a kernel for all.
   is_xla = name == "full" or (chip < 89 and name.startswith("fp8"))
   expected = set() if is_xla else KERNELS[chip]
-  if piece == "mlp":
+  if piece != "linear":
     expected = expected | {TRITON}
   assert own(proof["layers"][f"{piece}, {name}"]["targets"]) == expected
 

@@ -95,6 +95,18 @@ def test_rows_with_one_scale_are_left_to_the_definition():
   )
 
 
+def test_rows_too_long_for_registers_are_left_to_the_definition_though_their_parts_are_not():
+  def kernel(parts, spec):
+    ran.append(len(parts))
+    return rows.quantize_sum(parts, spec)
+
+  ran, run = [], backends._row_operation(kernel, "quantize_sum")
+  for count in (1, 2, 3):
+    dy, *_ = run(count * (jnp.ones((2, 4096)),), ROWWISE)
+    assert dy.shape == (2, count * 4096)
+  assert set(ran) == {1, 2}  # 8192 is the longest.
+
+
 def test_an_unknown_backend_says_what_there_is():
   with pytest.raises(ValueError, match=r"'cuda'.*'xla'.*None chooses"):
     get_backend("cuda")
@@ -222,7 +234,7 @@ def test_what_none_gives_to_the_kernels_a_cpu_still_computes(installed):
     chosen.norm_backward(x, norm, x, None)
     chosen.gelu_quantize(x, ROWWISE, None)
     chosen.gelu_backward(quantize(x, ROWWISE), x, ROWWISE)
-    chosen.quantize_sum(x, ROWWISE)
+    chosen.quantize_sum((x,), ROWWISE)
     return chosen.scaled_matmul(chosen.quantize(x, ROWWISE), w_q_transposed, jnp.float32)
 
   y = on_a_cpu(forward, x, w)

@@ -137,11 +137,14 @@ def test_a_kernel_quantized_once_gives_the_same_bits(name):
   jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize(
+  ("quantized", "biased"), [(False, True), (True, True), (False, False)], ids=str
+)
 @pytest.mark.parametrize("name", RECIPES)
-def test_parts_are_columns_of_the_whole(name, quantized):
+def test_parts_are_columns_of_the_whole(name, quantized, biased):
   x, (_, dy), (norm, w, b, _, _) = make()
   w = quantize_kernel(w, name, backend="xla") if quantized else w
+  b = b if biased else None
 
   def whole(x, norm, w, b):
     return fused_dot(x, norm, w, b, name)[1]
@@ -257,6 +260,15 @@ def test_biases_may_be_left_out():
     jax.value_and_grad(sum_of)(w1, *biases) for biases in ((0 * b1, 0 * b2), (None, None))
   )
   jax.tree.map(np.testing.assert_array_equal, without, with_zeros)
+
+
+def test_a_gradient_s_parts_lie_side_by_side_and_one_is_left_as_it_is():
+  parts, spec = tuple(jnp.asarray(normal((2, 4, 16)))), SWITCHBACK.dgrad[0]
+  dy, dy_q, summed = rows.quantize_sum(parts, spec)
+  np.testing.assert_array_equal(dy, np.hstack(parts))
+  jax.tree.map(np.testing.assert_array_equal, dy_q, quantize(dy, spec))
+  np.testing.assert_array_equal(summed, np.hstack([np.sum(part, axis=0) for part in parts]))
+  assert rows.quantize_sum(parts[:1], spec)[0] is parts[0]
 
 
 def test_gelu_s_input_is_quantized_where_residuals_are():

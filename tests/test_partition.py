@@ -1,12 +1,11 @@
 """A kernel on a mesh gives what it gives on one device: each device computes on its shard.
 
-The kernels here are the definition in plain jnp, so that what is tried is only who gets what.
+The kernels here are the definition (`mesh_case`), so that what is tried is only who gets what.
 """
 
 import functools
 import importlib
 import itertools
-import types
 
 import jax
 import jax.numpy as jnp
@@ -14,94 +13,28 @@ import numpy as np
 import pytest
 from aot import gathered
 from dot_case import INT8_SUMS, Result, assert_close, assert_same, make_case
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from mesh_case import FORMS, QUANTIZERS, Product, make_mesh, on_shards, plain, put
 
 from sbjax import (
   INT8,
   RECIPES,
-  Norm,
   Quantized,
   Spec,
-  fused,
-  linear,
-  norm_mlp,
   quantize,
   quantized_dot,
-  rows,
   scaled_matmul,
 )
-from sbjax.backends import _ROWS, Backend, _row_operation
-from sbjax.formats import accumulator_dtype, max_value
 from sbjax.pallas import shards
 from sbjax.pallas.partition import _split, over_shards
-from sbjax.quantize import factor_and_scale
 
-FORMS = ("quantize", "quantize_transposed", "quantize_both")
 LAYOUTS = {  # name: (x [M, K], w [K, N]) on a mesh of (data 2, fsdp 4)
   "batch": (P(("data", "fsdp")), P()),
   "K": (P("data", "fsdp"), P("fsdp")),
   "N": (P("data"), P(None, "fsdp")),
   "fsdp": (P(("data", "fsdp")), P("fsdp")),
 }
-
-
-class Product:
-  """Stands for a matmul's kernels, and notes what it was given to multiply."""
-
-  def __init__(self):
-    self.seen = set()
-
-  def scaled_matmul(self, lhs, rhs, out_dtype, bias=None):
-    self.seen.add((lhs.values.shape, rhs.values.shape))
-    return scaled_matmul(lhs, rhs, out_dtype, bias=bias)
-
-  def accumulate(self, lhs, rhs):
-    self.seen.add((lhs.shape, rhs.shape))
-    contracting = (((1,), (1,)), ((), ()))
-    return jax.lax.dot_general(
-      lhs, rhs, contracting, preferred_element_type=accumulator_dtype(lhs.dtype)
-    )
-
-
-def absmax(x, axis):
-  return jnp.max(jnp.abs(x.astype(jnp.float32)), axis=axis, keepdims=True)
-
-
-def cast_scaled(x, absmax, spec, *, transpose=False):
-  limit = max_value(spec.dtype)
-  factor, _ = factor_and_scale(absmax, spec)
-  y = jnp.clip(x.astype(jnp.float32) * factor, -limit, limit)
-  values = (jnp.round(y) if spec.dtype == INT8 else y).astype(spec.dtype)
-  return (values, values.T) if transpose == "both" else values.T if transpose else values
-
-
-def quantize_both(x, spec):
-  return quantize(x, spec), quantize(x, spec).T
-
-
-QUANTIZERS = types.SimpleNamespace(
-  quantize=quantize,
-  quantize_transposed=lambda x, spec: quantize(x.T, spec),
-  quantize_both=quantize_both,
-  absmax=absmax,
-  cast_scaled=cast_scaled,
-)
-
-
-def on_shards(product):
-  """A backend of these kernels, with the parts of sbjax.backends that give each device its own."""
-  quantizers = (functools.partial(shards.quantize, QUANTIZERS, form) for form in FORMS)
-  by_rows = (_row_operation(getattr(rows, name), name) for name in _ROWS)
-  return Backend("mosaic", *quantizers, functools.partial(shards.scaled_matmul, product), *by_rows)
-
-
-def make_mesh(kind=AxisType.Auto):
-  return jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(kind,) * 2)
-
-
-def put(mesh, specs, *arrays):
-  return [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays, specs, strict=True)]
 
 
 def operands(rows, k, scaling, seed=0):
@@ -212,7 +145,7 @@ def test_a_layer_gives_the_numbers_of_one_device(monkeypatch, name, layout):
   case = make_case("bfloat16", m=256, k=128, n=192)
   arrays, product = put_case(make_mesh(), layout, case), Product()
   compiled = make_layer(monkeypatch, name, on_shards(product)).lower(*arrays).compile()
-  compare(name, compiled(*arrays), make_layer(monkeypatch, name, _plain())(*case))
+  compare(name, compiled(*arrays), make_layer(monkeypatch, name, plain())(*case))
   assert 256 // (8 if layout in ("batch", "fsdp") else 2) in {lhs[0] for lhs, _ in product.seen}
   moved = gathered(compiled.as_text())
   assert not {size for _, size in moved} & {256 * 128, 256 * 192}
@@ -238,79 +171,7 @@ def test_in_explicit_mode_each_gradient_is_sharded_as_its_primal(monkeypatch, na
     split = make_layer(monkeypatch, name, on_shards(Product()))(x, w, dy)
   assert split.dx.sharding.is_equivalent_to(x.sharding, 2)
   assert split.dw.sharding.is_equivalent_to(w.sharding, 2)
-  compare(name, split, make_layer(monkeypatch, name, _plain())(*case))
-
-
-MLP_LAYOUTS = {  # of x [M, K], w1 [K, H] and w2 [H, K]
-  "batch": (P(("data", "fsdp")), P(), P()),
-  "fsdp": (P(("data", "fsdp")), P("fsdp"), P(None, "fsdp")),
-  "tensor": (P("data"), P(None, "fsdp"), P("fsdp")),
-}
-
-
-def mlp_case():
-  rng = np.random.default_rng(0)
-  draw = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
-  w1, w2 = draw(128, 256) / 11, draw(256, 128) / 16
-  return draw(320, 128), draw(2, 320, 128), draw(4, 128), w1, draw(256), w2
-
-
-def put_mlp(mesh, layout, case):
-  x_spec, w1_spec, w2_spec = MLP_LAYOUTS[layout]
-  specs = x_spec, P(None, *x_spec), P(), w1_spec, P(*w1_spec[1:]), w2_spec
-  return put(mesh, specs, *case)
-
-
-def make_mlp(monkeypatch, name, backend):
-  def run(x, gradients, vectors, w1, b1, w2):
-    monkeypatch.setattr(fused, "get_backend", lambda _: backend)
-    monkeypatch.setattr(linear, "get_backend", lambda _: backend)
-    scale, bias, b2, _ = vectors
-
-    def mlp(x, scale, bias, w1, b1, w2, b2):
-      return norm_mlp(x, Norm(1 + scale / 4, bias), w1, b1, w2, b2, name)
-
-    (_, y), backward = jax.vjp(mlp, x, scale, bias, w1, b1, w2, b2)
-    return y, backward(tuple(gradients))
-
-  return jax.jit(run)
-
-
-@pytest.mark.parametrize("layout", MLP_LAYOUTS)
-@pytest.mark.parametrize("name", ["full", "switchback", "switchback_m", "fp8_switchback"])
-def test_an_mlp_gives_the_numbers_of_one_device_and_gathers_no_activation(
-  monkeypatch, name, layout
-):
-  case = mlp_case()
-  arrays = put_mlp(make_mesh(), layout, case)
-  compiled = make_mlp(monkeypatch, name, on_shards(Product())).lower(*arrays).compile()
-  split, alone = compiled(*arrays), make_mlp(monkeypatch, name, _plain())(*case)
-  for a, b in zip(jax.tree.leaves(split), jax.tree.leaves(alone), strict=True):
-    assert np.linalg.norm(a - b) <= (1e-5 if name == "full" else 4e-3) * np.linalg.norm(b)
-  moved = {size for _, size in gathered(compiled.as_text())}
-  rows_of_a_device = 160 if layout == "tensor" else 40
-  assert not {size for size in moved if size % rows_of_a_device == 0}
-
-
-@pytest.mark.parametrize(
-  ("by_kernels", "layout"),
-  # The definition leaves it to JAX which results are ambiguous: all but this one.
-  [(False, "batch"), *((True, layout) for layout in MLP_LAYOUTS)],
-)
-def test_an_mlp_in_explicit_mode(monkeypatch, by_kernels, layout):
-  mesh, case = make_mesh(AxisType.Explicit), mlp_case()
-  arrays = put_mlp(mesh, layout, case)
-  backend = on_shards(Product()) if by_kernels else _plain()
-  with jax.set_mesh(mesh):
-    split = make_mlp(monkeypatch, "switchback", backend)(*arrays)
-  alone = make_mlp(monkeypatch, "switchback", _plain())(*case)
-  for a, b in zip(jax.tree.leaves(split), jax.tree.leaves(alone), strict=True):
-    assert np.linalg.norm(a - b) <= 4e-3 * np.linalg.norm(b)
-
-
-def _plain():
-  forms = (getattr(QUANTIZERS, form) for form in FORMS)
-  return Backend("xla", *forms, scaled_matmul, *(getattr(rows, name) for name in _ROWS))
+  compare(name, split, make_layer(monkeypatch, name, plain())(*case))
 
 
 def test_within_shard_map_operands_are_shards_already():

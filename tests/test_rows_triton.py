@@ -47,13 +47,16 @@ OPERATIONS = {
   "gelu_backward, kept": lambda f, x, dy, spec, **how: f.gelu_backward(
     quantize(x, spec or INT8_ROW), dy, spec, **how
   ),
-  "quantize_sum": lambda f, x, dy, spec, **how: f.quantize_sum(dy, spec, **how),
+  "quantize_sum": lambda f, x, dy, spec, **how: f.quantize_sum((dy,), spec, **how),
+  "quantize_sum, parts": lambda f, x, dy, spec, **how: f.quantize_sum(
+    (dy, x, dy[:, ::-1]), spec, **how
+  ),
 }
 FORMATS = [
   (operation, fmt)
   for operation in OPERATIONS
   for fmt in SPECS
-  if not (operation == "quantize_sum" and fmt == "none")
+  if not (operation.startswith("quantize_sum") and fmt == "none")
   and not (operation.startswith("norm_backward") and fmt != "none")  # It has no spec.
 ]
 
@@ -128,11 +131,23 @@ def test_rows_may_be_of_any_number_and_length(operation, k):
 
 @pytest.mark.parametrize("fmt", ["int8", "e4m3", "e5m2"])
 def test_what_is_quantized_as_it_came_has_the_definition_s_bits(fmt):
-  x, dy = draw(5, 257, "bfloat16")
+  x, _ = draw(5, 257, "bfloat16")
   kernels, spec = interpreted("gelu"), SPECS[fmt]
   assert_same(kernels.gelu_quantize(x, INT8_ROW, spec)[1], quantize(x, spec))
-  assert_same(kernels.quantize_sum(dy, spec)[0], quantize(dy, spec))
   assert kernels.gelu_quantize(x, spec)[1] is x
+
+
+@pytest.mark.parametrize("fmt", ["int8", "e4m3", "e5m2"])
+@pytest.mark.parametrize("k", [16, 48, 208, 257])
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_parts_are_put_together_and_quantized_bit_for_bit(count, k, fmt):
+  _, whole = draw(5, count * k, "bfloat16")
+  whole = whole.at[1].set(0.0).at[3, :k].set(0.0)
+  parts, kernels = tuple(jnp.split(whole, count, axis=1)), interpreted("gelu")
+  config = kernels.Config(rows=2, warps=1, vector=8)
+  dy, dy_q, _ = kernels.quantize_sum(parts, SPECS[fmt], config=config)
+  assert_same((dy, *dy_q), (whole, *quantize(whole, SPECS[fmt])))
+  assert count > 1 or dy is parts[0]
 
 
 @pytest.mark.parametrize("operation", [o for o in OPERATIONS if "backward" in o or "sum" in o])
@@ -148,7 +163,8 @@ def test_columns_are_summed_over_the_rows_of_all_programs(operation):
     "norm_backward": [sign * total, total],  # Of the scale, of the bias.
     "gelu_backward": [(sign > 0) * total],
     "quantize_sum": [total],
-  }[operation.split(",")[0]]
+    "quantize_sum, parts": [np.concatenate([total, 23 * 2**20 * sign, total[::-1]])],
+  }[operation if "sum" in operation else operation.split(",")[0]]
   sums = [a for a in jax.tree.leaves(actual) if a.ndim == 1]
   jax.tree.map(np.testing.assert_array_equal, sums, expected)
 
@@ -172,8 +188,9 @@ def test_what_is_not_finite_spoils_its_row_and_its_columns(operation, place, bit
   (x if place == "x" else dy).view(np.uint32)[2, 33] = bits
   actual, expected = run(operation, jnp.asarray(x), jnp.asarray(dy), INT8_ROW)
   assert_near(actual, expected, operation)
-  taken = {"norm_quantize": ["x"], "gelu_quantize": ["x"], "quantize_sum": ["dy"]}
-  row = 2 if place in taken.get(operation.split(",")[0], ["x", "dy"]) else None
+  takes_one = {"norm_quantize": "x", "gelu_quantize": "x", "gelu_quantize, keep": "x"}
+  takes_one |= {"quantize_sum": "dy"}
+  row = 2 if place in takes_one.get(operation, ["x", "dy"]) else None
   for a in jax.tree.leaves(actual):
     if a.shape == (4, 1):  # Scales.
       np.testing.assert_array_equal(np.isnan(a[:, 0]), np.arange(4) == row)
@@ -287,6 +304,7 @@ LOADED = {
   "gelu_backward": (4, 0, 0),
   "gelu_backward, kept": (2, 2, 0),
   "quantize_sum": (2, 0, 0),
+  "quantize_sum, parts": (2, 0, 0),
 }
 
 
@@ -297,7 +315,8 @@ def test_clip_s_rows_stay_in_registers_and_come_16_bytes_at_a_time(
 ):
   family = "norm" if operation.startswith("norm") else "gelu"
   module, function = triton_case.loaded(f"{family}_triton"), OPERATIONS[operation]
-  for k in WIDTHS[family]:
+  parts = 3 if "parts" in operation else 1
+  for k in WIDTHS["norm" if parts == 3 else family]:
     x = jax.ShapeDtypeStruct((65536, k), jnp.bfloat16)
     (kernel,) = triton_case.compiled(
       *(monkeypatch, tmp_path / str(k), capability),
@@ -311,10 +330,10 @@ def test_clip_s_rows_stay_in_registers_and_come_16_bytes_at_a_time(
     threads = int(re.search(r"\.reqntid (\d+)", kernel.ptx)[1])
     halves, bytes_, floats = LOADED[operation]
     # All but the end of a row that is no multiple of what the threads take at once.
-    whole = k // (threads * 8)
+    whole = parts * (k // (threads * 8))
     wide = kernel.count(r"ld\.global\.v4")
     assert wide >= whole * (halves + 2 * floats)
     narrow = {8: "v2", 4: "b32", 2: "b16"}
     read = sum(size * kernel.count(rf"ld\.global\.{kind}") for size, kind in narrow.items())
     scale = 4 if bytes_ else 0
-    assert 16 * wide + read - scale == k * (2 * halves + bytes_ + 4 * floats) // threads
+    assert 16 * wide + read - scale == parts * k * (2 * halves + bytes_ + 4 * floats) // threads

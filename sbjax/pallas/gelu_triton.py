@@ -24,6 +24,7 @@ from sbjax.pallas.rounding_triton import (
   Config,
   check_rows,
   load_row,
+  piece,
   quantize_row,
   row_constants,
   store_row,
@@ -144,29 +145,36 @@ def gelu_backward(
 
 
 def quantize_sum(
-  dy: jax.Array, spec: Spec, *, config: Config | None = None
-) -> tuple[Quantized, jax.Array]:
+  parts: tuple[jax.Array, ...], spec: Spec, *, config: Config | None = None
+) -> tuple[jax.Array, Quantized, jax.Array]:
   """`sbjax.rows.quantize_sum`: finite rows bit for bit, the sum to its rounding.
+
+  Three parts, of q, k and v, are put together where they are read; another number is before.
 
   Raises:
     NotImplementedError: as gelu_quantize.
   """
+  if len(parts) not in (1, 3):
+    parts = (jnp.concatenate(parts, axis=1),)
+  ((m, width),) = {part.shape for part in parts}
+  dy = _struct((m, width * len(parts)), parts[0].dtype)
   check_rows(dy, spec, chip=compute_capability())
   if dy.size == 0:
-    return rows.quantize_sum(dy, spec)
+    return rows.quantize_sum(parts, spec)
   config = sum_config(*dy.shape, dy.dtype.itemsize) if config is None else config
-  values, scale, sums = triton_call(
-    dy,
+  joined, values, scale, sums = triton_call(
+    *(parts if len(parts) == 3 else 3 * parts),
     kernel=_quantize_sum_kernel,
     name="sbjax_quantize_sum",
     grid=triton.cdiv(len(dy), config.rows),
-    out=(*_quantized(dy.shape, spec), _sums(dy, config)),
+    out=(dy if len(parts) == 3 else _NOTHING, *_quantized(dy.shape, spec), _sums(dy, config)),
     num_warps=config.warps,
-    **row_constants(*dy.shape, config),
+    **row_constants(*dy.shape, config, len(parts)),
     VIA_FLOAT16=compute_capability() < 90,
-    LIMIT=_limit(spec),
+    **dict(LIMIT=_limit(spec), PARTS=len(parts)),
   )
-  return Quantized(values, scale), jnp.sum(sums, axis=0)
+  dy = joined if len(parts) == 3 else parts[0]
+  return dy, Quantized(values, scale), jnp.sum(sums, axis=0)
 
 
 def _quantized(shape, spec):
@@ -295,7 +303,22 @@ def _gelu_backward_kernel(
 
 
 @triton.jit
+def _load_parts(
+  parts, row, ROWS, RAGGED, WIDTH: tl.constexpr, PIECES: tl.constexpr, VECTOR: tl.constexpr
+):
+  """`load_row` of a row that lies in `parts`, each [M, WIDTH]."""
+  xs = ()
+  for i in tl.static_range(len(PIECES)):
+    offset, mask = piece(row, PIECES[i][0] % WIDTH, PIECES[i][1], ROWS, WIDTH, RAGGED, VECTOR)
+    xs += (tl.load(parts[PIECES[i][0] // WIDTH] + offset, mask=mask, other=0.0),)
+  return xs
+
+
+@triton.jit
 def _quantize_sum_kernel(
+  q_ptr,
+  k_ptr,
+  v_ptr,
   dy_ptr,
   values_ptr,
   scale_ptr,
@@ -308,17 +331,24 @@ def _quantize_sum_kernel(
   THREADS: tl.constexpr,
   VIA_FLOAT16: tl.constexpr,
   LIMIT: tl.constexpr,
+  PARTS: tl.constexpr,
 ):
-  """Makes values [ROWS, K] and scale [ROWS, 1], and the sum of dy over ROWS."""
+  """Makes of q, k and v, or of q alone, values [ROWS, K], scale [ROWS, 1] and the sum over ROWS.
+
+  And of three PARTS dy [ROWS, K].
+  """
+  parts = (q_ptr, k_ptr, v_ptr) if PARTS == 3 else (q_ptr,)
   first = tl.program_id(0) * ROWS
   RAGGED: tl.constexpr = M % ROWS != 0
   end = tl.minimum(first + ROWS, M) if RAGGED else first + ROWS
   sums = zero_row(PIECES)
-  ahead = load_row(dy_ptr, first, end, RAGGED, K, PIECES, VECTOR)
+  ahead = _load_parts(parts, first, end, RAGGED, K // PARTS, PIECES, VECTOR)
   for r in range(ROWS):
     row = first + r
+    if PARTS == 3:
+      store_row(dy_ptr, ahead, row, M, RAGGED, K, PIECES, VECTOR)
     dys = to_float32(ahead)
-    ahead = load_row(dy_ptr, row + 1, end, True, K, PIECES, VECTOR)
+    ahead = _load_parts(parts, row + 1, end, True, K // PARTS, PIECES, VECTOR)
     sums_next = ()
     for i in tl.static_range(len(PIECES)):
       sums_next += (sums[i] + dys[i],)

@@ -135,8 +135,6 @@ def _standardize(
   centred, squares = (), ()
   for i in tl.static_range(len(PIECES)):
     c = xs[i] - mean
-    if PIECES[i][0] + PIECES[i][1] > K:  # What is not there does not vary.
-      c = tl.where(PIECES[i][0] + tl.arange(0, PIECES[i][1]) < K, c, 0.0)
     centred += (c,)
     squares += (c * c,)
   inverse = tl.rsqrt(row_sum(squares, THREADS) * (1.0 / K) + EPSILON)

@@ -69,20 +69,25 @@ def pieces(k: int) -> tuple[tuple[int, int], ...]:
 
 
 def even_pieces(k: int, lanes: int) -> tuple[tuple[int, int], ...]:
-  """(first, lanes) that cover k: as many of this width as fit, then `pieces` of the rest."""
-  whole = k - k % lanes
-  rest = tuple((whole + first, narrow) for first, narrow in pieces(k % lanes))
-  return (*((first, lanes) for first in range(0, whole, lanes)), *rest)
+  """(first, lanes) that are k: as many of this width as fit, then narrower powers of two."""
+  found, first = [], 0
+  while first < k:
+    while lanes > k - first:
+      lanes //= 2
+    found.append((first, lanes))
+    first += lanes
+  return tuple(found)
 
 
-def row_constants(m: int, k: int, config: Config) -> dict:
-  """What a kernel that walks over rows of [m, k] takes as constants."""
-  threads = 32 * config.warps
+def row_constants(m: int, k: int, config: Config, parts: int = 1) -> dict:
+  """What a kernel that walks over rows of [m, k] takes as constants; no piece is of two parts."""
+  threads, width = 32 * config.warps, k // parts
+  pieces_of_part = even_pieces(width, threads * config.vector)
   return {
     "M": m,
     "K": k,
     "ROWS": config.rows,
-    "PIECES": even_pieces(k, threads * config.vector),
+    "PIECES": tuple((p * width + first, n) for p in range(parts) for first, n in pieces_of_part),
     "VECTOR": config.vector,
     "THREADS": threads,
   }
