@@ -39,8 +39,9 @@ def _without_gradient(x_BLHD, length):
 
 
 def _without_gradient_bwd(length, _, dx_BLHD):
-  counts = jnp.arange(dx_BLHD.shape[1])[None, :, None, None] < length
-  return (jnp.where(counts, dx_BLHD, jnp.zeros_like(dx_BLHD)),)
+  # XLA writes these where they are; a mask would have all tokens read and written once more.
+  nothing = jnp.zeros_like(dx_BLHD[:, length:])
+  return (jax.lax.dynamic_update_slice_in_dim(dx_BLHD, nothing, length, axis=1),)
 
 
 _without_gradient.defvjp(lambda x, length: (x, None), _without_gradient_bwd)
