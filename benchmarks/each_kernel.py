@@ -7,14 +7,13 @@
 import jax
 import jax.numpy as jnp
 
-from sbjax.backends import NAMES, get_backend
+from sbjax.backends import NAMES, Backend, get_backend
 from sbjax.formats import E4M3, INT8
 from sbjax.quantize import Spec
+from sbjax.rows import Norm
 
 
 def main() -> None:
-  x = jax.random.normal(jax.random.key(0), (333, 464), jnp.bfloat16)
-  w = jax.random.normal(jax.random.key(1), (464, 208))
   for name in NAMES[1:]:
     try:
       ops = get_backend(name)
@@ -22,12 +21,31 @@ def main() -> None:
       print(f"{name}: not here: {reason}")
       continue
     for dtype in (INT8, E4M3):
-      row, tensor = Spec(dtype, "rowwise"), Spec(dtype, "tensorwise")
-      for spec in (row, tensor):
-        y = ops.scaled_matmul(ops.quantize(x, row), ops.quantize_transposed(w, spec), jnp.bfloat16)
-        jax.block_until_ready(y)
-      jax.block_until_ready((ops.quantize_both(w, tensor), ops.quantize(w, tensor)))
+      jax.block_until_ready((matmuls(ops, dtype), between(ops, dtype)))
     print(f"{name}: ran")
+
+
+def matmuls(ops: Backend, dtype):
+  """The quantizers, and products with either scale of w, with a bias and without."""
+  x = jax.random.normal(jax.random.key(0), (333, 464), jnp.bfloat16)
+  w = jax.random.normal(jax.random.key(1), (464, 208))
+  row, tensor = Spec(dtype, "rowwise"), Spec(dtype, "tensorwise")
+  x_q, kernels = ops.quantize(x, row), [ops.quantize_transposed(w, s) for s in (row, tensor)]
+  biases = (None, jnp.ones(208))
+  products = [ops.scaled_matmul(x_q, k, jnp.bfloat16, bias=b) for k in kernels for b in biases]
+  return products, ops.quantize_both(w, tensor), ops.quantize(w, tensor)
+
+
+def between(ops: Backend, dtype):
+  """What stands between the products: layer norm and GELU with their gradients, and sums."""
+  spec, norm = Spec(dtype, "rowwise"), Norm(jnp.ones(464), jnp.zeros(464))
+  x, dy, dx = (jax.random.normal(key, (333, 464), jnp.bfloat16)
+               for key in jax.random.split(jax.random.key(2), 3))  # fmt: skip
+  forward = [ops.norm_quantize(x, norm, s) for s in (None, spec)]
+  backward = [ops.norm_backward(x, norm, dy, d) for d in (None, dx)]
+  sums = [ops.quantize_sum(parts, spec) for parts in ((dy,), (dy, dx, x))]
+  kept = [ops.gelu_quantize(x, s, k)[1] for s, k in ((None, None), (spec, None), (spec, spec))]
+  return forward, backward, sums, [ops.gelu_backward(h, dy, spec) for h in kept[1:]]
 
 
 if __name__ == "__main__":

@@ -7,8 +7,11 @@ import jax.extend
 import jax.numpy as jnp
 import pytest
 
+from benchmarks import each_kernel
 from benchmarks.kernels import Kernel, grouped, idle, origins_of
 from benchmarks.step import model_flops
+from sbjax.backends import get_backend
+from sbjax.formats import E4M3, INT8
 from sbjax.models.clip import CLIP
 from sbjax.models.sizes import SIZES
 
@@ -70,3 +73,17 @@ def test_flops_of_a_step_are_three_times_those_of_the_matmuls_forward():
   forward = dot_flops(jax.make_jaxpr(model.apply)(params, image, text).jaxpr)
   # Pixels take no gradient: a third of the patch embedding is not there.
   assert model_flops(config, batch) / 3 == pytest.approx(forward, rel=0.01)
+
+
+@pytest.mark.parametrize("dtype", [INT8, E4M3])
+def test_each_kernel_is_called_as_the_definition_is(dtype):
+  ops = get_backend("xla")
+  called = set()
+
+  def watched(name, operation):
+    return lambda *args, **kwargs: called.add(name) or operation(*args, **kwargs)
+
+  operations = {name: watched(name, f) for name, f in ops._asdict().items() if name != "name"}
+  each_kernel.matmuls(ops._replace(**operations), dtype)
+  each_kernel.between(ops._replace(**operations), dtype)
+  assert called == set(operations)
