@@ -6,9 +6,9 @@
 Images and texts through both towers, loss, backward, StableAdamW on float32 parameters, as
 train.main compiles it, for each row of CASES. All contenders of a row train the same parameters in
 turns, on one batch of random pixels and tokens. What they are compared to is recipe "full" in plain
-Flax (`fused=False`), compiled by XLA, with cuDNN's attention: its layers in a loop or unrolled,
-whichever is faster. Adds a line a row: time, images a second, memory, compile time, MFU, and where
-the time goes.
+Flax (`fused=False`), compiled by XLA, with cuDNN's attention, and with sbjax/token_sum.py as all:
+its layers in a loop or unrolled, whichever of those that were raced is faster. Adds a line a row:
+time, images a second, memory, compile time, MFU, and where the time goes.
 """
 
 import argparse
@@ -164,7 +164,10 @@ def race(steps, state, batch, rounds: int):
 
 
 def profile(step, state, batch, steps: int = 4):
-  """The kernels of a step amid others, and the state after them."""
+  """The kernels of a step amid others, and the state after them.
+
+  Their times do not add up to the step's by the clock: a chip that has just rested is faster.
+  """
 
   def run():
     nonlocal state
@@ -173,8 +176,7 @@ def profile(step, state, batch, steps: int = 4):
     return metrics
 
   listed = kernels(run)
-  each = len(listed) // steps
-  return listed[-each:], state
+  return listed[-(len(listed) // steps) :], state
 
 
 def model_flops(config: CLIPConfig, batch_size: int) -> float:

@@ -87,16 +87,17 @@ def kept(w):
 
 def gradient(ops: Backend, recipe: Recipe, dys, bias):
   """dy [M, N], of parts `dys`; dy as `dgrad` takes it; and the gradient of bias [N] or None."""
-  if bias is None:
-    dy = jnp.concatenate(dys, axis=1)
-    return dy, dy, None
-  if recipe.dgrad is None:
-    dy = dy_q = jnp.concatenate(dys, axis=1)
-    summed = jnp.sum(dy.astype(jnp.float32), axis=0)
-  else:
+  if bias is not None and recipe.dgrad is not None:
     dy, dy_q, summed = ops.quantize_sum(dys, recipe.dgrad[0])
-  d_bias = summed.astype(bias.dtype)
-  return dy, dy_q, reshard(d_bias, jax.typeof(bias).sharding) if is_explicit() else d_bias
+    return dy, dy_q, like(bias, summed)
+  dy = jnp.concatenate(dys, axis=1)
+  return dy, dy, None if bias is None else like(bias, jnp.sum(dy.astype(jnp.float32), axis=0))
+
+
+def like(vector, gradient):
+  """The gradient of a vector in its dtype and, in explicit mode, split as it is."""
+  gradient = gradient.astype(vector.dtype)
+  return reshard(gradient, jax.typeof(vector).sharding) if is_explicit() else gradient
 
 
 def dgrad(ops: Backend, recipe: Recipe, dy, w, dtype, out_sharding):

@@ -18,6 +18,7 @@ from sbjax.pallas.partition import is_explicit
 # What cuBLAS cuts float32 outputs of bfloat16 products into on Hopper.
 _TILES = ((128, 256), (256, 128), (128, 160), (160, 128), (128, 320), (320, 128))
 _MOST_PARTS, _WORTHWHILE = 4, 0.03
+_FEWEST_TOKENS = 16384  # The sum of the parts costs the same however many there are.
 
 
 def token_sum(
@@ -28,6 +29,7 @@ def token_sum(
   Of p parts each takes every p-th token, so that tokens split over devices stay where they are.
 
   Args:
+    out_sharding: jax.lax.dot_general's; counts in explicit mode, where there is always one product.
     parts: how many products; None for what `parts_for` says.
   """
   if parts is None:
@@ -44,12 +46,15 @@ def token_sum(
 
 
 def parts_for(tokens: int, k: int, n: int) -> int:
-  """How many products `token_sum` makes on the chip that this is traced for."""
+  """How many products `token_sum` makes on the chip that this is traced for.
+
+  Each device's share of the tokens must divide; how many devices there are is part of the answer.
+  """
   device = target()
   cores = multiprocessors(device)
   if compute_capability(device) != 90 or cores is None or is_explicit():
     return 1
-  if math.ceil(k / 128) * math.ceil(n / 256) <= cores:
+  if tokens < _FEWEST_TOKENS or math.ceil(k / 128) * math.ceil(n / 256) <= cores:
     return 1
   fitting = [p for p in range(1, _MOST_PARTS + 1) if tokens % (p * jax.device_count()) == 0]
   busy = {p: _busy(p, k, n, cores) for p in fitting or [1]}

@@ -77,6 +77,18 @@ def test_an_mlp_in_explicit_mode(monkeypatch, by_kernels, layout):
     assert np.linalg.norm(a - b) <= 4e-3 * np.linalg.norm(b)
 
 
+def test_the_gradient_of_a_bias_is_split_as_the_bias_is(monkeypatch):
+  mesh, case = make_mesh(AxisType.Explicit), mlp_case()
+  x, gradients, vectors, w1, _, w2 = put_mlp(mesh, "batch", case)
+  (b1,) = put(mesh, [P("fsdp")], case[4])
+  with jax.set_mesh(mesh):
+    run = make_mlp(monkeypatch, "switchback", on_shards(Product()))
+    _, (*_, db1, _, _) = run(x, gradients, vectors, w1, b1, w2)
+  _, (*_, alone, _, _) = make_mlp(monkeypatch, "switchback", plain())(*case)
+  assert db1.sharding.spec == P("fsdp")
+  np.testing.assert_allclose(db1, alone, rtol=0, atol=4e-3 * np.abs(alone).max())
+
+
 def dot_case():
   """x, its gradient by another way, those of three parts, a layer norm, w and bias."""
   rng = np.random.default_rng(0)

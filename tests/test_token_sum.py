@@ -52,6 +52,10 @@ def test_vit_h_and_bigg_are_worth_it(h200):
   assert parts_for(33024, 1664, 8192) > 1
 
 
+def test_few_tokens_stay_in_one(h200):
+  assert [parts_for(tokens, 1280, 5120) for tokens in (0, 1024, 16382, 16384)] == [1, 1, 1, 2]
+
+
 def test_tokens_that_do_not_divide_stay_in_one(h200, monkeypatch):
   assert parts_for(66049, 1280, 5120) == 1
   monkeypatch.setattr(jax, "device_count", lambda: 5)

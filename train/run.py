@@ -27,7 +27,8 @@ from train.sharding import batch_sharding, make_mesh, state_shardings
 from train.step import TrainState, make_init
 from train.tokenizer import Tokenizer, make_tokenizer
 
-# What may differ between a run and its continuation: where it computes and what it reports.
+# What may differ between a run and its continuation: where it computes and what it reports. With
+# another `accumulate` other patches are dropped from there on.
 _MAY_CHANGE = {
   "steps", "log_every", "eval_every", "eval_batch_size", "checkpoint_every", "checkpoint_keep",
   "wandb_project", "mesh", "accumulate", "data.data_dir", "data.root", "data.prefetch",

@@ -118,7 +118,7 @@ def _in_microbatches(encode, batch, key: jax.Array, count: int) -> dict:
   # Microbatch i has examples i, i + count, ...: of each device its own, so that none moves.
   microbatches = jax.tree.map(lambda x: x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1), batch)
 
-  @jax.checkpoint
+  @jax.checkpoint  # With its barriers: XLA may unroll a short loop, and then keep what it finds.
   def encode_one(numbered):
     i, microbatch = numbered
     return encode(microbatch, jax.random.fold_in(key, i))

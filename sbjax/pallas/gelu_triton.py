@@ -316,9 +316,9 @@ def _load_parts(
 
 @triton.jit
 def _quantize_sum_kernel(
-  q_ptr,
-  k_ptr,
-  v_ptr,
+  first_ptr,
+  second_ptr,
+  third_ptr,
   dy_ptr,
   values_ptr,
   scale_ptr,
@@ -333,11 +333,11 @@ def _quantize_sum_kernel(
   LIMIT: tl.constexpr,
   PARTS: tl.constexpr,
 ):
-  """Makes of q, k and v, or of q alone, values [ROWS, K], scale [ROWS, 1] and the sum over ROWS.
+  """Makes of one or three PARTS values [ROWS, K], scale [ROWS, 1] and the sum over ROWS.
 
-  And of three PARTS dy [ROWS, K].
+  And of three dy [ROWS, K].
   """
-  parts = (q_ptr, k_ptr, v_ptr) if PARTS == 3 else (q_ptr,)
+  parts = (first_ptr, second_ptr, third_ptr) if PARTS == 3 else (first_ptr,)
   first = tl.program_id(0) * ROWS
   RAGGED: tl.constexpr = M % ROWS != 0
   end = tl.minimum(first + ROWS, M) if RAGGED else first + ROWS
