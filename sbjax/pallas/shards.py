@@ -73,7 +73,8 @@ def by_rows(operation, definition, *arrays, splits_rows=False):
   """An operation of sbjax.rows: [M, K] is split by rows, as it comes; [K] counts for all rows.
 
   A result [K] is a sum over rows, and goes on over the devices that have the others. K is that of
-  the first array; of what is wider, made of several, rows stay whole. Where rows may be split too, XLA computes the definition on the parts, and scales take the maximum over them.
+  the first array; of what is wider, made of several, rows stay whole. Where rows may be split too,
+  XLA computes the definition on the parts, and scales take the maximum over them.
 
   Args:
     operation, definition: what runs on a shard, and what has the same results.
