@@ -65,8 +65,7 @@ def batch(mesh):
   return jax.device_put({"image": image, "text": text}, batch_sharding(mesh))
 
 
-@pytest.mark.parametrize("loss", ["softmax", "siglip"])
-@pytest.mark.parametrize("recipe", ["full", "switchback"])
+@pytest.mark.parametrize(("recipe", "loss"), [("full", "siglip"), ("switchback", "softmax")])
 def test_eight_devices_take_the_step_of_one(recipe, loss):
   results = []
   for data, fsdp in ((1, 1), (2, 4)):
@@ -142,12 +141,10 @@ def assert_same_gradients(got, want, tolerance):
 @pytest.mark.parametrize(
   ("accumulate", "recipe", "loss", "scan"),
   [
-    (2, "full", "softmax", True),
-    (4, "full", "softmax", False),
+    (2, "full", "softmax", False),
     (4, "full", "siglip", True),
-    (2, "full", "siglip", False),
-    (4, "switchback", "softmax", True),
-    (4, "switchback_m", "softmax", True),
+    (4, "switchback", "softmax", False),
+    (2, "switchback_m", "siglip", True),
   ],
 )
 def test_microbatches_change_no_metric_and_no_gradient(accumulate, recipe, loss, scan):
