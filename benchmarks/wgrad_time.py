@@ -56,9 +56,10 @@ def measure(tokens: int, k: int, n: int, layer: str, parts: list[int]) -> dict:
     largest = jnp.full((1, x.shape[1]), 4.0)
     return quantize_triton.cast_scaled(x, largest, INT8_ROW, transpose=True)
 
+  add = functools.partial(token_sum, dtype=jnp.float32)
   multiply = functools.partial(get_backend().scaled_matmul, out_dtype=jnp.float32)
   contenders = {
-    **{f"bf16 in {p}": contender(functools.partial(bf16, p), [(x, dy)]) for p in parts},
+    **{f"bf16 in {p}": contender(functools.partial(add, parts=p), [(x, dy)]) for p in parts},
     "int8 product": contender(multiply, [(x_q, dy_q)]),
     "turning x": contender(turn, [(x,)]),
     "turning dy": contender(turn, [(dy,)]),
@@ -73,10 +74,6 @@ def measure(tokens: int, k: int, n: int, layer: str, parts: list[int]) -> dict:
     "milliseconds": {name: round(one.seconds * 1e3, 4) for name, one in contenders.items()},
     "data": "standard normal; uniform int8",
   }
-
-
-def bf16(parts: int, x, dy):
-  return token_sum(x, dy, jnp.float32, parts=parts)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import reshard
 
 from sbjax.backends import Backend, get_backend
+from sbjax.matmul import full_dot
 from sbjax.pallas.partition import is_explicit
 from sbjax.quantize import Quantized
 from sbjax.recipes import Recipe, as_recipe
@@ -129,13 +130,3 @@ def master(w):
 def cotangent(w, dw):
   """The gradient of w in the form of w; of a Kernel's 8 bits there is none."""
   return Kernel(dw, None, None) if isinstance(w, Kernel) else dw
-
-
-def full_dot(lhs, rhs, contracting, out_dtype, out_sharding=None):
-  """A matmul in the operands' own dtype, as plain Flax has it; the sums are float32 on GPUs too.
-
-  The result is asked for in `out_dtype`: a float32 one would be written out to be cast.
-  """
-  return jax.lax.dot_general(
-    lhs, rhs, (contracting, ((), ())), preferred_element_type=out_dtype, out_sharding=out_sharding
-  )

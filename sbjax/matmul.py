@@ -1,4 +1,7 @@
-"""The 8-bit matmul: an exact or float32 sum of products, then the scales, then one cast."""
+"""The 8-bit matmul: an exact or float32 sum of products, then the scales, then one cast.
+
+And the one that a recipe leaves in full.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -50,3 +53,13 @@ def check_operands(lhs: jax.Array, rhs: jax.Array) -> None:
     raise ValueError(f"No matmul takes {lhs.dtype.name} with {rhs.dtype.name}.")
   if lhs.dtype == INT8 and k > MAX_INT8_CONTRACTION:
     raise ValueError(f"{k=} int8 products can overflow int32; at most {MAX_INT8_CONTRACTION}.")
+
+
+def full_dot(lhs, rhs, contracting, out_dtype, out_sharding=None) -> jax.Array:
+  """A matmul in the operands' own dtype, as plain Flax has it; the sums are float32 on GPUs too.
+
+  The result is asked for in `out_dtype`: a float32 one would be written out to be cast.
+  """
+  return jax.lax.dot_general(
+    lhs, rhs, (contracting, ((), ())), preferred_element_type=out_dtype, out_sharding=out_sharding
+  )

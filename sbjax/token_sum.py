@@ -12,6 +12,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from sbjax.matmul import full_dot
 from sbjax.pallas.chip import compute_capability, multiprocessors, target
 from sbjax.pallas.partition import is_explicit
 
@@ -35,9 +36,7 @@ def token_sum(
   if parts is None:
     parts = parts_for(x.shape[0], x.shape[1], dy.shape[1]) if x.dtype.itemsize == 2 else 1
   if parts == 1:
-    return jax.lax.dot_general(
-      x, dy, (((0,), (0,)), ((), ())), preferred_element_type=dtype, out_sharding=out_sharding
-    )
+    return full_dot(x, dy, ((0,), (0,)), dtype, out_sharding)
   x, dy = (a.reshape(len(a) // parts, parts, a.shape[1]) for a in (x, dy))
   products = jax.lax.dot_general(
     x, dy, (((0,), (0,)), ((1,), (1,))), preferred_element_type=jnp.float32
