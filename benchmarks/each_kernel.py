@@ -1,7 +1,10 @@
 """Runs every kernel once, on small ragged arrays: something for a memory checker to watch.
 
-  XLA_PYTHON_CLIENT_ALLOCATOR=platform compute-sanitizer --tool memcheck \\
-      python -m benchmarks.each_kernel
+  XLA_PYTHON_CLIENT_ALLOCATOR=platform XLA_FLAGS=--xla_gpu_enable_command_buffer= \\
+      compute-sanitizer --tool memcheck --target-processes all python -m benchmarks.each_kernel
+
+Each array has memory of its own, so that what lies beyond it is nobody's; in CUDA graphs, which
+XLA calls command buffers, the checker crashes.
 """
 
 import jax

@@ -5,7 +5,8 @@
 
 For each seed every variant starts from the same parameters and sees the same batches, crops and
 dropped patches; another seed has other parameters and another order of the batches. A variant is a
-recipe, or a recipe and "unfused": plain Flax between the matmuls. Writes one line a variant to
+recipe, named in sbjax.RECIPES or benchmarks.wgrad_candidates.STUDIED, or a recipe and "unfused":
+plain Flax between the matmuls. Writes one line a variant to
 benchmarks/results/loss_parity.jsonl, and prints what can be compared: how far the last losses of a
 variant are from the first variant's, and how far apart the seeds are.
 """
@@ -22,6 +23,7 @@ import numpy as np
 from absl import flags
 
 from benchmarks.timing import append
+from benchmarks.wgrad_candidates import STUDIED
 from train import cli, data
 from train.config import Config
 from train.loop import jit_train_step
@@ -42,7 +44,7 @@ def main(config: Config, workdir: Path) -> None:
   print(f"{'variant':20} {'mean of the last quarter of losses, by seed':45} from the first variant")
   for variant in _VARIANTS.value:
     with tempfile.TemporaryDirectory(dir=workdir) as scratch:
-      run = make_run(with_variant(config, variant), Path(scratch))
+      run = run_of(config, variant, Path(scratch))
       batches = batches or draw(run)
       row = measure(run, variant, batches, states)
       run.checkpointer.close()
@@ -53,12 +55,16 @@ def main(config: Config, workdir: Path) -> None:
   print(f"The seeds' standard deviation: {rows[0]['deviation_over_seeds']:.4f}")
 
 
-def with_variant(config: Config, variant: str) -> Config:
+def run_of(config: Config, variant: str, workdir: Path) -> Run:
   recipe, _, how = variant.partition(" ")
   if how not in ("", "unfused"):
     raise ValueError(f"variant {variant!r} must be a recipe, or a recipe and 'unfused'.")
-  model = dataclasses.replace(config.model, recipe=recipe, fused=not how)
-  return dataclasses.replace(config, model=model)
+  named = "switchback" if recipe in STUDIED else recipe
+  model = dataclasses.replace(config.model, recipe=named, fused=not how)
+  run = make_run(dataclasses.replace(config, model=model), workdir)
+  if recipe in STUDIED:
+    run = run._replace(model=run.model.clone(recipe=STUDIED[recipe]))
+  return run
 
 
 def draw(run: Run) -> list:

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 
 from benchmarks.kernels import Kernel, grouped, idle, kernels, origins_of
 from benchmarks.timing import append, provenance
+from benchmarks.wgrad_candidates import STUDIED
 from sbjax.models.clip import CLIP
 from sbjax.models.sizes import SIZES, CLIPConfig
 from sbjax.recipes import RECIPES
@@ -47,7 +48,10 @@ CONTENDERS = {  # name: recipe, fused, layers compiled in a piece (0: all)
   "switchback_unfused": ("switchback", False, 0),
   "switchback_m": ("switchback_m", True, 0),
   "switchback_q": ("switchback_q", True, 0),
+  "switchback_fp8_wgrad": ("switchback_fp8_wgrad", True, 0),
   "switchback_e4m3_wgrad": ("switchback_e4m3_wgrad", True, 0),
+  "llm_int8": ("llm_int8", True, 0),
+  **{name: (name, True, 0) for name in STUDIED},
   "fp8_switchback": ("fp8_switchback", True, 0),
 }
 BASES = ("flax", "flax_loop")
@@ -77,7 +81,8 @@ def measure(size: str, names: list[str], rounds: int, folder: str | None) -> dic
   models = {}
   for name in names:
     recipe, fused, unroll = CONTENDERS[name]
-    models[name] = CLIP(config, recipe=RECIPES[recipe], fused=fused, remat=remat, unroll=unroll)
+    recipe = (RECIPES | STUDIED)[recipe]
+    models[name] = CLIP(config, recipe=recipe, fused=fused, remat=remat, unroll=unroll)
   # The parameter tree is the same for all of them, so that one state serves.
   state = jax.jit(make_init(models[names[0]], optimizer, seed=0))()
   batch = draw(config, batch_size)

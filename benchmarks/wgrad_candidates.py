@@ -3,12 +3,14 @@
 The sum runs over tokens: x [tokens, K] and dy [tokens, N] are rounded in tiles of so many tokens,
 each feature of a tile with a scale of its own, and the tiles' products are added in float32.
 
-What is measured is the rounding alone: operands are rounded, dequantized and multiplied in float32.
-A tile's int8 products have an exact sum in int32, so a kernel gives the same to float32 rounding;
-Hopper's sums of fp8 products have fewer bits than float32, which `as_trained` shows.
+What is measured is the rounding alone. 8-bit values are exact in bfloat16, and so is the float32
+sum of a tile's int8 products, as a kernel would make it in int32; Hopper's sums of fp8 products have
+fewer bits than float32, which `as_trained` shows. A candidate is a function of x and dy, so that a
+recipe can train with it: STUDIED.
 """
 
-from typing import NamedTuple
+import dataclasses
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,7 @@ from sbjax.formats import max_value
 from sbjax.quantize import Quantized, Spec, dequantize, factor_and_scale, largest, quantize
 from sbjax.recipes import (
   LLM_INT8,
+  SWITCHBACK,
   SWITCHBACK_E4M3_WGRAD,
   SWITCHBACK_FP8_WGRAD,
   Recipe,
@@ -31,13 +34,22 @@ from sbjax.recipes import (
 DRAWS = 16  # Of a stochastic rounding, to see that their mean comes closer.
 
 
-class Candidate(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Candidate:
   x: Spec
   dy: Spec
   tile: int | None = None  # Tokens that share a scale; None: all.
   balanced: bool = False  # After `balance`.
   stochastic: bool = False
   reused: bool = False  # From the int8 tokens that the forward pass and dgrad multiplied.
+
+  def __call__(self, x: jax.Array, dy: jax.Array) -> jax.Array:
+    """dw [K, N] in float32; what is rounded stochastically is drawn by the sum of dy."""
+    key = None
+    if self.stochastic:
+      total = jnp.sum(dy.astype(jnp.float32))
+      key = jax.random.key(jax.lax.bitcast_convert_type(total, jnp.uint32))
+    return weight_gradient(x, dy, self, key)
 
 
 _INT8, _E4M3 = Candidate(int8_row, int8_row), Candidate(e4m3_row, e4m3_row)
@@ -49,22 +61,31 @@ CANDIDATES = {
   "e4m3 x e5m2, per feature": Candidate(e4m3_row, e5m2_row),
   "e4m3 x e4m3, per feature": _E4M3,
   # As DeepSeek-V3 scales activations, there in fp8 (2024, https://arxiv.org/abs/2412.19437, 3.3.2).
-  **{f"int8, per feature and {n} tokens": _INT8._replace(tile=n) for n in (2048, 512, 128)},
-  **{f"e4m3 x e4m3, per feature and {n} tokens": _E4M3._replace(tile=n) for n in (2048, 512, 128)},
-  "stochastic int8, per feature": _INT8._replace(stochastic=True),
-  "stochastic int8, per feature and 128 tokens": _INT8._replace(tile=128, stochastic=True),
-  "balanced int8, per feature": _INT8._replace(balanced=True),
+  **{f"int8, per feature and {n} tokens": replace(_INT8, tile=n) for n in (2048, 512, 128)},
+  **{f"e4m3 x e4m3, per feature and {n} tokens": replace(_E4M3, tile=n) for n in (2048, 512, 128)},
+  "stochastic int8, per feature": replace(_INT8, stochastic=True),
+  "stochastic int8, per feature and 128 tokens": replace(_INT8, tile=128, stochastic=True),
+  "balanced int8, per feature": replace(_INT8, balanced=True),
   **{
-    f"balanced int8, per feature and {n} tokens": _INT8._replace(tile=n, balanced=True)
+    f"balanced int8, per feature and {n} tokens": replace(_INT8, tile=n, balanced=True)
     for n in (2048, 512, 128)
   },
-  "balanced e4m3 x e4m3, per feature": _E4M3._replace(balanced=True),
-  **{f"balanced int8, per {n} tokens": _REUSED._replace(tile=n, reused=False) for n in (2048, 128)},
+  "balanced e4m3 x e4m3, per feature": replace(_E4M3, balanced=True),
+  **{f"balanced int8, per {n} tokens": replace(_REUSED, tile=n, reused=False) for n in (2048, 128)},
   **{
-    f"balanced int8 of int8 tokens, per {n} tokens": _REUSED._replace(tile=n) for n in (2048, 128)
+    f"balanced int8 of int8 tokens, per {n} tokens": replace(_REUSED, tile=n) for n in (2048, 128)
   },
 }
-# What a training step can use today, with its own operands and products.
+# Recipes with these in plain jnp, to see whether they train: not how fast a kernel would be.
+STUDIED = {
+  f"switchback_{name}_wgrad": replace(SWITCHBACK, wgrad=CANDIDATES[candidate])
+  for name, candidate in {
+    "int8_tiles": "int8, per feature and 128 tokens",
+    "stochastic_int8_tiles": "stochastic int8, per feature and 128 tokens",
+    "balanced_int8_tiles": "balanced int8, per feature and 128 tokens",
+  }.items()
+}
+# What the library names, with a step's own operands and products.
 TRAINABLE = {
   "llm_int8": LLM_INT8,
   "switchback_fp8_wgrad": SWITCHBACK_FP8_WGRAD,
@@ -95,14 +116,22 @@ def errors(x: jax.Array, dy: jax.Array, key: jax.Array) -> dict[str, jax.Array]:
 
 
 def weight_gradient(x, dy, candidate: Candidate, key: jax.Array | None = None) -> jax.Array:
-  """x.T @ dy [K, N] of the rounded operands; `key` for a stochastic candidate."""
+  """x.T @ dy [K, N] of the rounded operands, in float32; `key` for a stochastic candidate."""
+  x, dy = (a.astype(jnp.float32) for a in (x, dy))
   if candidate.reused:
-    x, dy = (kept_apart(quantize(a, int8_row)) for a in (x, dy))
+    x, dy = (dequantize(kept_apart(quantize(a, int8_row))) for a in (x, dy))
   if candidate.balanced:
     x, dy = balance(x, dy)
   x_key, dy_key = (None, None) if key is None else jax.random.split(key)
-  x = rounded(x, candidate.x, candidate.tile, x_key)
-  return product(x, rounded(dy, candidate.dy, candidate.tile, dy_key))
+  x = in_tiles(x, candidate.x, candidate.tile, x_key)
+  dy = in_tiles(dy, candidate.dy, candidate.tile, dy_key)
+  sums = jnp.einsum(
+    "tkm,tnm->tkn",
+    x.values.astype(jnp.bfloat16),
+    dy.values.astype(jnp.bfloat16),
+    preferred_element_type=jnp.float32,
+  )
+  return jnp.sum(sums * (x.scale * dy.scale.swapaxes(1, 2)), axis=0)
 
 
 def as_trained(x, dy, recipe: Recipe) -> jax.Array:
@@ -139,8 +168,8 @@ def balance(x: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
   )
 
 
-def rounded(x: jax.Array, spec: Spec, tile: int | None, key: jax.Array | None = None) -> jax.Array:
-  """x [tokens, K] as its 8 bits give it back in float32: `spec` says who shares a tile's scale.
+def in_tiles(x: jax.Array, spec: Spec, tile: int | None, key: jax.Array | None = None) -> Quantized:
+  """x [tokens, K] in 8 bits, [tiles, K, tile]: `spec` says what shares a tile's scale.
 
   The last tile is filled up with zeros. With a key the rounding is stochastic.
   """
@@ -152,12 +181,12 @@ def rounded(x: jax.Array, spec: Spec, tile: int | None, key: jax.Array | None = 
   else:
     keys = jax.random.split(key, len(turned))
     found = jax.vmap(lambda rows, key: quantize_stochastic(rows, spec, key))(turned, keys)
-  return kept_apart(found).swapaxes(1, 2).reshape(filled.shape)[:tokens]
+  return kept_apart(found)
 
 
-def kept_apart(x: Quantized) -> jax.Array:
-  """x in float32. XLA may drop a cast to 8 bits and back, but not here."""
-  return dequantize(Quantized(jax.lax.optimization_barrier(x.values), x.scale))
+def kept_apart(x: Quantized) -> Quantized:
+  """x. XLA may drop a cast to 8 bits and back, but not around this."""
+  return Quantized(jax.lax.optimization_barrier(x.values), x.scale)
 
 
 def quantize_stochastic(x: jax.Array, spec: Spec, key: jax.Array) -> Quantized:

@@ -10,8 +10,10 @@ A method is a value here, so that one look compares it with the others.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 
 from sbjax.formats import E4M3, E5M2, INT8, max_value
@@ -22,18 +24,22 @@ from sbjax.quantize import SCALINGS, Spec
 class Recipe:
   """What is rounded to what; None leaves a matmul in the compute dtype.
 
+  wgrad: or, for what no pair of Specs can say, a function that makes dw [K, N] of x [tokens, K]
+    and dy [tokens, N]. Recipes are equal if they have the same one.
   residuals: what the forward pass keeps for the backward: "full" keeps x and w as they came,
     "quantized" keeps their 8-bit values and scales, so that wgrad sees the dequantized x.
   """
 
   fwd: tuple[Spec, Spec] | None
   dgrad: tuple[Spec, Spec] | None
-  wgrad: tuple[Spec, Spec] | None
+  wgrad: tuple[Spec, Spec] | Callable[[jax.Array, jax.Array], jax.Array] | None
   residuals: Literal["full", "quantized"] = "full"
 
   def __post_init__(self):
     for name in ("fwd", "dgrad", "wgrad"):
-      _check_pair(name, getattr(self, name))
+      pair = getattr(self, name)
+      if name != "wgrad" or not callable(pair):
+        _check_pair(name, pair)
     if self.residuals not in ("full", "quantized"):
       raise ValueError(f"residuals={self.residuals!r} must be 'full' or 'quantized'.")
     if self.residuals == "quantized":
@@ -47,7 +53,7 @@ class Recipe:
 
   def uses(self, dtype) -> bool:
     """Whether any operand is rounded to `dtype`."""
-    pairs = [pair for pair in (self.fwd, self.dgrad, self.wgrad) if pair is not None]
+    pairs = [pair for pair in (self.fwd, self.dgrad, self.wgrad) if isinstance(pair, tuple)]
     return any(jnp.dtype(spec.dtype) == dtype for pair in pairs for spec in pair)
 
 
