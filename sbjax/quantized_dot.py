@@ -26,12 +26,13 @@ RESIDUAL_NAME = "sbjax_residual"
 
 
 def quantized_dot(
-  x: jax.Array,
+  x: jax.Array | Quantized,
   w: jax.Array | Kernel,
   recipe: Recipe | str,
   *,
   bias: jax.Array | None = None,
   backend: str | None = None,
+  dtype: jnp.dtype | None = None,
 ) -> jax.Array:
   """`x @ w + bias` for x [..., K], w [K, N] and bias [N], giving [..., N] in x's dtype.
 
@@ -41,19 +42,33 @@ def quantized_dot(
   added in float32 and rounded once; the bias's gradient is summed in float32.
 
   Args:
+    x: an array, or [rows, K] in the 8 bits that the recipe's forward takes: a constant then, that
+      is multiplied as it is; dw sees it dequantized. (Layers that are quantized where they are made
+      and differentiable: `norm_dot`, `norm_mlp`.)
     w: an array, or what `quantize_kernel` made of one for the same recipe.
     recipe: a `Recipe` or the name of one in RECIPES.
     backend: "xla", ...; None chooses.
+    dtype: the result's, where x is Quantized and has none.
 
   Raises:
-    ValueError: integer or complex operands, sizes that do not match, an unknown recipe or backend.
+    ValueError: integer or complex operands, sizes that do not match, an unknown recipe or backend;
+      a Quantized that is not what the recipe takes, or through which a gradient is asked for.
     NotImplementedError: the named backend cannot compute this.
   """
   recipe = as_recipe(recipe)
   warn_where_inexact(recipe, backend)
-  check_floating("x", x)
-  w = prepared("w", w, x.shape, recipe, backend)
+  is_quantized = isinstance(x, Quantized)
+  if is_quantized:
+    _check_quantized(x, recipe, dtype)
+  else:
+    check_floating("x", x)
+    if dtype is not None:
+      raise ValueError(f"{dtype=} is for a Quantized x; the product of an array has its dtype.")
+  w = prepared("w", w, (x.values if is_quantized else x).shape, recipe, backend)
   check_bias("bias", bias, w)
+  if is_quantized:
+    x = Quantized(x.values, _constant(x.scale))
+    return named_dot(_constant_dot(recipe, backend, jnp.dtype(dtype), x, w, bias), x.values)
   return named_dot(_dot(recipe, backend, as_rows(x), w, bias), x)
 
 
@@ -108,6 +123,35 @@ def check_bias(name: str, bias, w) -> None:
     raise ValueError(f"{name} must be {linear.master(w).shape[1:]}, not {bias.shape}.")
 
 
+def _check_quantized(x: Quantized, recipe: Recipe, dtype) -> None:
+  if recipe.fwd is None:
+    raise ValueError("A Quantized x needs a recipe that quantizes the forward pass: this leaves x.")
+  if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+    raise ValueError(f"{dtype=} must be floating point: a Quantized x does not say what y is.")
+  spec, values = recipe.fwd[0], x.values
+  scales = (len(values), 1) if spec.scaling == "rowwise" else (1, 1)
+  if values.ndim != 2 or values.dtype != spec.dtype or x.scale.shape != scales:
+    raise ValueError(
+      f"x {values.dtype.name} {values.shape} with scale {x.scale.shape} is not what the recipe"
+      f" takes: [rows, K] as {spec}."
+    )
+
+
+@jax.custom_jvp
+def _constant(scale: jax.Array) -> jax.Array:
+  """The scale; an error where a gradient would end in it unseen."""
+  return scale
+
+
+@_constant.defjvp
+def _constant_jvp(primals, tangents):
+  raise ValueError(
+    "x is Quantized and depends on what is differentiated: no gradient goes through 8 bits. Give"
+    " the array instead, use norm_dot or norm_mlp, or say that it is a constant with"
+    " jax.lax.stop_gradient."
+  )
+
+
 def check_floating(name: str, operand: jax.Array) -> None:
   if not jnp.issubdtype(operand.dtype, jnp.floating):
     raise ValueError(f"{name} must be floating point, not {operand.dtype.name}.")
@@ -140,6 +184,25 @@ def _dot_bwd(recipe, backend, residuals, dy):
 
 
 _dot.defvjp(_dot_fwd, _dot_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _constant_dot(recipe, backend, dtype, x, w, bias):
+  return _constant_dot_fwd(recipe, backend, dtype, x, w, bias)[0]
+
+
+def _constant_dot_fwd(recipe, backend, dtype, x, w, bias):
+  y = linear.forward(get_backend(backend), recipe, x, w, bias, dtype)
+  return y, (x, linear.kept(w), bias)
+
+
+def _constant_dot_bwd(recipe, backend, dtype, residuals, dy):
+  x, w, bias = residuals
+  dw = linear.wgrad(get_backend(backend), recipe, dequantize(x, dtype), dy, w)
+  return None, linear.cotangent(w, dw), linear.bias_gradient(dy, bias)
+
+
+_constant_dot.defvjp(_constant_dot_fwd, _constant_dot_bwd)
 
 
 def quantized_dot_general(recipe: Recipe | str, *, backend: str | None = None) -> Callable:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import reference
+from dot_case import apply, assert_close, assert_same, make_case
 
 import sbjax
 from sbjax import (
@@ -89,6 +90,23 @@ def test_a_name_stands_for_its_recipe():
 def test_an_unknown_recipe_is_answered_with_the_known(unknown):
   with pytest.raises(ValueError, match=f"{unknown!r}.*{', '.join(RECIPES)}"):
     as_recipe(unknown)
+
+
+def test_a_weight_gradient_can_be_a_function():
+  x, w, dy = make_case("bfloat16")
+  traced = []
+
+  def wgrad(x, dy):
+    traced.append((x, dy))
+    return -2 * (x.astype(jnp.float32).T @ dy.astype(jnp.float32))
+
+  own = dataclasses.replace(SWITCHBACK, wgrad=wgrad)
+  assert own == dataclasses.replace(SWITCHBACK, wgrad=wgrad) != SWITCHBACK
+  assert own.uses(INT8) and not own.uses(E4M3)
+  result, expected = apply(x, w, dy, own), apply(x, w, dy, SWITCHBACK)
+  assert_same((result.y, result.dx), (expected.y, expected.dx))
+  assert_close(result.dw, -2 * expected.dw, 1e-6)
+  assert [a.shape for a in traced[0]] == [x.shape, dy.shape]
 
 
 PAIR = (INT8_ROW, INT8_TENSOR)
