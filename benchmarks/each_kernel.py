@@ -29,13 +29,14 @@ def main() -> None:
 
 
 def matmuls(ops: Backend, dtype):
-  """The quantizers, and products with either scale of w, with a bias and without."""
+  """The quantizers, and products with either scale of w, with what is added and without."""
   x = jax.random.normal(jax.random.key(0), (333, 464), jnp.bfloat16)
   w = jax.random.normal(jax.random.key(1), (464, 208))
   row, tensor = Spec(dtype, "rowwise"), Spec(dtype, "tensorwise")
   x_q, kernels = ops.quantize(x, row), [ops.quantize_transposed(w, s) for s in (row, tensor)]
-  biases = (None, jnp.ones(208))
-  products = [ops.scaled_matmul(x_q, k, jnp.bfloat16, bias=b) for k in kernels for b in biases]
+  added = {"bias": jnp.ones(208), "addend": jnp.ones((333, 208), jnp.bfloat16)}
+  options = [{}, {"bias": added["bias"]}, added]
+  products = [ops.scaled_matmul(x_q, k, jnp.bfloat16, **o) for k in kernels for o in options]
   return products, ops.quantize_both(w, tensor), ops.quantize(w, tensor)
 
 

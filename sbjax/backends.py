@@ -123,21 +123,17 @@ def _guarded(kernels: Backend, has_fp8: bool) -> Backend:
     return jax.jit(run)  # A model's layers repeat: each size is traced and lowered once.
 
   @functools.partial(jax.jit, static_argnums=(2, 3))
-  def multiply(lhs, rhs, out_dtype, out_sharding=None, *, bias=None):
+  def multiply(lhs, rhs, out_dtype, out_sharding=None, *, bias=None, addend=None):
     (_, k), n = lhs.values.shape, rhs.values.shape[0]
-    run = functools.partial(
-      _XLA.scaled_matmul, out_dtype=out_dtype, out_sharding=out_sharding, bias=bias
-    )
+    options = dict(out_dtype=out_dtype, out_sharding=out_sharding, bias=bias, addend=addend)
+    run = functools.partial(_XLA.scaled_matmul, **options)
     is_int8 = lhs.values.dtype == INT8
     if k % 16 or n % 16 or jnp.dtype(out_dtype).itemsize > 4 or not (has_fp8 or is_int8):
       _log.debug("sbjax: %s x %s goes to XLA, which takes any size and format", n, k)
       if is_int8:
         warn_of_inexact_int8()
       return run(lhs, rhs)
-    kernel = functools.partial(
-      kernels.scaled_matmul, out_dtype=out_dtype, out_sharding=out_sharding, bias=bias
-    )
-    return choose(kernel, run, lhs, rhs)
+    return choose(functools.partial(kernels.scaled_matmul, **options), run, lhs, rhs)
 
   operations = {name: guarded(name) for name in (*_QUANTIZERS, *_ROWS)}
   return Backend(kernels.name, scaled_matmul=multiply, **operations)

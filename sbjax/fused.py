@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from sbjax import linear
 from sbjax.backends import get_backend
 from sbjax.linear import Kernel
+from sbjax.matmul import check_addend
 from sbjax.quantize import Quantized
 from sbjax.quantized_dot import (
   DOT_NAME,
@@ -73,8 +74,12 @@ def norm_mlp(
   recipe: Recipe | str,
   *,
   backend: str | None = None,
-) -> tuple[jax.Array, jax.Array]:
+  add_input: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
   """(x, gelu(layer_norm(x) @ w1 + b1) @ w2 + b2) for x [..., K], w1 [K, H] and w2 [H, N].
+
+  With `add_input` their sum instead, which is a residual block [..., K]: x is added in the second
+  product's epilogue.
 
   GELU is the exact one. What is kept for the backward pass is x and what goes into GELU [..., H]:
   the latter in x's dtype, or in 8 bits with a recipe whose residuals are "quantized". For the rest
@@ -87,8 +92,10 @@ def norm_mlp(
   w2 = prepared("w2", w2, (*x.shape[:-1], linear.master(w1).shape[1]), recipe, backend)
   check_bias("b1", b1, w1)
   check_bias("b2", b2, w2)
-  x_rows, y = _norm_mlp(recipe, backend, as_rows(x), norm, w1, b1, w2, b2)
-  return x_rows.reshape(x.shape), named_dot(y, x)
+  if add_input:
+    check_addend(x, (*x.shape[:-1], linear.master(w2).shape[1]), x.dtype)
+  x_rows, y = _norm_mlp(recipe, backend, add_input, as_rows(x), norm, w1, b1, w2, b2)
+  return named_dot(y, x) if add_input else (x_rows.reshape(x.shape), named_dot(y, x))
 
 
 def _check_norm(x, norm):
@@ -130,26 +137,28 @@ def _norm_dot_bwd(recipe, backend, parts, residuals, gradients):
 _norm_dot.defvjp(_norm_dot_fwd, _norm_dot_bwd)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _norm_mlp(recipe, backend, x, norm, w1, b1, w2, b2):
-  return _norm_mlp_fwd(recipe, backend, x, norm, w1, b1, w2, b2)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _norm_mlp(recipe, backend, add_input, x, norm, w1, b1, w2, b2):
+  return _norm_mlp_fwd(recipe, backend, add_input, x, norm, w1, b1, w2, b2)[0]
 
 
-def _norm_mlp_fwd(recipe, backend, x, norm, w1, b1, w2, b2):
+def _norm_mlp_fwd(recipe, backend, add_input, x, norm, w1, b1, w2, b2):
   ops = get_backend(backend)
   spec = _spec(recipe.fwd)
   n = ops.norm_quantize(x, norm, spec)
   h = checkpoint_name(linear.forward(ops, recipe, n, w1, b1, x.dtype), DOT_NAME)
   g, h = ops.gelu_quantize(h, spec, spec if recipe.residuals == "quantized" else None)
-  y = linear.forward(ops, recipe, g, w2, b2, x.dtype)
+  y = linear.forward(ops, recipe, g, w2, b2, x.dtype, x if add_input else None)
   h = checkpoint_name(h, RESIDUAL_NAME) if isinstance(h, Quantized) else h
-  return (x, y), (x, norm, h, linear.kept(w1), b1, linear.kept(w2), b2)
+  results = (None if add_input else x), y
+  return results, (x, norm, h, linear.kept(w1), b1, linear.kept(w2), b2)
 
 
-def _norm_mlp_bwd(recipe, backend, residuals, gradients):
+def _norm_mlp_bwd(recipe, backend, add_input, residuals, gradients):
   ops = get_backend(backend)
   x, norm, h, w1, b1, w2, b2 = residuals
   dx, dy = gradients
+  dx = dy if add_input else dx
   h_sharding = jax.typeof(jax.tree.leaves(h)[0]).sharding
   dy, dy_q, db2 = linear.gradient(ops, recipe, (dy,), b2)
   dg = linear.dgrad(ops, recipe, dy_q, w2, dy.dtype, h_sharding)

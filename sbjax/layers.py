@@ -154,22 +154,25 @@ class NormMLP(nn.Module):
   The parameters are {"norm": {"scale", "bias"}, "fc1": {"kernel", "bias"}, "fc2": {...}}.
 
   Returns:
-    x, for a residual connection, and the result, both [..., K] in `dtype` (None: x's own).
+    x, for a residual connection, and the result, both [..., K] in `dtype` (None: x's own); or with
+    `add_input` their sum.
   """
 
   hidden: int
   dtype: jnp.dtype | None = None
   recipe: Recipe | str = SWITCHBACK
   backend: str | None = None
+  add_input: bool = False
 
   @nn.compact
-  def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+  def __call__(self, x: jax.Array) -> jax.Array | tuple[jax.Array, jax.Array]:
     check_floating("x", x)
     x, width = x.astype(self.dtype or x.dtype), x.shape[-1]
     norm = LayerNorm(name="norm")(width)
     fc1 = SwitchBackDense(self.hidden, name="fc1").parameters(width)
     fc2 = SwitchBackDense(width, name="fc2").parameters(self.hidden)
-    return norm_mlp(x, norm, *fc1, *fc2, self.recipe, backend=self.backend)
+    options = {"backend": self.backend, "add_input": self.add_input}
+    return norm_mlp(x, norm, *fc1, *fc2, self.recipe, **options)
 
 
 class LayerScale(nn.Module):

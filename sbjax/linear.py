@@ -48,15 +48,16 @@ def quantize_kernel(
   return Kernel(w, turned, None if dgrad is None else ops.quantize(constant, dgrad))
 
 
-def forward(ops: Backend, recipe: Recipe, x, w, bias, dtype):
-  """`x @ w + bias` [M, N] in `dtype`; x may be quantized already, w a Kernel."""
+def forward(ops: Backend, recipe: Recipe, x, w, bias, dtype, addend=None):
+  """`x @ w + bias + addend` [M, N] in `dtype`; x may be quantized already, w a Kernel."""
   if recipe.fwd is None:
     y = full_dot(x, master(w).astype(x.dtype), ((1,), (0,)), dtype)
-    return y if bias is None else y + bias.astype(dtype)[None, :]
+    y = y if bias is None else y + bias.astype(dtype)[None, :]
+    return y if addend is None else addend + y
   x_spec, w_spec = recipe.fwd
   x_q = x if isinstance(x, Quantized) else ops.quantize(x, x_spec)
   w_q = w.fwd if isinstance(w, Kernel) else ops.quantize_transposed(w, w_spec)
-  return ops.scaled_matmul(x_q, w_q, dtype, bias=bias)
+  return ops.scaled_matmul(x_q, w_q, dtype, bias=bias, addend=addend)
 
 
 def columns(ops: Backend, recipe: Recipe, w, bias, parts: int) -> list[tuple]:

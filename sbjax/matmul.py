@@ -14,18 +14,27 @@ MAX_INT8_CONTRACTION = 2**17
 
 
 def scaled_matmul(
-  lhs: Quantized, rhs: Quantized, out_dtype, out_sharding=None, *, bias: jax.Array | None = None
+  lhs: Quantized,
+  rhs: Quantized,
+  out_dtype,
+  out_sharding=None,
+  *,
+  bias: jax.Array | None = None,
+  addend: jax.Array | None = None,
 ) -> jax.Array:
-  """`dequantize(lhs) @ dequantize(rhs).T + bias` for lhs [M, K] and rhs [N, K], [M, N].
+  """`dequantize(lhs) @ dequantize(rhs).T + bias + addend` for lhs [M, K] and rhs [N, K], [M, N].
 
   int8 products are summed in int32 without error, fp8 products in float32. The product of the
-  two scales multiplies the sum in float32, bias [N] is added in float32, and the result is cast
-  once, to `out_dtype`. `out_sharding` is jax.lax.dot_general's.
+  two scales multiplies the sum in float32, bias [N] and then the addend [M, N], which has
+  `out_dtype`, are added in float32, and the result is cast once, to `out_dtype`. `out_sharding`
+  is jax.lax.dot_general's.
 
   Raises:
-    ValueError: the contracted sizes differ, int8 meets fp8, or K > 131,072 in int8.
+    ValueError: the contracted sizes differ, int8 meets fp8, K > 131,072 in int8, or an addend of
+      another shape or dtype than the result's.
   """
   check_operands(lhs.values, rhs.values)
+  check_addend(addend, (len(lhs.values), len(rhs.values)), out_dtype)
   total = jax.lax.dot_general(
     lhs.values,
     rhs.values,
@@ -33,14 +42,16 @@ def scaled_matmul(
     preferred_element_type=accumulator_dtype(lhs.values.dtype),
     out_sharding=out_sharding,
   )
-  return apply_scales(total, lhs.scale, rhs.scale, out_dtype, bias)
+  return apply_scales(total, lhs.scale, rhs.scale, out_dtype, bias, addend)
 
 
-def apply_scales(total, lhs_scale, rhs_scale, out_dtype, bias=None) -> jax.Array:
+def apply_scales(total, lhs_scale, rhs_scale, out_dtype, bias=None, addend=None) -> jax.Array:
   """What `scaled_matmul` makes of the sums [M, N] of 8-bit products."""
   y = total.astype(jnp.float32) * (lhs_scale * rhs_scale.T)
   if bias is not None:
     y += bias.astype(jnp.float32)[None, :]
+  if addend is not None:
+    y += addend.astype(jnp.float32)
   return y.astype(out_dtype)
 
 
@@ -53,6 +64,20 @@ def check_operands(lhs: jax.Array, rhs: jax.Array) -> None:
     raise ValueError(f"No matmul takes {lhs.dtype.name} with {rhs.dtype.name}.")
   if lhs.dtype == INT8 and k > MAX_INT8_CONTRACTION:
     raise ValueError(f"{k=} int8 products can overflow int32; at most {MAX_INT8_CONTRACTION}.")
+
+
+def check_addend(addend: jax.Array | None, shape: tuple[int, ...], dtype) -> None:
+  """Raises the ValueError of `scaled_matmul` for what is added to a result."""
+  if addend is not None and (addend.shape != shape or addend.dtype != dtype):
+    raise ValueError(
+      f"addend must be {jnp.dtype(dtype).name} {shape} as the result,"
+      f" not {addend.dtype.name} {addend.shape}."
+    )
+
+
+def nothing(shape, dtype, bias, addend) -> jax.Array:
+  """What `scaled_matmul` makes of no products."""
+  return apply_scales(jnp.zeros(shape), *[jnp.ones((1, 1))] * 2, dtype, bias, addend)
 
 
 def full_dot(lhs, rhs, contracting, out_dtype, out_sharding=None) -> jax.Array:

@@ -17,6 +17,7 @@ from sbjax import linear
 from sbjax.backends import get_backend, warn_of_inexact_int8
 from sbjax.formats import INT8
 from sbjax.linear import Kernel
+from sbjax.matmul import check_addend
 from sbjax.quantize import Quantized, dequantize
 from sbjax.recipes import Recipe, as_recipe
 
@@ -31,15 +32,17 @@ def quantized_dot(
   recipe: Recipe | str,
   *,
   bias: jax.Array | None = None,
+  addend: jax.Array | None = None,
   backend: str | None = None,
   dtype: jnp.dtype | None = None,
 ) -> jax.Array:
-  """`x @ w + bias` for x [..., K], w [K, N] and bias [N], giving [..., N] in x's dtype.
+  """`x @ w + bias + addend` for x [..., K], w [K, N] and bias [N]: [..., N] in x's dtype.
 
-  Differentiable once, in x, w and bias; dx has x's dtype. w may be wider than x (a float32 master
-  copy beside bfloat16 activations): it is quantized as it is, and dw is the float32
-  accumulator of x.T @ dy in w's dtype, never rounded to x's. A quantized product and the bias are
-  added in float32 and rounded once; the bias's gradient is summed in float32.
+  Differentiable once, in x, w, bias and addend; dx has x's dtype. w may be wider than x (a float32
+  master copy beside bfloat16 activations): it is quantized as it is, and dw is the float32
+  accumulator of x.T @ dy in w's dtype, never rounded to x's. Bias and addend are added to a
+  quantized product in float32, and the sum is rounded once; the bias's gradient is summed in
+  float32.
 
   Args:
     x: an array, or [rows, K] in the 8 bits that the recipe's forward takes: a constant then, that
@@ -47,6 +50,7 @@ def quantized_dot(
       and differentiable: `norm_dot`, `norm_mlp`.)
     w: an array, or what `quantize_kernel` made of one for the same recipe.
     recipe: a `Recipe` or the name of one in RECIPES.
+    addend: [..., N] in x's dtype, what a residual connection adds.
     backend: "xla", ...; None chooses.
     dtype: the result's, where x is Quantized and has none.
 
@@ -58,18 +62,21 @@ def quantized_dot(
   recipe = as_recipe(recipe)
   warn_where_inexact(recipe, backend)
   is_quantized = isinstance(x, Quantized)
+  values = x.values if is_quantized else x
   if is_quantized:
     _check_quantized(x, recipe, dtype)
+    x = Quantized(values, _constant(x.scale))
   else:
     check_floating("x", x)
     if dtype is not None:
       raise ValueError(f"{dtype=} is for a Quantized x; the product of an array has its dtype.")
-  w = prepared("w", w, (x.values if is_quantized else x).shape, recipe, backend)
+    dtype = x.dtype
+  w = prepared("w", w, values.shape, recipe, backend)
   check_bias("bias", bias, w)
-  if is_quantized:
-    x = Quantized(x.values, _constant(x.scale))
-    return named_dot(_constant_dot(recipe, backend, jnp.dtype(dtype), x, w, bias), x.values)
-  return named_dot(_dot(recipe, backend, as_rows(x), w, bias), x)
+  check_addend(addend, (*values.shape[:-1], linear.master(w).shape[1]), dtype)
+  adds, addend = addend is not None, None if addend is None else as_rows(addend)
+  dot, x = (_constant_dot, x) if is_quantized else (_dot, as_rows(x))
+  return named_dot(dot(recipe, backend, jnp.dtype(dtype), adds, x, w, bias, addend), values)
 
 
 def as_rows(x: jax.Array) -> jax.Array:
@@ -157,49 +164,50 @@ def check_floating(name: str, operand: jax.Array) -> None:
     raise ValueError(f"{name} must be floating point, not {operand.dtype.name}.")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _dot(recipe, backend, x, w, bias):
-  return _dot_fwd(recipe, backend, x, w, bias)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _dot(recipe, backend, dtype, adds, x, w, bias, addend):
+  return _dot_fwd(recipe, backend, dtype, adds, x, w, bias, addend)[0]
 
 
-def _dot_fwd(recipe, backend, x, w, bias):
+def _dot_fwd(recipe, backend, dtype, adds, x, w, bias, addend):
   ops = get_backend(backend)
   x_q = x if recipe.fwd is None else ops.quantize(x, recipe.fwd[0])
-  y = linear.forward(ops, recipe, x_q, w, bias, x.dtype)
+  y = linear.forward(ops, recipe, x_q, w, bias, dtype, addend)
   w = linear.kept(w)
   if recipe.residuals == "quantized":
     x, w = checkpoint_name((x_q, w), RESIDUAL_NAME)
   return y, (x, w, bias)
 
 
-def _dot_bwd(recipe, backend, residuals, dy):
+def _dot_bwd(recipe, backend, dtype, adds, residuals, dy):
   ops = get_backend(backend)
   x, w, bias = residuals
   x_sharding = jax.typeof(x.values if isinstance(x, Quantized) else x).sharding
-  x = dequantize(x, dy.dtype) if isinstance(x, Quantized) else x
+  x = dequantize(x, dtype) if isinstance(x, Quantized) else x
+  d_addend = dy if adds else None
   dy, dy_q, d_bias = linear.gradient(ops, recipe, (dy,), bias)
-  dx = linear.dgrad(ops, recipe, dy_q, w, dy.dtype, x_sharding)
+  dx = linear.dgrad(ops, recipe, dy_q, w, dtype, x_sharding)
   dw = linear.wgrad(ops, recipe, x, dy, w)
-  return dx, linear.cotangent(w, dw), d_bias
+  return dx, linear.cotangent(w, dw), d_bias, d_addend
 
 
 _dot.defvjp(_dot_fwd, _dot_bwd)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _constant_dot(recipe, backend, dtype, x, w, bias):
-  return _constant_dot_fwd(recipe, backend, dtype, x, w, bias)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _constant_dot(recipe, backend, dtype, adds, x, w, bias, addend):
+  return _constant_dot_fwd(recipe, backend, dtype, adds, x, w, bias, addend)[0]
 
 
-def _constant_dot_fwd(recipe, backend, dtype, x, w, bias):
-  y = linear.forward(get_backend(backend), recipe, x, w, bias, dtype)
+def _constant_dot_fwd(recipe, backend, dtype, adds, x, w, bias, addend):
+  y = linear.forward(get_backend(backend), recipe, x, w, bias, dtype, addend)
   return y, (x, linear.kept(w), bias)
 
 
-def _constant_dot_bwd(recipe, backend, dtype, residuals, dy):
+def _constant_dot_bwd(recipe, backend, dtype, adds, residuals, dy):
   x, w, bias = residuals
   dw = linear.wgrad(get_backend(backend), recipe, dequantize(x, dtype), dy, w)
-  return None, linear.cotangent(w, dw), linear.bias_gradient(dy, bias)
+  return None, linear.cotangent(w, dw), linear.bias_gradient(dy, bias), dy if adds else None
 
 
 _constant_dot.defvjp(_constant_dot_fwd, _constant_dot_bwd)

@@ -110,7 +110,7 @@ def _linear(recipe, backend, x, w):
 
 def _mlp(recipe, backend, x, w):
   norm, b1, b2 = Norm(jnp.ones(K), jnp.zeros(K)), jnp.zeros(N), jnp.zeros(K)
-  return norm_mlp(x, norm, w, b1, w.T, b2, recipe, backend=backend)[1]
+  return norm_mlp(x, norm, w, b1, w.T, b2, recipe, backend=backend, add_input=True)
 
 
 def _qkv(recipe, backend, x, w):

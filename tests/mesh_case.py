@@ -22,9 +22,9 @@ class Product:
   def __init__(self):
     self.seen = set()
 
-  def scaled_matmul(self, lhs, rhs, out_dtype, bias=None):
+  def scaled_matmul(self, lhs, rhs, out_dtype, **added):
     self.seen.add((lhs.values.shape, rhs.values.shape))
-    return scaled_matmul(lhs, rhs, out_dtype, bias=bias)
+    return scaled_matmul(lhs, rhs, out_dtype, **added)
 
   def accumulate(self, lhs, rhs):
     self.seen.add((lhs.shape, rhs.shape))

@@ -122,6 +122,48 @@ def test_in_bfloat16_the_fused_layer_is_no_further_from_float32_than_the_plain_o
       assert ours <= 1.15 * theirs + 1e-6 * np.linalg.norm(want)
 
 
+@pytest.mark.parametrize("name", ["full", "switchback", "switchback_m"])
+def test_an_added_input_is_a_residual_connection(name):
+  x, (_, dy), parameters = make()
+  dy = dy[..., :WIDTH]
+
+  def added(x, *parameters):
+    return fused_mlp(x, *parameters, name, add_input=True)
+
+  def apart(x, *parameters):
+    return jnp.add(*fused_mlp(x, *parameters, name))
+
+  found, expected = (
+    jax.tree.map(np.asarray, jax.jit(lambda *a, f=f: (lambda y, b: (y, b(dy)))(*jax.vjp(f, *a)))(
+      x, *parameters
+    ))
+    for f in (added, apart)
+  )  # fmt: skip
+  assert_near(found, expected, 1e-6)
+
+
+@pytest.mark.parametrize("name", ["full", "switchback"])
+def test_an_addend_is_added_to_the_product_and_takes_its_gradient(name):
+  x, (_, dy), (_, w, b, _, _) = make()
+  addend = normal((*ROWS, HIDDEN), seed=11)
+
+  def run(x, w, b, addend):
+    return quantized_dot(x, w, name, bias=b, addend=addend, backend="xla")
+
+  y, backward = jax.vjp(jax.jit(run), x, w, b, addend)
+  plain, expected = jax.vjp(lambda *a: run(*a, None), x, w, b)
+  *gradients, d_addend = backward(dy)
+  np.testing.assert_array_equal(d_addend, dy)
+  found, expected = (y, *gradients), (plain + addend, *expected(dy))
+  assert_near(*jax.tree.map(np.asarray, (found, expected)), 1e-6)
+  kept = quantize(x.reshape(21, -1), SWITCHBACK.fwd[0])
+  if name == "switchback":
+    of_bits = quantized_dot(
+      kept, w, name, bias=b, addend=addend.reshape(21, -1), backend="xla", dtype=jnp.float32
+    )
+    np.testing.assert_allclose(of_bits.reshape(y.shape), y, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_kernel_quantized_once_gives_the_same_bits(name):
   x, gradients, (norm, w1, b1, w2, b2) = make()
@@ -219,6 +261,8 @@ def test_layers_are_the_functions_with_flax_s_parameters(layer):
   else:
     linears = [params[fc][name] for fc in ("fc1", "fc2") for name in ("kernel", "bias")]
     want = norm_mlp(x, norm, *linears, "switchback")
+    added = NormMLP(HIDDEN, add_input=True).apply({"params": params}, x)
+    np.testing.assert_allclose(added, x + y, rtol=1e-5, atol=1e-5)
   np.testing.assert_array_equal(y, want[1])
 
 
@@ -232,6 +276,7 @@ def test_layers_are_the_functions_with_flax_s_parameters(layer):
     ({"recipe": "int4"}, "Unknown recipe 'int4'"),
     ({"b1": jnp.ones(3)}, r"b1 must be \(80,\), not \(3,\)"),
     ({"b2": jnp.ones(WIDTH, jnp.int32)}, "b2 must be floating point, not int32"),
+    ({"w2": jnp.ones((HIDDEN, 9)), "b2": None, "add_input": True}, r"addend must .* \(3, 7, 9\)"),
     ({"w1": quantize_kernel(jnp.ones((WIDTH, HIDDEN)), "switchback_q")}, "w1 was quantized for an"),
     ({"w2": quantize_kernel(jnp.ones((HIDDEN, WIDTH)), "switchback"), "recipe": "full"}, "w2 was"),
   ],

@@ -50,16 +50,18 @@ def test_kernels_multiply_as_the_definition_does(backend, shape):
   m, n, k = shape
   pick, numbers = random.Random(str(shape)), np.random.default_rng(k)
   for dtypes in ((INT8, INT8), (pick.choice([E4M3, E5M2]), pick.choice([E4M3, E5M2]))):
+    adds, out_dtype = pick.choice([False, True]), pick.choice([jnp.bfloat16, jnp.float32])
     lhs, rhs = (
       Quantized(
         jnp.asarray(numbers.integers(-127, 128, (rows, k)).astype(dtype)),
-        jnp.asarray(numbers.uniform(0.5, 1, (pick.choice([1, rows]), 1)).astype(np.float32)),
+        jnp.asarray(scales(numbers, pick.choice([1, rows]), exact=adds)),
       )
       for rows, dtype in zip((m, n), dtypes, strict=True)
     )
-    out_dtype = pick.choice([jnp.bfloat16, jnp.float32])
+    added = {"bias": numbers.normal(size=n), "addend": 99 * numbers.normal(size=(m, n))}
+    added = {name: jnp.asarray(a, out_dtype) for name, a in added.items() if adds}
     found, expected = (
-      np.asarray(jax.jit(multiply, static_argnums=2)(lhs, rhs, out_dtype), np.float32)
+      np.asarray(jax.jit(multiply, static_argnums=2)(lhs, rhs, out_dtype, **added), np.float32)
       for multiply in (backend.scaled_matmul, scaled_matmul)
     )
     if dtypes[0] == INT8:
@@ -67,6 +69,12 @@ def test_kernels_multiply_as_the_definition_does(backend, shape):
     else:
       # A tensor core keeps fewer bits of a float32 sum than float32 has.
       assert np.abs(found - expected).max() <= 2**-7 * np.abs(expected).max()
+
+
+def scales(numbers, rows, exact):
+  """[rows, 1]; powers of two where a product and a sum might be rounded together."""
+  drawn = numbers.uniform(0.5, 1, (rows, 1))
+  return (np.exp2(np.round(8 * drawn - 9)) if exact else drawn).astype(np.float32)
 
 
 @pytest.mark.parametrize("form", ["quantize", "quantize_transposed", "quantize_both"])

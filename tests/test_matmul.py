@@ -63,6 +63,25 @@ def test_a_bias_is_added_to_each_row_before_the_cast(bias_dtype, out_dtype):
   np.testing.assert_array_equal(y, expected.astype(out_dtype))
 
 
+@pytest.mark.parametrize("out_dtype", [jnp.float32, jnp.bfloat16])
+def test_an_addend_is_added_after_the_bias_and_before_the_cast(out_dtype):
+  lhs, rhs = operand(0, 7, 100), operand(1, 5, 100)
+  numbers = np.random.default_rng(2)
+  bias = np.asarray(numbers.normal(size=5), np.float32)
+  addend = jnp.asarray(numbers.normal(size=(7, 5)), out_dtype)
+  y = jax.jit(lambda b, a: scaled_matmul(lhs, rhs, out_dtype, bias=b, addend=a))(bias, addend)
+  first = (float64(lhs) @ float64(rhs).T + bias).astype(np.float32)
+  expected = (first.astype(np.float64) + np.asarray(addend, np.float64)).astype(np.float32)
+  np.testing.assert_array_equal(y, expected.astype(out_dtype))
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((7, 4), "float32"), ((7, 5), "bfloat16")])
+def test_an_addend_that_is_no_result_is_refused(shape, dtype):
+  lhs, rhs = operand(0, 7, 100), operand(1, 5, 100)
+  with pytest.raises(ValueError, match=rf"float32 \(7, 5\).*not {dtype}"):
+    scaled_matmul(lhs, rhs, jnp.float32, addend=jnp.zeros(shape, dtype))
+
+
 @pytest.mark.parametrize("sign", [1, -1])
 def test_the_longest_int8_sum_does_not_overflow(sign):
   k = MAX_INT8_CONTRACTION

@@ -55,17 +55,20 @@ def product_on_shards(mesh, layout, biased, product):
   x_spec, w_spec = LAYOUTS[layout]
   k, n = (*w_spec, None, None)[:2]
   lhs, rhs = operands(64, 128, "rowwise"), operands(128, 128, "rowwise" if biased else "tensorwise")
-  bias = (np.linspace(-1, 1, 128, dtype=np.float32),) if biased else ()
-  specs = (x_spec, P(n, k), P(x_spec[0]), P(n) if biased else P(), P(n))[: 5 if biased else 4]
-  arrays = put(mesh, specs, lhs.values, rhs.values, lhs.scale, rhs.scale, *bias)
+  added = {}
+  if biased:
+    numbers = np.linspace(-1, 1, 64 * 128, dtype=np.float32).reshape(64, 128)
+    added = {"bias": numbers[3] * 9, "addend": numbers}
+  specs = (x_spec, P(n, k), P(x_spec[0]), P(n) if biased else P(), P(n), P(x_spec[0], n))
+  operands_of_all = lhs.values, rhs.values, lhs.scale, rhs.scale, *added.values()
+  arrays = put(mesh, specs[: len(operands_of_all)], *operands_of_all)
 
-  def run(lhs, rhs, lhs_scale, rhs_scale, *bias):
-    bias = bias[0] if bias else None
+  def run(lhs, rhs, lhs_scale, rhs_scale, *parts):
     lhs, rhs = Quantized(lhs, lhs_scale), Quantized(rhs, rhs_scale)
-    return shards.scaled_matmul(product, lhs, rhs, jnp.float32, bias=bias)
+    options = dict(zip(added, parts, strict=True))
+    return shards.scaled_matmul(product, lhs, rhs, jnp.float32, **options)
 
-  expected = scaled_matmul(lhs, rhs, jnp.float32, bias=bias[0] if bias else None)
-  return arrays, run, np.asarray(expected)
+  return arrays, run, np.asarray(scaled_matmul(lhs, rhs, jnp.float32, **added))
 
 
 @pytest.mark.parametrize("biased", [False, True], ids=["", "biased"])

@@ -94,13 +94,31 @@ def test_a_bias_is_added_before_the_cast():
   # Powers of two: the product is exact, and a fused multiply-add gives the same.
   rounded = [q._replace(scale=jnp.exp2(jnp.round(jnp.log2(q.scale)))) for q in (lhs, rhs)]
   bias = jnp.asarray(np.random.default_rng(2).normal(size=80), jnp.bfloat16)
-  y = interpreted(sm90.scaled_matmul, *rounded, jnp.bfloat16, bias, config=SMALL)
+  y = interpreted(sm90.scaled_matmul, *rounded, jnp.bfloat16, bias=bias, config=SMALL)
   np.testing.assert_array_equal(y, scaled_matmul(*rounded, jnp.bfloat16, bias=bias))
   # Else the product may be rounded before the sum or not.
-  y = interpreted(sm90.scaled_matmul, lhs, rhs, jnp.float32, bias, config=SMALL)
+  y = interpreted(sm90.scaled_matmul, lhs, rhs, jnp.float32, bias=bias, config=SMALL)
   product = np.abs(scaled_matmul(lhs, rhs, jnp.float32))
   expected = scaled_matmul(lhs, rhs, jnp.float32, bias=bias)
   assert np.all(np.abs(y - expected) <= 2.0**-24 * product + 2.0**-23 * np.abs(expected))
+
+
+@needs_interpreter
+@pytest.mark.parametrize("out_dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("config", ["split m", "cluster m", "cluster n", "lead", "wide", "default"])
+def test_an_addend_comes_in_where_the_result_goes_out(config, out_dtype):
+  # Ragged rows, blocks of an odd and an even number of pieces, one after another.
+  lhs, rhs = (
+    q._replace(scale=jnp.exp2(jnp.round(jnp.log2(jnp.maximum(q.scale, 1e-3)))))
+    for q in (operand(0, 395, 144), operand(1, 208, 144))
+  )
+  numbers = np.random.default_rng(2)
+  options = {
+    "bias": jnp.asarray(numbers.normal(size=208), jnp.float32),
+    "addend": jnp.asarray(numbers.normal(size=(395, 208)) * 9, out_dtype),
+  }
+  y = interpreted(sm90.scaled_matmul, lhs, rhs, out_dtype, config=CONFIGS[config], **options)
+  np.testing.assert_array_equal(y, scaled_matmul(lhs, rhs, out_dtype, **options))
 
 
 @needs_interpreter
@@ -137,7 +155,7 @@ def test_an_empty_sum_is_zero(shape):
   m, n, k = shape
   lhs = Quantized(jnp.zeros((m, k), jnp.int8), jnp.ones((m, 1)))
   rhs = Quantized(jnp.zeros((n, k), jnp.int8), jnp.ones((n, 1)))
-  y = sm90.scaled_matmul(lhs, rhs, jnp.bfloat16, jnp.ones(16))
+  y = sm90.scaled_matmul(lhs, rhs, jnp.bfloat16, bias=jnp.ones(16))
   np.testing.assert_array_equal(y, scaled_matmul(lhs, rhs, jnp.bfloat16, bias=jnp.ones(16)))
 
 
@@ -166,7 +184,7 @@ def test_what_it_does_not_take_it_says(lhs, rhs, out_dtype, error, why):
 def shared_bytes(config):
   """The slices on their way, two buffers of output a warpgroup, and the barriers."""
   slices = config.stages * config.block_k * (config.block_m + config.block_n)
-  return slices + 2 * 2 * 64 * 128 + 8 * (2 * config.stages + 1)
+  return slices + 2 * 2 * 64 * 128 + 8 * (2 * config.stages + 1 + 2 * 2)
 
 
 def check(config):
@@ -222,9 +240,9 @@ def test_every_tuned_row_is_a_config_that_fits_the_chip_it_names():
 def test_every_config_in_use_lowers():
   configs = {sm90.config_for(m, 1280, 1280, "", 132) for m in (1, 4096, 65536)}
   configs |= {sm90.Config(**row["config"]) for row in sm90._tuned()}
-  lhs, rhs = shaped(4096, 1280), shaped(1280, 1280)
+  lhs, rhs, addend = shaped(4096, 1280), shaped(1280, 1280), shaped(4096, 1280, jnp.bfloat16).values
   for config in configs:
-    run = jax.jit(lambda lhs, rhs, config=config: sm90.scaled_matmul(
-      lhs, rhs, jnp.bfloat16, config=config, multiprocessors=132
+    run = jax.jit(lambda lhs, rhs, addend, config=config: sm90.scaled_matmul(
+      lhs, rhs, jnp.bfloat16, addend=addend, config=config, multiprocessors=132
     ))  # fmt: skip
-    run.trace(lhs, rhs).lower(lowering_platforms=("cuda",))
+    run.trace(lhs, rhs, addend).lower(lowering_platforms=("cuda",))

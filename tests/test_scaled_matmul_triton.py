@@ -79,16 +79,20 @@ def test_fp8_products_are_summed_in_float32(kernels, small, dtypes):
   assert np.all(np.abs(y - a @ b.T) <= 80 * 2.0**-24 * (np.abs(a) @ np.abs(b).T))
 
 
-def test_a_bias_is_added_in_float32(kernels, small):
+@pytest.mark.parametrize("adds", [False, True])
+def test_a_bias_and_an_addend_are_added_in_float32(kernels, small, adds):
   lhs, rhs = operand(0, 20, 64), operand(1, 32, 64)
   # Powers of two: the product is exact, and a fused multiply-add would give the same.
   lhs, rhs = (q._replace(scale=jnp.exp2(jnp.round(jnp.log2(q.scale)))) for q in (lhs, rhs))
   bias = jnp.asarray(np.random.default_rng(2).normal(size=32).astype(np.float32))
   for dtype in (jnp.float32, jnp.bfloat16):
-    b = bias.astype(dtype)
+    options = {"bias": bias.astype(dtype)}
+    if adds:
+      addend = np.random.default_rng(3).normal(size=(20, 32))
+      options["addend"] = jnp.asarray(addend, jnp.bfloat16)
     np.testing.assert_array_equal(
-      kernels.scaled_matmul(lhs, rhs, jnp.bfloat16, b, config=small),
-      scaled_matmul(lhs, rhs, jnp.bfloat16, bias=b),
+      kernels.scaled_matmul(lhs, rhs, jnp.bfloat16, config=small, **options),
+      scaled_matmul(lhs, rhs, jnp.bfloat16, **options),
     )
 
 
@@ -117,7 +121,7 @@ def test_an_empty_sum_is_zero(kernels, shape):
   m, n, k = shape
   lhs = Quantized(jnp.zeros((m, k), jnp.int8), jnp.ones((m, 1)))
   rhs = Quantized(jnp.zeros((n, k), jnp.int8), jnp.ones((n, 1)))
-  y = kernels.scaled_matmul(lhs, rhs, jnp.bfloat16, jnp.ones(16))
+  y = kernels.scaled_matmul(lhs, rhs, jnp.bfloat16, bias=jnp.ones(16))
   np.testing.assert_array_equal(y, scaled_matmul(lhs, rhs, jnp.bfloat16, bias=jnp.ones(16)))
 
 
@@ -164,12 +168,13 @@ def test_int8_compiles_to_the_tensor_core_without_spills(monkeypatch, tmp_path, 
     Quantized(jax.ShapeDtypeStruct((r, k), jnp.int8), jax.ShapeDtypeStruct((s, 1), jnp.float32))
     for r, s in ((m, m), (n, 1))
   )
-  bias = jax.ShapeDtypeStruct((n,), jnp.float32)
+  added = jax.ShapeDtypeStruct((n,), jnp.float32), jax.ShapeDtypeStruct((m, n), jnp.bfloat16)
 
-  def both(lhs, rhs, bias):
-    return t.scaled_matmul(lhs, rhs, jnp.bfloat16, bias), t.accumulate(lhs.values, rhs.values)
+  def both(lhs, rhs, bias, addend):
+    y = t.scaled_matmul(lhs, rhs, jnp.bfloat16, bias=bias, addend=addend)
+    return y, t.accumulate(lhs.values, rhs.values)
 
-  kernels = triton_case.compiled(monkeypatch, tmp_path, capability, both, lhs, rhs, bias)
+  kernels = triton_case.compiled(monkeypatch, tmp_path, capability, both, lhs, rhs, *added)
   assert len(kernels) == 2
   for kernel in kernels:
     assert kernel.count(MMA[capability]) > 0

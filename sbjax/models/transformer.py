@@ -18,7 +18,7 @@ from sbjax.layers import LayerNorm, LayerScale, SwitchBackDense
 from sbjax.linear import quantize_kernel
 from sbjax.models.attention import attention, length_for
 from sbjax.models.sizes import TextConfig, VisionConfig
-from sbjax.quantized_dot import DOT_NAME, RESIDUAL_NAME
+from sbjax.quantized_dot import DOT_NAME, RESIDUAL_NAME, quantized_dot
 from sbjax.recipes import Recipe
 from sbjax.rows import NORM_EPSILON
 
@@ -72,16 +72,18 @@ class Block(nn.Module):
   def __call__(self, x_BLD: jax.Array):
     """The block's output [B, L, D], and its mean |feature|."""
     x_BLD = self._place(x_BLD)
-    x_BLD, y_BLD = self._attention(x_BLD)
-    x_BLD += self._layer_scale("ls_1", y_BLD)
-    x_BLD, y_BLD = self._mlp(x_BLD)
-    x_BLD += self._layer_scale("ls_2", y_BLD)
-    x_BLD = self._place(x_BLD)
+    x_BLD = self._place(self._mlp(self._attention(x_BLD)))
     # Without stop_gradient every block would keep the signs for its backward pass.
     features = jax.lax.stop_gradient(x_BLD[:, : self.length]).astype(jnp.float32)
     return x_BLD, jnp.mean(jnp.abs(features))
 
+  @property
+  def _adds(self) -> bool:
+    """Whether a residual connection is added by the product before it."""
+    return self.fused and not self.zero_init_layer_scale
+
   def _attention(self, x_BLD):
+    """x plus attention of it."""
     width, zeros = x_BLD.shape[-1], nn.initializers.zeros
     qkv = self._linear("qkv", 3 * width, self.inits.qkv, zeros)
     if self.fused:
@@ -98,18 +100,27 @@ class Block(nn.Module):
       h.reshape(*h.shape[:2], self.heads, width // self.heads) for h in (q_BLD, k_BLD, v_BLD)
     )
     y_BLHD = attention(q_BLHD, k_BLHD, v_BLHD, causal=self.causal, length=self.length)
+    y_BLD = y_BLHD.reshape(x_BLD.shape)
     out = self._linear("out", width, self.inits.out, zeros)
-    return x_BLD, checkpoint_name(out(y_BLHD.reshape(x_BLD.shape)), _OUT_NAME)
+    if self._adds:
+      kernel, bias = out.parameters(width)
+      options = {"backend": self.backend, "bias": bias, "addend": x_BLD}
+      return checkpoint_name(quantized_dot(y_BLD, kernel, self.recipe, **options), _OUT_NAME)
+    return x_BLD + self._layer_scale("ls_1", checkpoint_name(out(y_BLD), _OUT_NAME))
 
   def _mlp(self, x_BLD):
+    """x plus an MLP of it."""
     width = x_BLD.shape[-1]
     fc1 = self._linear("fc1", self.mlp_width, self.inits.fc1, _uniform_bias(width))
     fc2 = self._linear("fc2", width, self.inits.fc2, _uniform_bias(self.mlp_width))
     if not self.fused:
-      return x_BLD, fc2(nn.gelu(fc1(layer_norm(x_BLD, "ln_2")), approximate=False))
+      y_BLD = fc2(nn.gelu(fc1(layer_norm(x_BLD, "ln_2")), approximate=False))
+      return x_BLD + self._layer_scale("ls_2", y_BLD)
     norm = LayerNorm(name="ln_2")(width)
     kernels = *fc1.parameters(width), *fc2.parameters(self.mlp_width)
-    return norm_mlp(x_BLD, norm, *kernels, self.recipe, backend=self.backend)
+    options = {"backend": self.backend, "add_input": self._adds}
+    found = norm_mlp(x_BLD, norm, *kernels, self.recipe, **options)
+    return found if self._adds else found[0] + self._layer_scale("ls_2", found[1])
 
   def _linear(self, name, features, kernel_init, bias_init):
     return SwitchBackDense(

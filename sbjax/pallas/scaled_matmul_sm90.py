@@ -24,8 +24,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from sbjax.formats import accumulator_dtype
-from sbjax.matmul import check_operands
+from sbjax.matmul import check_addend, check_operands, nothing
 from sbjax.pallas import chip
+from sbjax.pallas.epilogue_sm90 import Pieces, bias_of, factors_of, scaled
 from sbjax.quantize import Quantized
 
 _COMPUTE_WARPGROUPS = 2
@@ -103,8 +104,9 @@ def scaled_matmul(
   lhs: Quantized,
   rhs: Quantized,
   out_dtype,
-  bias: jax.Array | None = None,
   *,
+  bias: jax.Array | None = None,
+  addend: jax.Array | None = None,
   config: Config | None = None,
   multiprocessors: int | None = None,
   interpret=False,
@@ -122,10 +124,12 @@ def scaled_matmul(
     ValueError: as the definition.
     NotImplementedError: other K and N, or another out_dtype.
   """
+  check_addend(addend, (len(lhs.values), len(rhs.values)), out_dtype)
   scales = [lhs.scale[:, 0], rhs.scale[:, 0]]
   if bias is not None:
     scales.append(bias.astype(jnp.float32))
-  return _matmul(lhs.values, rhs.values, scales, out_dtype, config, multiprocessors, interpret)
+  run = (config, multiprocessors, interpret)
+  return _matmul(lhs.values, rhs.values, scales, addend, out_dtype, *run)
 
 
 def accumulate(
@@ -133,10 +137,10 @@ def accumulate(
 ) -> jax.Array:
   """The sums alone, `lhs @ rhs.T` [M, N] in int32 or float32: parts of a K cut over devices."""
   out_dtype = accumulator_dtype(lhs.dtype)
-  return _matmul(lhs, rhs, [], out_dtype, config, multiprocessors, interpret)
+  return _matmul(lhs, rhs, [], None, out_dtype, config, multiprocessors, interpret)
 
 
-def _matmul(lhs, rhs, scales, out_dtype, config, multiprocessors, interpret):
+def _matmul(lhs, rhs, scales, addend, out_dtype, config, multiprocessors, interpret):
   check_operands(lhs, rhs)
   (m, k), n, out_dtype = lhs.shape, rhs.shape[0], jnp.dtype(out_dtype)
   if k % 16 or n % 16:
@@ -144,14 +148,15 @@ def _matmul(lhs, rhs, scales, out_dtype, config, multiprocessors, interpret):
   if out_dtype.name not in ("bfloat16", "float16", "float32", "int32"):
     raise NotImplementedError(f"Mosaic gives bfloat16, float16 or float32, not {out_dtype.name}.")
   if 0 in (m, n, k):
-    row = scales[2] if len(scales) == 3 else jnp.zeros((n,), jnp.float32)
-    return jnp.broadcast_to(row.astype(out_dtype), (m, n))
+    return nothing((m, n), out_dtype, scales[2] if len(scales) == 3 else None, addend)
   fitting = _fitting(m, n, k)
   if fitting != (m, n, k):
     m_fit, n_fit, k_fit = fitting
     lhs = jnp.pad(lhs, ((0, m_fit - m), (0, k_fit - k)))
     rhs = jnp.pad(rhs, ((0, n_fit - n), (0, k_fit - k)))
-    y = _matmul(lhs, rhs, scales, out_dtype, config, multiprocessors, interpret)
+    if addend is not None:
+      addend = jnp.pad(addend, ((0, m_fit - m), (0, n_fit - n)))
+    y = _matmul(lhs, rhs, scales, addend, out_dtype, config, multiprocessors, interpret)
     return y[:m, :n]
   device = chip.target()
   multiprocessors = multiprocessors or chip.multiprocessors(device) or 132
@@ -165,7 +170,7 @@ def _matmul(lhs, rhs, scales, out_dtype, config, multiprocessors, interpret):
     for scale, size, step in zip(scales, (m, n, n), (step_m, step_n, step_n), strict=False)
   ]
   return plgpu.kernel(
-    functools.partial(_kernel, config=config),
+    functools.partial(_kernel, config=config, adds=addend is not None),
     out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
     grid=(min(blocks, multiprocessors // (cluster_m * cluster_n)),),
     grid_names=("clusters",),
@@ -175,7 +180,7 @@ def _matmul(lhs, rhs, scales, out_dtype, config, multiprocessors, interpret):
     thread_name="warpgroup",
     kernel_name="sbjax_scaled_matmul" if scales else "sbjax_accumulate",
     interpret=interpret,
-  )(lhs, rhs, *scales)
+  )(lhs, rhs, *scales, *([] if addend is None else [addend]))
 
 
 def _fitting(m: int, n: int, k: int) -> tuple[int, int, int]:
@@ -188,9 +193,10 @@ def _fitting(m: int, n: int, k: int) -> tuple[int, int, int]:
   return 72 if m == _EPILOGUE_ROWS else m, {16: 48, 32: 48, 64: 80}.get(n, n), k
 
 
-def _kernel(lhs, rhs, *refs, config: Config):
-  """The whole output [M, N] from lhs [M, K], rhs [N, K] and, perhaps, scales and a bias."""
+def _kernel(lhs, rhs, *refs, config: Config, adds: bool):
+  """The whole output [M, N] from lhs [M, K], rhs [N, K] and, perhaps, scales, bias and addend."""
   *scales, out = refs
+  addend = scales.pop() if adds else None
   (m, k), n = lhs.shape, rhs.shape[0]
   cluster_m, cluster_n = config.clustered
   grid = pl.cdiv(m, config.block_m * cluster_m), pl.cdiv(n, config.block_n * cluster_n)
@@ -211,9 +217,10 @@ def _kernel(lhs, rhs, *refs, config: Config):
     loaded=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
     free=free_type(num_arrivals=_COMPUTE_WARPGROUPS, num_barriers=stages),
     ahead=plgpu.Barrier(),
+    fetched=plgpu.Barrier(num_barriers=_COMPUTE_WARPGROUPS * 2),
     collective_axes="warpgroup",
   )
-  def _(lhs_smem, rhs_smem, out_smem, loaded, free, ahead):
+  def _(lhs_smem, rhs_smem, out_smem, loaded, free, ahead, fetched):
     warpgroup = lax.axis_index("warpgroup")
 
     @pl.when(warpgroup == _COMPUTE_WARPGROUPS)
@@ -258,9 +265,10 @@ def _kernel(lhs, rhs, *refs, config: Config):
         at = row + part, column + part_column
         # Asked for before the products, scales and bias are there after them. Both for 256 columns
         # would not fit into the registers beside the sums.
-        factors = _factors(scales[:2], at, (part_m, part_n))
+        factors = factors_of(scales[:2], at, (part_m, part_n))
         is_late = part_n > 128 and len(scales) == 3 and scales[1].shape != (1,)
-        bias = None if is_late else _bias(scales, at, part_n)
+        bias = None if is_late else bias_of(scales, at, part_n)
+        pieces = Pieces(out, addend, at, (part_m, part_n), out_smem.at[warpgroup], fetched)
 
         def sums(acc):
           @pl.loop(0, steps)
@@ -270,6 +278,8 @@ def _kernel(lhs, rhs, *refs, config: Config):
             lhs_slice = lhs_smem.at[slot, pl.ds(part, part_m)]
             rhs_slice = rhs_smem.at[slot, pl.ds(part_column, part_n)]
             plgpu.wgmma(acc, lhs_slice, rhs_slice.transpose((1, 0)))
+            if adds:
+              pl.when(step == 0)(lambda: pieces.fetch(0))
             plgpu.wgmma_wait(1)  # The products before these are done with their slices.
             before = lax.rem(first + step + stages - 1, stages)
             pl.when(step > 0)(lambda: plgpu.barrier_arrive(free.at[before]))
@@ -282,8 +292,8 @@ def _kernel(lhs, rhs, *refs, config: Config):
           return acc[...]
 
         total = pl.run_scoped(sums, plgpu.ACC((part_m, part_n), accumulator_dtype(lhs.dtype)))
-        bias = _bias(scales, at, part_n) if is_late else bias
-        _store(_scaled(total, factors, bias).astype(out.dtype), out, at, out_smem.at[warpgroup])
+        bias = bias_of(scales, at, part_n) if is_late else bias
+        pieces.store(scaled(total, factors, bias))
 
       plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -317,53 +327,3 @@ def _blocks_of_this_cluster(blocks: int):
   """How many times _for_each_block calls its body."""
   mine, clusters = lax.axis_index("clusters"), lax.axis_size("clusters")
   return blocks // clusters + (mine < blocks % clusters).astype(jnp.int32)
-
-
-def _factors(scales, at, shape):
-  """For the part `shape` of the output at `at`: what multiplies its rows, and its columns."""
-  if not scales:
-    return None
-  row, column = (_vector(scales[axis], at[axis], shape[axis], axis) for axis in (0, 1))
-  if scales[1].shape == (1,):
-    return row * column, None
-  return (None, row * column) if scales[0].shape == (1,) else (row, column)
-
-
-def _bias(scales, at, columns):
-  """For so many columns of the output at `at`: what is added to them, or None."""
-  return _vector(scales[2], at[1], columns, 1) if len(scales) == 3 else None
-
-
-def _vector(vector, start, size, axis):
-  """A part of what belongs to the output's rows (axis 0) or columns, as registers hold these."""
-  if vector.shape == (1,):
-    return vector[0]
-  layout = plgpu.Layout.WGMMA.reduce(1 - axis)
-  return plgpu.load(vector.at[pl.ds(start, size)], layout=layout, optimized=False)
-
-
-def _scaled(total, factors, bias):
-  """`total * (row * column) + bias`."""
-  if factors is None:
-    return total
-
-  def spread(vector, axis):
-    return lax.broadcast_in_dim(vector, total.shape, (axis,) if vector.ndim else ())
-
-  factor = [spread(v, axis) for axis, v in enumerate(factors) if v is not None]
-  y = total.astype(jnp.float32) * math.prod(factor[1:], start=factor[0])
-  return y if bias is None else y + spread(bias, 1)
-
-
-def _store(y, out, at, smem):
-  """Writes a warpgroup's part to the output at `at`, piece by piece through two buffers."""
-  rows, columns = smem.shape[-2:]
-  corners = [(r, c) for r in range(0, y.shape[0], rows) for c in range(0, y.shape[1], columns)]
-  for i, (r, c) in enumerate(corners):
-    buffer = smem.at[i % 2]
-    # After an odd number of pieces the block before has left the first buffer in use.
-    plgpu.wait_smem_to_gmem(0 if i == 0 and len(corners) % 2 else 1, wait_read_only=True)
-    buffer[...] = y[r : r + rows, c : c + columns]
-    plgpu.commit_smem()
-    piece = out.at[pl.ds(at[0] + r, rows), pl.ds(at[1] + c, columns)]
-    plgpu.copy_smem_to_gmem(buffer, piece)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from sbjax.formats import INT8, accumulator_dtype
-from sbjax.matmul import check_operands
+from sbjax.matmul import check_addend, check_operands, nothing
 from sbjax.pallas.triton import compute_capability, triton_call
 from sbjax.quantize import Quantized
 
@@ -49,8 +49,9 @@ def scaled_matmul(
   lhs: Quantized,
   rhs: Quantized,
   out_dtype,
-  bias: jax.Array | None = None,
   *,
+  bias: jax.Array | None = None,
+  addend: jax.Array | None = None,
   config: Config | None = None,
 ) -> jax.Array:
   """`sbjax.matmul.scaled_matmul`, bit for bit in int8, for any M, and K and N in sixteens.
@@ -61,15 +62,17 @@ def scaled_matmul(
   """
   if (name := jnp.dtype(out_dtype).name) not in ("bfloat16", "float16", "float32"):
     raise NotImplementedError(f"Triton gives bfloat16, float16 or float32, not {name}.")
-  return _matmul(lhs.values, rhs.values, (lhs.scale, rhs.scale), bias, out_dtype, config)
+  check_addend(addend, (len(lhs.values), len(rhs.values)), out_dtype)
+  scales = (lhs.scale, rhs.scale)
+  return _matmul(lhs.values, rhs.values, scales, bias, addend, out_dtype, config)
 
 
 def accumulate(lhs: jax.Array, rhs: jax.Array, *, config: Config | None = None) -> jax.Array:
   """The sums alone, `lhs @ rhs.T` [M, N] in int32 or float32: parts of a K cut over devices."""
-  return _matmul(lhs, rhs, None, None, accumulator_dtype(lhs.dtype), config)
+  return _matmul(lhs, rhs, None, None, None, accumulator_dtype(lhs.dtype), config)
 
 
-def _matmul(lhs, rhs, scales, bias, out_dtype, config):
+def _matmul(lhs, rhs, scales, bias, addend, out_dtype, config):
   check_operands(lhs, rhs)
   (m, k), (n, _) = lhs.shape, rhs.shape
   if k % 16 or n % 16:
@@ -78,8 +81,7 @@ def _matmul(lhs, rhs, scales, bias, out_dtype, config):
   if capability < 80 or (lhs.dtype != INT8 and capability < 89):
     raise NotImplementedError(f"sm_{capability} does not multiply {lhs.dtype.name}.")
   if m == 0 or n == 0 or k == 0:
-    row = jnp.zeros((n,), jnp.float32) if bias is None else bias
-    return jnp.broadcast_to(row.astype(out_dtype), (m, n))
+    return nothing((m, n), out_dtype, bias, addend)
   config = config_for(m, n, capability) if config is None else config
   # A pointer that is not followed may be any.
   lhs_scale, rhs_scale = (lhs, rhs) if scales is None else scales
@@ -89,6 +91,7 @@ def _matmul(lhs, rhs, scales, bias, out_dtype, config):
     lhs_scale,
     rhs_scale,
     rhs_scale if bias is None else bias,
+    rhs_scale if addend is None else addend,
     kernel=_scaled_matmul_kernel,
     name="sbjax_accumulate" if scales is None else "sbjax_scaled_matmul",
     grid=triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n),
@@ -102,6 +105,7 @@ def _matmul(lhs, rhs, scales, bias, out_dtype, config):
     RHS_SCALES=rhs_scale.shape[0],
     SCALED=scales is not None,
     BIASED=bias is not None,
+    ADDS=addend is not None,
     BLOCK_M=config.block_m,
     BLOCK_N=config.block_n,
     BLOCK_K=config.block_k,
@@ -116,6 +120,7 @@ def _scaled_matmul_kernel(
   lhs_scale_ptr,
   rhs_scale_ptr,
   bias_ptr,
+  addend_ptr,
   out_ptr,
   M: tl.constexpr,
   N: tl.constexpr,
@@ -124,6 +129,7 @@ def _scaled_matmul_kernel(
   RHS_SCALES: tl.constexpr,
   SCALED: tl.constexpr,
   BIASED: tl.constexpr,
+  ADDS: tl.constexpr,
   BLOCK_M: tl.constexpr,
   BLOCK_N: tl.constexpr,
   BLOCK_K: tl.constexpr,
@@ -160,6 +166,8 @@ def _scaled_matmul_kernel(
     total = total.to(tl.float32) * (lhs_scale[:, None] * rhs_scale[None, :])
   if BIASED:
     total = total + tl.load(bias_ptr + safe_column).to(tl.float32)[None, :]
-  out = out_ptr + row.to(tl.int64)[:, None] * N + column[None, :]
+  place = row.to(tl.int64)[:, None] * N + column[None, :]
   mask = (row < M)[:, None] & (column < N)[None, :]
-  tl.store(out, total.to(out_ptr.dtype.element_ty), mask=mask)
+  if ADDS:
+    total = total + tl.load(addend_ptr + place, mask=mask, other=0.0).to(tl.float32)
+  tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=mask)

@@ -4,7 +4,7 @@ import functools
 
 import jax
 
-from sbjax.matmul import apply_scales, check_operands
+from sbjax.matmul import apply_scales, check_addend, check_operands
 from sbjax.pallas.partition import is_explicit, over_shards
 from sbjax.quantize import (
   Quantized,
@@ -15,25 +15,27 @@ from sbjax.quantize import (
 )
 
 
-def scaled_matmul(product, lhs, rhs, out_dtype, out_sharding=None, *, bias=None):
+def scaled_matmul(product, lhs, rhs, out_dtype, out_sharding=None, *, bias=None, addend=None):
   """scaled_matmul by the kernels in `product`; K split over devices is summed before it is scaled.
 
   `out_sharding` counts in JAX's explicit mode; else the result is split as the operands are.
   """
   check_operands(lhs.values, rhs.values)
+  check_addend(addend, (len(lhs.values), len(rhs.values)), out_dtype)
+  added = {"bias": (bias, ("n",)), "addend": (addend, ("m", "n"))}
+  added = {name: given for name, given in added.items() if given[0] is not None}
 
-  def local(split, lhs, rhs, lhs_scale, rhs_scale, *bias):
+  def local(split, lhs, rhs, lhs_scale, rhs_scale, *arrays):
+    parts = dict(zip(added, arrays, strict=True))
     if "k" not in split:
       lhs, rhs = Quantized(lhs, lhs_scale), Quantized(rhs, rhs_scale)
-      return (product.scaled_matmul(lhs, rhs, out_dtype, *bias),)
+      return (product.scaled_matmul(lhs, rhs, out_dtype, **parts),)
     total = jax.lax.psum(product.accumulate(lhs, rhs), split["k"])
-    return (apply_scales(total, lhs_scale, rhs_scale, out_dtype, *bias),)
+    return (apply_scales(total, lhs_scale, rhs_scale, out_dtype, **parts),)
 
   m, n = ("m" if lhs.scale.shape[0] > 1 else None), ("n" if rhs.scale.shape[0] > 1 else None)
-  operands = [lhs.values, rhs.values, lhs.scale, rhs.scale]
-  inputs = [("m", "k"), ("n", "k"), (m, None), (n, None)]
-  if bias is not None:
-    operands, inputs = [*operands, bias], [*inputs, ("n",)]
+  operands = [lhs.values, rhs.values, lhs.scale, rhs.scale, *(a for a, _ in added.values())]
+  inputs = [("m", "k"), ("n", "k"), (m, None), (n, None), *(names for _, names in added.values())]
   (y,) = over_shards(local, operands, inputs, [("m", "n")], sixteens="nk")
   return jax.sharding.reshard(y, out_sharding) if out_sharding is not None and is_explicit() else y
 
