@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import jax
 
+from benchmarks.timing import Contender
+
 # The first that matches a kernel's name, or where XLA says that its operation comes from.
 GROUPS = {
   "attention": r"sdpa|fmha|flash|cudnn",
@@ -50,6 +52,14 @@ def kernels(function: Callable[[], object]) -> list[Kernel]:
             for event in line.events
           ]
     return sorted(found, key=lambda kernel: kernel.start)
+
+
+def kernel_seconds(one: Contender, *, calls: int = 10, ignored: str | None = None) -> float:
+  """What the kernels of a piece of its work take, but for those whose name has `ignored` in it."""
+  jax.block_until_ready(one.call(one.sets))
+  listed = kernels(lambda: [one.call(one.sets) for _ in range(calls)])
+  counted = [k.milliseconds for k in listed if not (ignored and re.search(ignored, k.name))]
+  return sum(counted) / 1e3 / calls / len(one.sets)
 
 
 def idle(found: list[Kernel]) -> float:

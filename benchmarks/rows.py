@@ -9,13 +9,12 @@ Adds lines to the results.
 """
 
 import argparse
-import re
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks.kernels import kernels
-from benchmarks.timing import Contender, append, contender, provenance
+from benchmarks.kernels import kernel_seconds
+from benchmarks.timing import append, contender, provenance
 from sbjax.backends import get_backend
 from sbjax.formats import INT8
 from sbjax.quantize import Spec
@@ -64,7 +63,11 @@ def measure(operation: str, rows: int, width: int) -> dict:
   for name, backend in (("xla", "xla"), ("ours", None)):
     ops = get_backend(backend)
     contenders[name] = contender(lambda *arrays, ops=ops: run(ops, norm, *arrays), sets)
-  seconds = {name: kernel_seconds(name, one) for name, one in contenders.items()}
+  copies = "(?i)copy|memcpy"  # XLA's, of operands.
+  seconds = {
+    name: kernel_seconds(one, ignored=None if name == "copy" else copies)
+    for name, one in contenders.items()
+  }
   size = rows * width
   moved = {"copy": 4 * size, "xla": bytes_each * size, "ours": bytes_each * size}
   rates = {name: moved[name] / seconds[name] / 1e12 for name in contenders}
@@ -79,14 +82,6 @@ def measure(operation: str, rows: int, width: int) -> dict:
     "of_copy": round(rates["ours"] / rates["copy"], 3),
     "data": "standard normal",
   }
-
-
-def kernel_seconds(name: str, one: Contender, calls: int = 10) -> float:
-  """What the kernels of a piece of work take, without XLA's copies of operands."""
-  jax.block_until_ready(one.call(one.sets))
-  listed = kernels(lambda: [one.call(one.sets) for _ in range(calls)])
-  counted = [k for k in listed if name == "copy" or not re.search("(?i)copy|memcpy", k.name)]
-  return sum(k.milliseconds for k in counted) / 1e3 / calls / len(one.sets)
 
 
 if __name__ == "__main__":
