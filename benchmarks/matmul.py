@@ -5,7 +5,8 @@
 Every forward and dgrad matmul of CLIP's linear layers, with the scales in the time. `xla_int8` is
 the definition compiled by XLA with cuBLAS for the product; `xla_int8_triton` is the same with XLA's
 own Triton kernels, autotuned (slow to compile, so --triton_gemm asks for it). The results are
-compared with xla_int8's, bit for bit. Adds a line a shape to the results file.
+compared with xla_int8's, bit for bit. Of small ones a line has the kernels' own time too: a few
+microseconds, of which a launch takes as many. Adds a line a shape to the results file.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import statistics
 import jax
 import jax.numpy as jnp
 
+from benchmarks.kernels import kernel_seconds
 from benchmarks.operands import DISTRIBUTION, WIDTHS, Operands, shapes, tops
 from benchmarks.timing import append, contender, provenance, race
 from sbjax.backends import get_backend
@@ -29,13 +31,15 @@ def main() -> None:
   parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384, 65536, 131072])
   parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
   parser.add_argument("--triton_gemm", action="store_true", help="Race XLA's Triton kernels too.")
+  parser.add_argument("--triton", action="store_true", help="Race our Triton kernel too.")
   args = parser.parse_args()
   int8, fp8 = Operands(INT8), Operands(E4M3)
   ceiling = measure(int8, fp8, 32768, 8192, 8192, "ceiling")["tops"]["ours_int8"]
   rows = []
   for m in args.tokens:
     for (n, k), layer in shapes(args.widths).items():
-      row = measure(int8, fp8, m, n, k, layer, args.triton_gemm) | {"int8_ceiling": ceiling}
+      row = measure(int8, fp8, m, n, k, layer, args.triton_gemm, args.triton)
+      row |= {"int8_ceiling": ceiling}
       rows.append(row)
       append(args.out, [row | provenance()])
       rates = "  ".join(f"{name} {rate:.0f}" for name, rate in row["tops"].items())
@@ -44,7 +48,7 @@ def main() -> None:
   summarize([row for row in rows if row["m"] >= 16384] or rows)
 
 
-def measure(int8, fp8, m, n, k, layer, triton_gemm=False) -> dict:
+def measure(int8, fp8, m, n, k, layer, triton_gemm=False, triton=False) -> dict:
   sets = int8.sets(m, n, k)
   wide = [(lhs.values.astype(jnp.bfloat16), rhs.values.astype(jnp.bfloat16)) for lhs, rhs in sets]
   ours = get_backend(None).scaled_matmul
@@ -59,8 +63,15 @@ def measure(int8, fp8, m, n, k, layer, triton_gemm=False) -> dict:
     contenders["xla_int8_triton"] = contender(
       lambda a, b: scaled_matmul(a, b, jnp.bfloat16), sets, **{FLAG: True}
     )
+  if triton:
+    theirs = get_backend("triton").scaled_matmul
+    contenders["triton_int8"] = contender(lambda a, b: theirs(a, b, jnp.bfloat16), sets)
   equal = bool((first(contenders["ours_int8"]) == first(contenders["xla_int8"])).all())
   race(list(contenders.values()), rounds=5, seconds=0.006)
+  small = {}
+  if m < 4096:
+    found = {name: round(1e6 * kernel_seconds(one), 2) for name, one in contenders.items()}
+    small["kernel_microseconds"] = found
   return {
     "benchmark": "matmul",
     "layer": layer,
@@ -74,6 +85,7 @@ def measure(int8, fp8, m, n, k, layer, triton_gemm=False) -> dict:
     },
     "equal_to_xla_int8": equal,
     "data": DISTRIBUTION,
+    **small,
   }
 
 

@@ -4,9 +4,9 @@ The sum runs over tokens: x [tokens, K] and dy [tokens, N] are rounded in tiles 
 each feature of a tile with a scale of its own, and the tiles' products are added in float32.
 
 What is measured is the rounding alone. 8-bit values are exact in bfloat16, and so is the float32
-sum of a tile's int8 products, which a kernel would make in int32; Hopper's sums of fp8 products
-have fewer bits than float32, as `as_trained` shows. A candidate is a function of x and dy, so that
-a recipe can train with it: STUDIED.
+sum of up to 1,040 tokens' int8 products, which a kernel would make in int32; Hopper's sums of fp8
+products have fewer bits than float32, as `as_trained` shows. A candidate is a function of x and dy,
+so that a recipe can train with it: STUDIED.
 """
 
 import dataclasses

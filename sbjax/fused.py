@@ -15,7 +15,6 @@ from jax.ad_checkpoint import checkpoint_name
 from sbjax import linear
 from sbjax.backends import get_backend
 from sbjax.linear import Kernel
-from sbjax.matmul import check_addend
 from sbjax.quantize import Quantized
 from sbjax.quantized_dot import (
   DOT_NAME,
@@ -92,8 +91,8 @@ def norm_mlp(
   w2 = prepared("w2", w2, (*x.shape[:-1], linear.master(w1).shape[1]), recipe, backend)
   check_bias("b1", b1, w1)
   check_bias("b2", b2, w2)
-  if add_input:
-    check_addend(x, (*x.shape[:-1], linear.master(w2).shape[1]), x.dtype)
+  if add_input and linear.master(w2).shape[1] != x.shape[-1]:
+    raise ValueError(f"add_input needs w2 [H, {x.shape[-1]}], not {linear.master(w2).shape}.")
   x_rows, y = _norm_mlp(recipe, backend, add_input, as_rows(x), norm, w1, b1, w2, b2)
   return named_dot(y, x) if add_input else (x_rows.reshape(x.shape), named_dot(y, x))
 
@@ -158,7 +157,7 @@ def _norm_mlp_bwd(recipe, backend, add_input, residuals, gradients):
   ops = get_backend(backend)
   x, norm, h, w1, b1, w2, b2 = residuals
   dx, dy = gradients
-  dx = dy if add_input else dx
+  dx = linear.like(x, dy) if add_input else dx
   h_sharding = jax.typeof(jax.tree.leaves(h)[0]).sharding
   dy, dy_q, db2 = linear.gradient(ops, recipe, (dy,), b2)
   dg = linear.dgrad(ops, recipe, dy_q, w2, dy.dtype, h_sharding)

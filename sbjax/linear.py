@@ -101,10 +101,14 @@ def bias_gradient(dy, bias):
   return None if bias is None else like(bias, jnp.sum(dy.astype(jnp.float32), axis=0))
 
 
-def like(vector, gradient):
-  """The gradient of a vector in its dtype and, in explicit mode, split as it is."""
-  gradient = gradient.astype(vector.dtype)
-  return reshard(gradient, jax.typeof(vector).sharding) if is_explicit() else gradient
+def like(array, gradient):
+  """The gradient of an array in its dtype and, in explicit mode, split as it is."""
+  return split_as(jax.typeof(array).sharding, gradient.astype(array.dtype))
+
+
+def split_as(sharding, gradient):
+  """The gradient with that sharding, which counts in explicit mode."""
+  return reshard(gradient, sharding) if is_explicit() else gradient
 
 
 def dgrad(ops: Backend, recipe: Recipe, dy, w, dtype, out_sharding):
@@ -125,8 +129,7 @@ def wgrad(ops: Backend, recipe: Recipe, x, dy, w):
   if recipe.wgrad is None:
     return token_sum(x, dy, dtype, sharding)
   if callable(recipe.wgrad):
-    dw = recipe.wgrad(x, dy).astype(dtype)
-    return reshard(dw, sharding) if is_explicit() else dw
+    return split_as(sharding, recipe.wgrad(x, dy).astype(dtype))
   x_spec, dy_spec = recipe.wgrad
   x_q, dy_q = ops.quantize_transposed(x, x_spec), ops.quantize_transposed(dy, dy_spec)
   return ops.scaled_matmul(x_q, dy_q, dtype, sharding)

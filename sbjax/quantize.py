@@ -99,7 +99,8 @@ def factor_and_scale(absmax: jax.Array, spec: Spec) -> tuple[jax.Array, jax.Arra
     absmax: float32, the largest magnitude under each scale; infinite or NaN where one was.
   """
   if spec.scaling == "static":
-    factor, scale = jnp.ones_like(absmax), jnp.ones_like(absmax)
+    # The scale follows from x like any other, if only to be differentiated as such.
+    factor, scale = jnp.ones_like(absmax), 1.0 + 0.0 * absmax
   else:
     limit = max_value(spec.dtype)
     # The bound keeps the factor finite for zeros and for magnitudes near underflow.

@@ -56,7 +56,7 @@ def quantized_dot(
 
   Raises:
     ValueError: integer or complex operands, sizes that do not match, an unknown recipe or backend;
-      a Quantized that is not what the recipe takes, or through which a gradient is asked for.
+      a Quantized that is not what the recipe takes, or that depends on what is differentiated.
     NotImplementedError: the named backend cannot compute this.
   """
   recipe = as_recipe(recipe)
@@ -74,9 +74,10 @@ def quantized_dot(
   w = prepared("w", w, values.shape, recipe, backend)
   check_bias("bias", bias, w)
   check_addend(addend, (*values.shape[:-1], linear.master(w).shape[1]), dtype)
-  adds, addend = addend is not None, None if addend is None else as_rows(addend)
+  addend = None if addend is None else as_rows(addend)
+  added = None if addend is None else jax.typeof(addend).sharding
   dot, x = (_constant_dot, x) if is_quantized else (_dot, as_rows(x))
-  return named_dot(dot(recipe, backend, jnp.dtype(dtype), adds, x, w, bias, addend), values)
+  return named_dot(dot(recipe, backend, jnp.dtype(dtype), added, x, w, bias, addend), values)
 
 
 def as_rows(x: jax.Array) -> jax.Array:
@@ -165,11 +166,11 @@ def check_floating(name: str, operand: jax.Array) -> None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _dot(recipe, backend, dtype, adds, x, w, bias, addend):
-  return _dot_fwd(recipe, backend, dtype, adds, x, w, bias, addend)[0]
+def _dot(recipe, backend, dtype, added, x, w, bias, addend):
+  return _dot_fwd(recipe, backend, dtype, added, x, w, bias, addend)[0]
 
 
-def _dot_fwd(recipe, backend, dtype, adds, x, w, bias, addend):
+def _dot_fwd(recipe, backend, dtype, added, x, w, bias, addend):
   ops = get_backend(backend)
   x_q = x if recipe.fwd is None else ops.quantize(x, recipe.fwd[0])
   y = linear.forward(ops, recipe, x_q, w, bias, dtype, addend)
@@ -179,12 +180,12 @@ def _dot_fwd(recipe, backend, dtype, adds, x, w, bias, addend):
   return y, (x, w, bias)
 
 
-def _dot_bwd(recipe, backend, dtype, adds, residuals, dy):
+def _dot_bwd(recipe, backend, dtype, added, residuals, dy):
   ops = get_backend(backend)
   x, w, bias = residuals
   x_sharding = jax.typeof(x.values if isinstance(x, Quantized) else x).sharding
   x = dequantize(x, dtype) if isinstance(x, Quantized) else x
-  d_addend = dy if adds else None
+  d_addend = None if added is None else linear.split_as(added, dy)
   dy, dy_q, d_bias = linear.gradient(ops, recipe, (dy,), bias)
   dx = linear.dgrad(ops, recipe, dy_q, w, dtype, x_sharding)
   dw = linear.wgrad(ops, recipe, x, dy, w)
@@ -195,19 +196,20 @@ _dot.defvjp(_dot_fwd, _dot_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _constant_dot(recipe, backend, dtype, adds, x, w, bias, addend):
-  return _constant_dot_fwd(recipe, backend, dtype, adds, x, w, bias, addend)[0]
+def _constant_dot(recipe, backend, dtype, added, x, w, bias, addend):
+  return _constant_dot_fwd(recipe, backend, dtype, added, x, w, bias, addend)[0]
 
 
-def _constant_dot_fwd(recipe, backend, dtype, adds, x, w, bias, addend):
+def _constant_dot_fwd(recipe, backend, dtype, added, x, w, bias, addend):
   y = linear.forward(get_backend(backend), recipe, x, w, bias, dtype, addend)
   return y, (x, linear.kept(w), bias)
 
 
-def _constant_dot_bwd(recipe, backend, dtype, adds, residuals, dy):
+def _constant_dot_bwd(recipe, backend, dtype, added, residuals, dy):
   x, w, bias = residuals
   dw = linear.wgrad(get_backend(backend), recipe, dequantize(x, dtype), dy, w)
-  return None, linear.cotangent(w, dw), linear.bias_gradient(dy, bias), dy if adds else None
+  d_addend = None if added is None else linear.split_as(added, dy)
+  return None, linear.cotangent(w, dw), linear.bias_gradient(dy, bias), d_addend
 
 
 _constant_dot.defvjp(_constant_dot_fwd, _constant_dot_bwd)

@@ -25,7 +25,8 @@ class Recipe:
   """What is rounded to what; None leaves a matmul in the compute dtype.
 
   wgrad: or, for what no pair of Specs can say, a function that makes dw [K, N] of x [tokens, K]
-    and dy [tokens, N]. Recipes are equal if they have the same one.
+    and dy [tokens, N] (on an explicit mesh it says itself how its products are split). Recipes are
+    equal if they have the same one.
   residuals: what the forward pass keeps for the backward: "full" keeps x and w as they came,
     "quantized" keeps their 8-bit values and scales, so that wgrad sees the dequantized x.
   """
@@ -61,7 +62,8 @@ def _check_pair(name: str, pair) -> None:
   if pair is None:
     return
   if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(s, Spec) for s in pair)):
-    raise ValueError(f"{name}={pair!r} must be None or a pair of Specs: (lhs, rhs).")
+    also = ", or a function of x and dy" if name == "wgrad" else ""
+    raise ValueError(f"{name}={pair!r} must be None or a pair of Specs: (lhs, rhs){also}.")
   for spec in pair:
     max_value(spec.dtype)
     if spec.scaling not in SCALINGS:

@@ -7,9 +7,10 @@ import jax.extend
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import each_kernel
+from benchmarks import each_kernel, kernels
 from benchmarks.kernels import Kernel, grouped, idle, origins_of
 from benchmarks.step import model_flops
+from benchmarks.timing import contender
 from sbjax.backends import get_backend
 from sbjax.formats import E4M3, INT8
 from sbjax.models.clip import CLIP
@@ -62,6 +63,17 @@ def dot_flops(jaxpr):
       total += 2 * math.prod(eqn.outvars[0].aval.shape) * depth
     total += sum(map(dot_flops, jax.extend.core.jaxprs_in_params(eqn.params)))
   return total
+
+
+def test_the_time_of_kernels_is_that_of_one_piece_of_work(monkeypatch):
+  def watch(function):
+    function()
+    return [Kernel("loop_copy", "", 1.0), Kernel("sbjax_quantize", "", 3.0)]
+
+  monkeypatch.setattr(kernels, "kernels", watch)
+  one = contender(jnp.sin, [(jnp.ones(3),)] * 2)  # Two pieces a call.
+  assert kernels.kernel_seconds(one, calls=5) == pytest.approx(4e-3 / 10)
+  assert kernels.kernel_seconds(one, calls=5, ignored="copy") == pytest.approx(3e-3 / 10)
 
 
 def test_flops_of_a_step_are_three_times_those_of_the_matmuls_forward():

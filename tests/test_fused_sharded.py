@@ -1,6 +1,7 @@
 """Layer norm and GELU with their matmuls on a mesh: each device has its rows, or its columns."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from aot import gathered
@@ -77,6 +78,25 @@ def test_an_mlp_in_explicit_mode(monkeypatch, by_kernels, layout):
   alone = make_mlp(monkeypatch, "switchback", plain())(*case)
   for a, b in zip(jax.tree.leaves(split), jax.tree.leaves(alone), strict=True):
     assert np.linalg.norm(a - b) <= 4e-3 * np.linalg.norm(b)
+
+
+def test_an_added_input_s_gradient_is_split_as_the_input():
+  mesh, case = make_mesh(AxisType.Explicit), mlp_case()
+  x, _, vectors, w1, b1, w2 = case
+  specs = P("data"), P(), P(), P(), P(None, "fsdp")  # So that the product is split by columns.
+
+  def loss(x, vectors, w1, b1, w2):
+    norm = Norm(1 + vectors[0] / 4, vectors[1])
+    y = norm_mlp(x, norm, w1, b1, w2, None, "switchback", backend="xla", add_input=True)
+    return jnp.sum(y * y)
+
+  gradient = jax.jit(jax.grad(loss))
+  arrays = put(mesh, specs, x, vectors, w1, b1, w2)
+  with jax.set_mesh(mesh):
+    dx = gradient(*arrays)
+  assert dx.sharding.is_equivalent_to(arrays[0].sharding, 2)
+  alone = gradient(x, vectors, w1, b1, w2)
+  assert np.linalg.norm(dx - alone) <= 4e-3 * np.linalg.norm(alone)
 
 
 def test_the_gradient_of_a_bias_is_split_as_the_bias_is(monkeypatch):

@@ -1,5 +1,6 @@
 """`quantized_dot` and the layers on an x that is in 8 bits already."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,6 +11,7 @@ from dot_case import apply, assert_same, make_case
 from flax import nnx
 
 from sbjax import (
+  INT8,
   RECIPES,
   SWITCHBACK,
   Spec,
@@ -19,6 +21,7 @@ from sbjax import (
   quantize,
   quantized_dot,
 )
+from sbjax.quantize import SCALINGS
 
 
 @pytest.mark.parametrize("name", ["switchback", "switchback_q", "fp8_switchback", "fp8_tensorwise"])
@@ -53,12 +56,14 @@ def test_a_layer_takes_it_and_gives_its_own_dtype():
   )
 
 
-def test_no_gradient_ends_in_it_unseen():
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_no_gradient_ends_in_it_unseen(scaling):
   x, w, _ = make_case()
+  recipe = dataclasses.replace(SWITCHBACK, fwd=(Spec(INT8, scaling), SWITCHBACK.fwd[1]))
 
   def loss(x, stop=lambda x: x):
-    kept = stop(quantize(x, SWITCHBACK.fwd[0]))
-    return jnp.sum(quantized_dot(kept, w, SWITCHBACK, dtype=jnp.float32)) + jnp.sum(x)
+    kept = stop(quantize(x, recipe.fwd[0]))
+    return jnp.sum(quantized_dot(kept, w, recipe, dtype=jnp.float32)) + jnp.sum(x)
 
   for transformed in (loss, jax.jit(loss), jax.checkpoint(loss)):
     with pytest.raises(ValueError, match=r"no gradient goes through 8 bits.*norm_dot.*stop_grad"):

@@ -10,7 +10,7 @@ from dot_case import INT8_SUMS, Case, apply, assert_close, assert_same, layer, m
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from sbjax import RECIPES, SWITCHBACK
+from sbjax import RECIPES, SWITCHBACK, quantized_dot
 
 LAYOUTS = {  # name: (mesh shape, x, w)
   "batch": ((4, 2), P("data"), P()),
@@ -94,6 +94,24 @@ def test_in_explicit_mode_each_gradient_is_sharded_as_its_primal(name, layout):
   assert split.dx.sharding.is_equivalent_to(x.sharding, 2)
   assert split.dw.sharding.is_equivalent_to(w.sharding, 2)
   compare(name, split, apply(*case, RECIPES[name]))
+
+
+@pytest.mark.parametrize("spec", [P("data"), P(), P("data", "model")], ids=str)
+def test_in_explicit_mode_an_addend_s_gradient_is_split_as_the_addend(spec):
+  case = case_32()
+  x, w, dy = sharded(case, "N", AxisType.Explicit)
+  addend = jax.device_put(np.ones_like(case.dy), NamedSharding(x.sharding.mesh, spec))
+
+  @jax.jit
+  def run(x, w, addend, dy):
+    y, backward = jax.vjp(lambda *a: quantized_dot(*a[:2], SWITCHBACK, addend=a[2]), x, w, addend)
+    return y, *backward(dy)
+
+  with jax.set_mesh(x.sharding.mesh):
+    y, dx, _, d_addend = run(x, w, addend, dy)
+  alone = apply(*case, SWITCHBACK)
+  assert d_addend.sharding.is_equivalent_to(addend.sharding, 2)
+  assert_close((y, dx, d_addend), (alone.y + 1, alone.dx, case.dy), 1e-6)
 
 
 def test_explicit_mode_takes_a_batch_of_sequences():

@@ -104,20 +104,28 @@ def test_a_bias_is_added_before_the_cast():
 
 
 @needs_interpreter
-@pytest.mark.parametrize("out_dtype", [jnp.bfloat16, jnp.float32])
-@pytest.mark.parametrize("config", ["split m", "cluster m", "cluster n", "lead", "wide", "default"])
-def test_an_addend_comes_in_where_the_result_goes_out(config, out_dtype):
-  # Ragged rows, blocks of an odd and an even number of pieces, one after another.
+@pytest.mark.parametrize(
+  ("config", "n", "out_dtype"),
+  [
+    *(("split m", n, jnp.bfloat16) for n in (192, 208)),  # 1 and 4 pieces a block.
+    ("three pieces", 384, jnp.bfloat16),
+    *((name, 208, jnp.bfloat16) for name in ("cluster m", "lead", "default")),
+    *((name, 208, jnp.float32) for name in ("cluster n", "wide")),
+  ],
+)
+def test_an_addend_comes_in_where_the_result_goes_out(config, n, out_dtype):
+  # Ragged rows; blocks follow one another in the same two buffers.
   lhs, rhs = (
     q._replace(scale=jnp.exp2(jnp.round(jnp.log2(jnp.maximum(q.scale, 1e-3)))))
-    for q in (operand(0, 395, 144), operand(1, 208, 144))
+    for q in (operand(0, 395, 144), operand(1, n, 144))
   )
   numbers = np.random.default_rng(2)
   options = {
-    "bias": jnp.asarray(numbers.normal(size=208), jnp.float32),
-    "addend": jnp.asarray(numbers.normal(size=(395, 208)) * 9, out_dtype),
+    "bias": jnp.asarray(numbers.normal(size=n), jnp.float32),
+    "addend": jnp.asarray(numbers.normal(size=(395, n)) * 9, out_dtype),
   }
-  y = interpreted(sm90.scaled_matmul, lhs, rhs, out_dtype, config=CONFIGS[config], **options)
+  config = (CONFIGS | {"three pieces": dataclasses.replace(SMALL, block_n=192)})[config]
+  y = interpreted(sm90.scaled_matmul, lhs, rhs, out_dtype, config=config, **options)
   np.testing.assert_array_equal(y, scaled_matmul(lhs, rhs, out_dtype, **options))
 
 
@@ -155,8 +163,9 @@ def test_an_empty_sum_is_zero(shape):
   m, n, k = shape
   lhs = Quantized(jnp.zeros((m, k), jnp.int8), jnp.ones((m, 1)))
   rhs = Quantized(jnp.zeros((n, k), jnp.int8), jnp.ones((n, 1)))
-  y = sm90.scaled_matmul(lhs, rhs, jnp.bfloat16, bias=jnp.ones(16))
-  np.testing.assert_array_equal(y, scaled_matmul(lhs, rhs, jnp.bfloat16, bias=jnp.ones(16)))
+  added = {"bias": jnp.ones(16), "addend": jnp.full((m, 16), 2, jnp.bfloat16)}
+  y = sm90.scaled_matmul(lhs, rhs, jnp.bfloat16, **added)
+  np.testing.assert_array_equal(y, np.full((m, 16), 3))
 
 
 def shaped(rows, k, dtype=INT8):

@@ -121,8 +121,9 @@ def test_an_empty_sum_is_zero(kernels, shape):
   m, n, k = shape
   lhs = Quantized(jnp.zeros((m, k), jnp.int8), jnp.ones((m, 1)))
   rhs = Quantized(jnp.zeros((n, k), jnp.int8), jnp.ones((n, 1)))
-  y = kernels.scaled_matmul(lhs, rhs, jnp.bfloat16, bias=jnp.ones(16))
-  np.testing.assert_array_equal(y, scaled_matmul(lhs, rhs, jnp.bfloat16, bias=jnp.ones(16)))
+  added = {"bias": jnp.ones(16), "addend": jnp.full((m, 16), 2, jnp.bfloat16)}
+  y = kernels.scaled_matmul(lhs, rhs, jnp.bfloat16, **added)
+  np.testing.assert_array_equal(y, np.full((m, 16), 3))
 
 
 def test_what_the_kernel_lacks_it_says(kernels, monkeypatch):

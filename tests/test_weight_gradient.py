@@ -11,7 +11,14 @@ from flax.traverse_util import flatten_dict
 
 from benchmarks import wgrad_candidates
 from benchmarks.capture import make_capture
-from benchmarks.wgrad_candidates import CANDIDATES, balance, quantize_stochastic, weight_gradient
+from benchmarks.wgrad_candidates import (
+  CANDIDATES,
+  STUDIED,
+  balance,
+  quantize_stochastic,
+  weight_gradient,
+)
+from sbjax import quantized_dot
 from sbjax.models.clip import CLIP
 from sbjax.models.convert import unstack_blocks
 from sbjax.models.sizes import CLIPConfig, TextConfig, VisionConfig
@@ -145,6 +152,27 @@ def test_the_mean_of_stochastic_gradients_comes_closer_with_the_root_of_their_nu
   one = np.sqrt(np.mean((dws - exact) ** 2))
   mean = np.sqrt(np.mean((np.mean(dws, axis=0) - exact) ** 2))
   assert 0.8 < one / mean / 16 < 1.25  # Independent errors in 960 places: 4 % at most.
+
+
+@pytest.mark.parametrize("name", STUDIED)
+def test_a_studied_recipe_trains_with_its_candidate(name):
+  (x, dy), candidate = make_operands(), STUDIED[name].wgrad
+
+  @jax.jit
+  def run(x, dy):
+    w = jnp.zeros((x.shape[1], dy.shape[1]))
+    return jax.vjp(lambda w: quantized_dot(x, w, STUDIED[name]), w)[1](dy)[0]
+
+  dw, exact = run(x, dy), x.T @ dy
+  if candidate.stochastic:  # The same draw for the same dy, and another for another.
+    np.testing.assert_array_equal(dw, run(x, dy))
+    errors = dw - exact, run(x, dy[::-1]) - x.T @ dy[::-1]
+    size, other = map(np.linalg.norm, errors)
+    assert 0 < size < 0.1 * np.linalg.norm(exact)
+    assert abs(np.vdot(*errors)) < 0.2 * size * other
+  else:
+    want = jax.jit(functools.partial(weight_gradient, candidate=candidate))(x, dy)
+    np.testing.assert_allclose(dw, want, rtol=0, atol=1e-6 * np.max(np.abs(want)))
 
 
 def test_balanced_tokens_have_one_absmax_and_the_same_product():

@@ -26,7 +26,8 @@ from sbjax.rows import NORM_EPSILON
 # `checkpoint_dots` does not see a matmul inside a Pallas kernel.
 _QKV_NAME, _OUT_NAME = "sbjax_qkv", "sbjax_out"
 REMAT_POLICIES = {
-  # Every linear's output, 9 widths a token: norms, attention and GELU are computed again.
+  # What every linear gives but the last, 8 widths a token: norms, attention and GELU are computed
+  # again. The attention's last gives its sum with x, where no layer scale stands between.
   "dots": jax.checkpoint_policies.save_only_these_names(DOT_NAME),
   # And the 8-bit operands that recipes with quantized residuals keep for the backward.
   "dots_and_residuals": jax.checkpoint_policies.save_only_these_names(DOT_NAME, RESIDUAL_NAME),

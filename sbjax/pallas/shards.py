@@ -4,7 +4,7 @@ import functools
 
 import jax
 
-from sbjax.matmul import apply_scales, check_addend, check_operands
+from sbjax.matmul import apply_scales, check_operands
 from sbjax.pallas.partition import is_explicit, over_shards
 from sbjax.quantize import (
   Quantized,
@@ -21,7 +21,6 @@ def scaled_matmul(product, lhs, rhs, out_dtype, out_sharding=None, *, bias=None,
   `out_sharding` counts in JAX's explicit mode; else the result is split as the operands are.
   """
   check_operands(lhs.values, rhs.values)
-  check_addend(addend, (len(lhs.values), len(rhs.values)), out_dtype)
   added = {"bias": (bias, ("n",)), "addend": (addend, ("m", "n"))}
   added = {name: given for name, given in added.items() if given[0] is not None}
 
