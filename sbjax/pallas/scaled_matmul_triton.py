@@ -28,7 +28,7 @@ class Config:
   group: int = 8
 
 
-def config_for(m: int, n: int, capability: int) -> Config:
+def config_for(m: int, n: int, capability: int, adds: bool = False) -> Config:
   """The largest blocks of which every multiprocessor gets one, within a chip's shared memory.
 
   block_k is never below 32, what a tensor core takes of K at once: half of it came back from
@@ -36,7 +36,9 @@ def config_for(m: int, n: int, capability: int) -> Config:
   """
   if m <= 64:
     return Config(block_m=64, block_n=64, stages=4, warps=4)
-  if capability in (80, 90):
+  if capability == 90 and adds:  # Beside larger sums an addend does not fit into registers.
+    large, multiprocessors = Config(stages=4), 132
+  elif capability in (80, 90):
     large, multiprocessors = Config(block_m=128, block_n=256, stages=4), 108
   else:
     large, multiprocessors = Config(block_n=128, block_k=64, stages=4, warps=4), 128
@@ -82,7 +84,7 @@ def _matmul(lhs, rhs, scales, bias, addend, out_dtype, config):
     raise NotImplementedError(f"sm_{capability} does not multiply {lhs.dtype.name}.")
   if m == 0 or n == 0 or k == 0:
     return nothing((m, n), out_dtype, bias, addend)
-  config = config_for(m, n, capability) if config is None else config
+  config = config_for(m, n, capability, addend is not None) if config is None else config
   # A pointer that is not followed may be any.
   lhs_scale, rhs_scale = (lhs, rhs) if scales is None else scales
   return triton_call(
@@ -140,8 +142,9 @@ def _scaled_matmul_kernel(
   n_blocks: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
   group, in_group = tl.program_id(0) // (GROUP * n_blocks), tl.program_id(0) % (GROUP * n_blocks)
   group_rows = tl.minimum(m_blocks - group * GROUP, GROUP)
-  row = (group * GROUP + in_group % group_rows) * BLOCK_M + tl.arange(0, BLOCK_M)
-  column = (in_group // group_rows) * BLOCK_N + tl.arange(0, BLOCK_N)
+  row_block, column_block = group * GROUP + in_group % group_rows, in_group // group_rows
+  row = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
+  column = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
   # Beyond the last row the last is taken once more; what comes of that is not stored.
   safe_row, safe_column = tl.minimum(row, M - 1), tl.minimum(column, N - 1)
 
@@ -166,8 +169,10 @@ def _scaled_matmul_kernel(
     total = total.to(tl.float32) * (lhs_scale[:, None] * rhs_scale[None, :])
   if BIASED:
     total = total + tl.load(bias_ptr + safe_column).to(tl.float32)[None, :]
-  place = row.to(tl.int64)[:, None] * N + column[None, :]
+  # Places within the block in 32 bits: those of the whole in 64 would take registers.
+  first = (row_block * BLOCK_M).to(tl.int64) * N + column_block * BLOCK_N
+  place = tl.arange(0, BLOCK_M)[:, None] * N + tl.arange(0, BLOCK_N)[None, :]
   mask = (row < M)[:, None] & (column < N)[None, :]
   if ADDS:
-    total = total + tl.load(addend_ptr + place, mask=mask, other=0.0).to(tl.float32)
-  tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=mask)
+    total = total + tl.load(addend_ptr + first + place, mask=mask, other=0.0).to(tl.float32)
+  tl.store(out_ptr + first + place, total.to(out_ptr.dtype.element_ty), mask=mask)
