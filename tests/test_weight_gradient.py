@@ -52,8 +52,7 @@ def params(scan):
   return jax.jit(model.init)(jax.random.key(0), images, batch()["text"])["params"]
 
 
-@pytest.mark.parametrize("patch_dropout", [0.0, 0.5])
-@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize(("scan", "patch_dropout"), [(False, 0.5), (True, 0.0)])
 def test_captured_operands_make_the_kernel_s_float32_gradient(scan, patch_dropout):
   key = jax.random.key(3)
   trained = CLIP(MICRO, recipe=SWITCHBACK, scan=scan, patch_dropout=patch_dropout)
