@@ -45,6 +45,7 @@ class Backend(NamedTuple):
 
 NAMES = ("xla", "mosaic", "triton")
 _QUANTIZERS = ("quantize", "quantize_transposed", "quantize_both")
+_EXACT = "--xla_gpu_enable_triton_gemm=false"  # See warn_of_inexact_int8.
 _ROWS = ("norm_quantize", "norm_backward", "gelu_quantize", "gelu_backward", "quantize_sum")
 
 
@@ -99,10 +100,10 @@ def _chosen(device) -> Backend:
       )
     return _XLA
   _log.debug("sbjax: backend %r on %s", usable[0], device.device_kind)
-  return _guarded(_kernels(usable[0]), has_fp8=capability >= 89)
+  return _guarded(_kernels(usable[0]), device.device_kind, has_fp8=capability >= 89)
 
 
-def _guarded(kernels: Backend, has_fp8: bool) -> Backend:
+def _guarded(kernels: Backend, chip: str, has_fp8: bool) -> Backend:
   """The kernels where they can and should compute, the definition elsewhere: same numbers."""
 
   def choose(kernel, definition, *arrays):
@@ -124,7 +125,7 @@ def _guarded(kernels: Backend, has_fp8: bool) -> Backend:
 
   @functools.partial(jax.jit, static_argnums=(2, 3))
   def multiply(lhs, rhs, out_dtype, out_sharding=None, *, bias=None, addend=None):
-    (_, k), n = lhs.values.shape, rhs.values.shape[0]
+    (m, k), n = lhs.values.shape, rhs.values.shape[0]
     options = dict(out_dtype=out_dtype, out_sharding=out_sharding, bias=bias, addend=addend)
     run = functools.partial(_XLA.scaled_matmul, **options)
     is_int8 = lhs.values.dtype == INT8
@@ -133,6 +134,12 @@ def _guarded(kernels: Backend, has_fp8: bool) -> Backend:
       if is_int8:
         warn_of_inexact_int8()
       return run(lhs, rhs)
+    if is_int8 and kernels.name == "mosaic" and _EXACT in os.environ.get("XLA_FLAGS", ""):
+      from sbjax.pallas.scaled_matmul_sm90 import is_slower_than_xla
+
+      if is_slower_than_xla(m, n, k, chip):
+        _log.debug("sbjax: %s x %s x %s goes to XLA, which is faster", m, n, k)
+        return run(lhs, rhs)
     return choose(functools.partial(kernels.scaled_matmul, **options), run, lhs, rhs)
 
   operations = {name: guarded(name) for name in (*_QUANTIZERS, *_ROWS)}

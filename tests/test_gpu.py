@@ -1,5 +1,6 @@
 """What only an NVIDIA GPU can show: JAX_PLATFORMS=cuda,cpu python -m pytest tests/test_gpu.py"""
 
+import ast
 import functools
 import os
 import random
@@ -14,11 +15,14 @@ from sbjax.backends import NAMES, get_backend
 from sbjax.formats import E4M3, E5M2, INT8
 from sbjax.matmul import scaled_matmul
 from sbjax.models import attention
+from sbjax.pallas import scaled_matmul_sm90
 
 pytestmark = pytest.mark.gpu
 
 # How many random shapes the kernels are tried on, and from which seed.
 SHAPES, SEED = int(os.environ.get("SBJAX_SHAPES", 12)), int(os.environ.get("SBJAX_SEED", 0))
+
+TUNED = sorted({str(row["config"]) for row in scaled_matmul_sm90._tuned()})
 
 
 @pytest.fixture(params=[name for name in NAMES if name != "xla"])
@@ -47,6 +51,22 @@ def some_shapes(n=SHAPES):
 
 @pytest.mark.parametrize("shape", some_shapes(), ids=str)
 def test_kernels_multiply_as_the_definition_does(backend, shape):
+  check_products(backend.scaled_matmul, shape)
+
+
+@pytest.mark.parametrize("config", TUNED)
+@pytest.mark.parametrize("shape", [(259, 1280, 1280), (1000, 784, 3088)], ids=str)
+def test_every_tuned_cut_of_the_work_multiplies_as_the_definition_does(config, shape):
+  try:
+    get_backend("mosaic")
+  except NotImplementedError as reason:
+    pytest.skip(str(reason))
+  config = scaled_matmul_sm90.Config(**ast.literal_eval(config))
+  check_products(functools.partial(scaled_matmul_sm90.scaled_matmul, config=config), shape)
+
+
+def check_products(ours, shape):
+  """int8 and fp8, with and without bias and addend."""
   m, n, k = shape
   pick, numbers = random.Random(str(shape)), np.random.default_rng(k)
   for dtypes in ((INT8, INT8), (pick.choice([E4M3, E5M2]), pick.choice([E4M3, E5M2]))):
@@ -62,7 +82,7 @@ def test_kernels_multiply_as_the_definition_does(backend, shape):
     added = {name: jnp.asarray(a, out_dtype) for name, a in added.items() if adds}
     found, expected = (
       np.asarray(jax.jit(multiply, static_argnums=2)(lhs, rhs, out_dtype, **added), np.float32)
-      for multiply in (backend.scaled_matmul, scaled_matmul)
+      for multiply in (ours, scaled_matmul)
     )
     if dtypes[0] == INT8:
       np.testing.assert_array_equal(found, expected)

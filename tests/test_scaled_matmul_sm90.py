@@ -26,6 +26,7 @@ CONFIGS = {
   "cluster n": dataclasses.replace(SMALL, cluster="n"),
   "lead": dataclasses.replace(SMALL, lead=2, minor="m"),
   "wide": dataclasses.replace(SMALL, split="n", block_n=256, stages=3, cluster="m", lead=1),
+  "smallest": dataclasses.replace(SMALL, block_m=64, split="n", cluster="m"),
   "default": None,
 }
 
@@ -109,7 +110,7 @@ def test_a_bias_is_added_before_the_cast():
   [
     *(("split m", n, jnp.bfloat16) for n in (192, 208)),  # 1 and 4 pieces a block.
     ("three pieces", 384, jnp.bfloat16),
-    *((name, 208, jnp.bfloat16) for name in ("cluster m", "lead", "default")),
+    *((name, 208, jnp.bfloat16) for name in ("cluster m", "lead", "smallest", "default")),
     *((name, 208, jnp.float32) for name in ("cluster n", "wide")),
   ],
 )
@@ -215,21 +216,40 @@ def test_any_shape_gets_a_config_that_fits():
         check(sm90.config_for(m, n, k, "NVIDIA H100 PCIe", 114))
 
 
-def test_a_tuned_shape_gets_its_row_and_another_m_the_nearest(monkeypatch):
+def test_a_tuned_shape_gets_its_row_and_about_as_many_rows_the_nearest(monkeypatch):
   rows = [
     {"chip": "NVIDIA H200", "m": m, "n": 768, "k": 768, "config": {"width": m // 1024}}
-    for m in (4096, 16384)
+    for m in (4096, 32768)
   ]
   monkeypatch.setattr(sm90, "_tuned", lambda: rows)
 
   def width(m, n=768, k=768, chip="NVIDIA H200"):
     return sm90.config_for(m, n, k, chip, 132).width
 
-  assert (width(4096), width(16384)) == (4, 16)
-  assert (width(2048), width(8000), width(8200), width(10**6)) == (4, 4, 16, 16)
-  # A rule's own is 16; blocks that suit twice the rows may leave multiprocessors idle.
-  others = (width(4096, n=1536), width(4096, k=1536), width(4096, chip="NVIDIA H100"), width(2000))
-  assert others == (16,) * 4
+  assert (width(4096), width(32768)) == (4, 32)
+  assert (width(2048), width(8192), width(16384), width(10**6)) == (4, 4, 32, 32)
+  # A rule's own is 16; blocks that suit many more rows, or fewer, may leave multiprocessors idle.
+  others = (width(4096, n=1536), width(4096, k=1536), width(4096, chip="NVIDIA H100"))
+  assert (*others, width(2000), width(12000)) == (16,) * 5
+
+
+@pytest.mark.parametrize("n", [768, 1280])
+def test_the_rule_cuts_few_rows_small_and_many_large(n):
+  sizes = [sm90.config_for(m, n, n, "another", 132) for m in (64, 1024, 65536)]
+  blocks = [config.block_m * config.block_n for config in sizes]
+  assert blocks == sorted(blocks) and blocks[0] == 128 * 64 and blocks[-1] == 128 * 256
+
+
+def test_a_shape_is_slower_than_in_xla_where_that_was_measured(monkeypatch):
+  row = {"chip": "NVIDIA H200", "m": 256, "n": 768, "k": 3072, "config": {}, "tops": 100}
+  rows = [row | {"xla_tops": 101}, row | {"m": 1024, "xla_tops": 99}, row | {"m": 16384}]
+  monkeypatch.setattr(sm90, "_tuned", lambda: rows)
+  found = {
+    m: sm90.is_slower_than_xla(m, 768, 3072, "NVIDIA H200")
+    for m in (0, 127, 128, 256, 500, 600, 4096, 16384)
+  }
+  assert [m for m, slower in found.items() if slower] == [128, 256, 500]
+  assert not sm90.is_slower_than_xla(256, 768, 3072, "NVIDIA H100")
 
 
 def test_a_shape_is_tuned_once():

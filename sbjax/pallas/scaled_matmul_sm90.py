@@ -7,7 +7,9 @@ to be finished: the next one's operands arrive while this one is scaled, cast an
 
 What bounds it on an H200 is shared memory: at full rate wgmma reads 64 + 4096 / n bytes a clock of
 it for n columns, and the loads write 4096 / block_m + 4096 / block_n, of 128 that there are. So
-blocks are as large as the accumulators' registers allow. (benchmarks/matmul.py has the times.)
+blocks are as large as the accumulators' registers allow, unless there are too few of them for the
+multiprocessors: a matmul of some hundred rows is up to a third faster in blocks half as large.
+(benchmarks/matmul.py has the times.)
 """
 
 import dataclasses
@@ -73,15 +75,32 @@ class Config:
 # What the rule chooses from: a shape whose blocks are few wants small ones.
 _WIDE = Config(block_m=128, block_n=256, cluster="m")
 _SMALL = Config(block_m=128, block_n=128, stages=6, cluster=None)
+_NARROW = Config(block_m=128, block_n=64, stages=8, cluster=None)
 
 
 def config_for(m: int, n: int, k: int, chip: str, multiprocessors: int) -> Config:
-  """The one that was fastest where (chip, n, k) was tuned for half of m or more; else a rule."""
-  tuned = [row for row in _tuned() if (row["chip"], row["n"], row["k"]) == (chip, n, k)]
-  nearest = min(tuned, key=lambda row: abs(math.log(row["m"] / m)), default=None)
-  if nearest and m >= nearest["m"] / 2:
-    return Config(**nearest["config"])
-  return min((_WIDE, Config(), _SMALL), key=lambda c: _clocks(c, m, n, k, multiprocessors))
+  """The one that was fastest where (chip, n, k) was tuned for about m rows; else a rule."""
+  if tuned := _tuned_for(m, n, k, chip):
+    return Config(**tuned["config"])
+  candidates = (_WIDE, Config(), _SMALL, _NARROW)
+  return min(candidates, key=lambda c: _clocks(c, m, n, k, multiprocessors))
+
+
+def is_slower_than_xla(m: int, n: int, k: int, chip: str) -> bool:
+  """Whether XLA's int8 was faster than any, where (chip, n, k) was tuned for about m rows."""
+  tuned = _tuned_for(m, n, k, chip)
+  return tuned is not None and tuned["tops"] < tuned.get("xla_tops", 0)
+
+
+def _tuned_for(m: int, n: int, k: int, chip: str) -> dict | None:
+  """The row for (chip, n, k) whose m is nearest: half to twice as many, or the most there is."""
+  rows = [row for row in _tuned() if (row["chip"], row["n"], row["k"]) == (chip, n, k)]
+  if not rows:
+    return None
+  nearest = min(rows, key=lambda row: abs(math.log(row["m"] / max(m, 1))))
+  most = max(row["m"] for row in rows)
+  is_near = nearest["m"] / 2 <= m <= 2 * nearest["m"]
+  return nearest if is_near or m > most else None
 
 
 def _clocks(config: Config, m: int, n: int, k: int, multiprocessors: int) -> float:
@@ -95,7 +114,7 @@ def _clocks(config: Config, m: int, n: int, k: int, multiprocessors: int) -> flo
 
 @functools.cache
 def _tuned() -> list[dict]:
-  """What `python -m benchmarks.tune` found: rows of chip, m, n, k, config."""
+  """What `python -m benchmarks.tune` found: rows of chip, m, n, k, config, tops, xla_tops."""
   lines = Path(__file__).with_name("scaled_matmul_sm90.jsonl").read_text().splitlines()
   return [json.loads(line) for line in lines]
 
