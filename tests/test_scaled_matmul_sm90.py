@@ -230,7 +230,7 @@ def test_a_tuned_shape_gets_its_row_and_about_as_many_rows_the_nearest(monkeypat
   assert (width(2048), width(8192), width(16384), width(10**6)) == (4, 4, 32, 32)
   # A rule's own is 16; blocks that suit many more rows, or fewer, may leave multiprocessors idle.
   others = (width(4096, n=1536), width(4096, k=1536), width(4096, chip="NVIDIA H100"))
-  assert (*others, width(2000), width(12000)) == (16,) * 5
+  assert (*others, width(2000), width(10000), width(12000)) == (16,) * 6
 
 
 @pytest.mark.parametrize("n", [768, 1280])
