@@ -62,7 +62,7 @@ def ratio(rows, over: str) -> str:
 def step_table(step) -> list[str]:
   lines = [
     f"| a whole training step on one {step[0]['chip'].removeprefix('NVIDIA ')} | images a batch |"
-    " plain Flax, bf16 | `full`, fused | `switchback` | over plain Flax | images/s | MFU |"
+    " plain Flax, bf16 | `full`, fused | `switchback` | over plain Flax | its images/s | its MFU |"
     " memory: Flax, `switchback` |",
     "|---|---|---|---|---|---|---|---|---|",
   ]
@@ -101,7 +101,7 @@ def table(matmul, quantize, linear) -> list[str]:
     f" bf16 |"
     f" {ratio(large, 'xla_bf16')} |",
     f"| the same over XLA's int8 (cuBLAS) with scales | {ratio(large, 'xla_int8')} |",
-    f"| the same over fp8 (e4m3) | {ratio(large, 'ours_fp8')} |",
+    f"| the same over our kernel in fp8 (e4m3) | {ratio(large, 'ours_fp8')} |",
     "| row-wise quantizing, widths 768 to 16,384, of a copy's bytes a second |"
     f" {min(rows_of_x):.0%} to {max(rows_of_x):.0%} |",
   ]

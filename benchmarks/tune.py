@@ -1,9 +1,9 @@
 """Which cut of the work is fastest for which shape? Makes the Mosaic matmul's table.
 
-  XLA_FLAGS=--xla_gpu_enable_triton_gemm=false python -m benchmarks.tune
+  python -m benchmarks.tune
 
 Every candidate runs at every shape of CLIP's linear layers, with int8 normals; the fastest is kept.
-Small ones have candidates of their own and go by the kernels' own time, and what XLA reaches is
+With few rows there are other candidates, the kernels' own time counts, and what XLA reaches is
 noted beside (`xla_tops`). Rows of other chips and sizes stay in the file.
 """
 
@@ -11,6 +11,7 @@ import argparse
 import concurrent.futures
 import dataclasses
 import json
+import statistics
 from pathlib import Path
 
 import jax
@@ -21,9 +22,15 @@ from benchmarks.operands import WIDTHS, Operands, shapes, tops
 from benchmarks.timing import contender, race
 from sbjax import matmul
 from sbjax.formats import INT8
-from sbjax.pallas.scaled_matmul_sm90 import Config, scaled_matmul
+from sbjax.pallas.scaled_matmul_sm90 import (
+  MANY_ROWS,
+  NARROW,
+  SMALL,
+  WIDE,
+  Config,
+  scaled_matmul,
+)
 
-WIDE = Config(block_m=128, block_n=256, cluster="m")
 CANDIDATES = [
   Config(),
   Config(width=8, minor="m"),
@@ -32,12 +39,11 @@ CANDIDATES = [
   dataclasses.replace(WIDE, minor="m"),
   dataclasses.replace(WIDE, lead=1),
 ]
-SMALL = 4096  # Fewer rows than that are small.
-FOR_SMALL = [
+FOR_FEW_ROWS = [
   Config(),
   WIDE,
-  Config(block_m=128, block_n=128, stages=6, cluster=None),
-  Config(block_m=128, block_n=64, stages=8, cluster=None),
+  SMALL,
+  NARROW,
   Config(block_m=64, block_n=128, split="n", stages=8, cluster=None),
   Config(block_m=64, block_n=64, split="n", stages=12, cluster="m"),
 ]
@@ -61,12 +67,15 @@ def tune(sets, m: int, n: int, k: int) -> dict:
     run = jax.jit(lambda lhs, rhs: scaled_matmul(lhs, rhs, jnp.bfloat16, config=config))
     return contender(run, sets)
 
-  candidates = FOR_SMALL if m < SMALL else CANDIDATES
+  candidates = FOR_FEW_ROWS if m < MANY_ROWS else CANDIDATES
   with concurrent.futures.ThreadPoolExecutor() as pool:
     contenders = list(pool.map(build, candidates))
-  if m < SMALL:
-    xla = contender(lambda lhs, rhs: matmul.scaled_matmul(lhs, rhs, jnp.bfloat16), sets)
-    seconds = [kernel_seconds(one, calls=3) for one in (*contenders, xla)]
+  if m < MANY_ROWS:
+    cublas = {"xla_gpu_enable_triton_gemm": False}
+    xla = contender(lambda lhs, rhs: matmul.scaled_matmul(lhs, rhs, jnp.bfloat16), sets, **cublas)
+    contenders.append(xla)
+    rounds = [[kernel_seconds(one, calls=2) for one in contenders] for _ in range(3)]
+    seconds = [statistics.median(times) for times in zip(*rounds, strict=True)]
   else:
     race(contenders, rounds=5, seconds=0.004)
     seconds = [one.seconds for one in contenders]
@@ -83,7 +92,7 @@ def tune(sets, m: int, n: int, k: int) -> dict:
     "tops": rates[best],
   }
   print(f"{m:6} x {n:5} x {k:5} ", *rates, found["config"], flush=True)
-  return found | ({"xla_tops": rates[-1]} if m < SMALL else {})
+  return found | ({"xla_tops": rates[-1]} if m < MANY_ROWS else {})
 
 
 def write(path: Path, row: dict) -> None:

@@ -2,7 +2,7 @@
 
   python -m train.main --config=configs/quickstart.py --workdir=runs/quickstart
 
-On 2 cores it takes under 4 minutes and ends at 90 % or better zero-shot accuracy over 48 classes,
+On 2 cores it takes 3 to 5 minutes and ends at 90 % or better zero-shot accuracy over 48 classes,
 "red circle" to "pink ring", on held-out images. For the 16-bit twin: --config.model.recipe=full
 """
 

@@ -27,6 +27,8 @@ from sbjax.quantize import Quantized, Spec, quantize
 
 _log = logging.getLogger("sbjax")
 
+_TRITON_GEMM = "--xla_gpu_enable_triton_gemm"  # See warn_of_inexact_int8.
+
 
 class Backend(NamedTuple):
   """The operations of a linear layer in 8 bits, and of what stands between two."""
@@ -45,7 +47,6 @@ class Backend(NamedTuple):
 
 NAMES = ("xla", "mosaic", "triton")
 _QUANTIZERS = ("quantize", "quantize_transposed", "quantize_both")
-_EXACT = "--xla_gpu_enable_triton_gemm=false"  # See warn_of_inexact_int8.
 _ROWS = ("norm_quantize", "norm_backward", "gelu_quantize", "gelu_backward", "quantize_sum")
 
 
@@ -134,9 +135,11 @@ def _guarded(kernels: Backend, chip: str, has_fp8: bool) -> Backend:
       if is_int8:
         warn_of_inexact_int8()
       return run(lhs, rhs)
-    if is_int8 and kernels.name == "mosaic" and _EXACT in os.environ.get("XLA_FLAGS", ""):
+    is_exact = f"{_TRITON_GEMM}=false" in os.environ.get("XLA_FLAGS", "").split()
+    if is_int8 and kernels.name == "mosaic" and is_exact and not is_explicit():
       from sbjax.pallas.scaled_matmul_sm90 import is_slower_than_xla
 
+      # Of a product that is split over devices these are the sizes of the whole.
       if is_slower_than_xla(m, n, k, chip):
         _log.debug("sbjax: %s x %s x %s goes to XLA, which is faster", m, n, k)
         return run(lhs, rhs)
@@ -211,10 +214,9 @@ def warn_of_inexact_int8() -> None:
   of what the tensor core takes, and the sum comes out twice as large: seen with jax 0.11.2 on an
   H200 for matmuls of some hundred rows; at CLIP's sizes larger tiles win and the sums are exact.
   """
-  flag = "xla_gpu_enable_triton_gemm"
-  if jax.default_backend() == "gpu" and flag not in os.environ.get("XLA_FLAGS", ""):
+  if jax.default_backend() == "gpu" and _TRITON_GEMM not in os.environ.get("XLA_FLAGS", ""):
     warnings.warn(
       "XLA's Triton kernels can return twice the sum of a small int8 matmul on a GPU. Set"
-      f" XLA_FLAGS=--{flag}=false before JAX starts: cuBLAS is exact (and compiles faster).",
+      f" XLA_FLAGS={_TRITON_GEMM}=false before JAX starts: cuBLAS is exact (and compiles faster).",
       stacklevel=2,
     )

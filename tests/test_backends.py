@@ -215,7 +215,19 @@ def test_none_leaves_to_xla_the_int8_that_is_faster_there(
   with triton_case.chip(90):
     jax.eval_shape(lambda *q: get_backend(None).scaled_matmul(*q, jnp.bfloat16), lhs, rhs)
   assert ("scaled_matmul" not in installed.calls) == goes_to_xla
+  assert bool(seen) == (bool(flags) and dtype == INT8)
   assert all(sizes[:3] == (4, 48, 32) and "NVIDIA" in sizes[3] for sizes in seen)
+
+
+def test_none_leaves_no_product_to_xla_in_explicit_mode(installed, monkeypatch):
+  # There the definition would need a layout of the result that a kernel finds by itself.
+  monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
+  monkeypatch.setattr(scaled_matmul_sm90, "is_slower_than_xla", lambda *sizes: True)
+  monkeypatch.setattr(backends, "is_explicit", lambda: True)
+  lhs, rhs = quantize(draw(4, 32), ROWWISE), quantize(draw(48, 32), TENSORWISE)
+  with triton_case.chip(90):
+    jax.eval_shape(lambda *q: get_backend(None).scaled_matmul(*q, jnp.bfloat16), lhs, rhs)
+  assert "scaled_matmul" in installed.calls
 
 
 def test_none_leaves_quantizing_float64_to_the_definition(installed):

@@ -1,7 +1,7 @@
 """What only an NVIDIA GPU can show: JAX_PLATFORMS=cuda,cpu python -m pytest tests/test_gpu.py"""
 
-import ast
 import functools
+import json
 import os
 import random
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.gpu
 # How many random shapes the kernels are tried on, and from which seed.
 SHAPES, SEED = int(os.environ.get("SBJAX_SHAPES", 12)), int(os.environ.get("SBJAX_SEED", 0))
 
-TUNED = sorted({str(row["config"]) for row in scaled_matmul_sm90._tuned()})
+TUNED = sorted({json.dumps(row["config"]) for row in scaled_matmul_sm90._tuned()})
 
 
 @pytest.fixture(params=[name for name in NAMES if name != "xla"])
@@ -61,12 +61,12 @@ def test_every_tuned_cut_of_the_work_multiplies_as_the_definition_does(config, s
     get_backend("mosaic")
   except NotImplementedError as reason:
     pytest.skip(str(reason))
-  config = scaled_matmul_sm90.Config(**ast.literal_eval(config))
+  config = scaled_matmul_sm90.Config(**json.loads(config))
   check_products(functools.partial(scaled_matmul_sm90.scaled_matmul, config=config), shape)
 
 
 def check_products(ours, shape):
-  """int8 and fp8, with and without bias and addend."""
+  """int8 and fp8, with a bias and an addend or without, as drawn."""
   m, n, k = shape
   pick, numbers = random.Random(str(shape)), np.random.default_rng(k)
   for dtypes in ((INT8, INT8), (pick.choice([E4M3, E5M2]), pick.choice([E4M3, E5M2]))):

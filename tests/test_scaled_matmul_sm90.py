@@ -216,21 +216,32 @@ def test_any_shape_gets_a_config_that_fits():
         check(sm90.config_for(m, n, k, "NVIDIA H100 PCIe", 114))
 
 
-def test_a_tuned_shape_gets_its_row_and_about_as_many_rows_the_nearest(monkeypatch):
+def test_a_tuned_shape_gets_its_row_and_another_m_the_nearest(monkeypatch):
   rows = [
     {"chip": "NVIDIA H200", "m": m, "n": 768, "k": 768, "config": {"width": m // 1024}}
-    for m in (4096, 32768)
+    for m in (32768, 8192)
   ]
   monkeypatch.setattr(sm90, "_tuned", lambda: rows)
 
   def width(m, n=768, k=768, chip="NVIDIA H200"):
     return sm90.config_for(m, n, k, chip, 132).width
 
-  assert (width(4096), width(32768)) == (4, 32)
-  assert (width(2048), width(8192), width(16384), width(10**6)) == (4, 4, 32, 32)
-  # A rule's own is 16; blocks that suit many more rows, or fewer, may leave multiprocessors idle.
-  others = (width(4096, n=1536), width(4096, k=1536), width(4096, chip="NVIDIA H100"))
-  assert (*others, width(2000), width(10000), width(12000)) == (16,) * 6
+  assert (width(8192), width(32768)) == (8, 32)
+  assert (width(4096), width(15000), width(16384), width(17000), width(10**6)) == (8, 8, 8, 32, 32)
+  # A rule's own is 16; blocks that suit twice the rows may leave multiprocessors idle.
+  others = (width(8192, n=1536), width(8192, k=1536), width(8192, chip="NVIDIA H100"), width(4000))
+  assert others == (16,) * 4
+
+
+def test_few_rows_get_the_row_that_was_tuned_for_as_many_blocks(monkeypatch):
+  config = {"block_m": 128, "width": 3}
+  rows = [{"chip": "NVIDIA H200", "m": 256, "n": 768, "k": 768, "config": config}]
+  monkeypatch.setattr(sm90, "_tuned", lambda: rows)
+  found = {
+    m: sm90.config_for(m, 768, 768, "NVIDIA H200", 132).width
+    for m in (1, 128, 129, 200, 256, 257, 512, 4096, 65536)
+  }
+  assert [m for m, width in found.items() if width == 3] == [129, 200, 256]
 
 
 @pytest.mark.parametrize("n", [768, 1280])
@@ -241,14 +252,14 @@ def test_the_rule_cuts_few_rows_small_and_many_large(n):
 
 
 def test_a_shape_is_slower_than_in_xla_where_that_was_measured(monkeypatch):
-  row = {"chip": "NVIDIA H200", "m": 256, "n": 768, "k": 3072, "config": {}, "tops": 100}
-  rows = [row | {"xla_tops": 101}, row | {"m": 1024, "xla_tops": 99}, row | {"m": 16384}]
+  row = {"chip": "NVIDIA H200", "n": 768, "k": 3072, "config": {}, "tops": 100}
+  rows = [row | {"m": 256, "xla_tops": 106}, row | {"m": 1024, "xla_tops": 104}, row | {"m": 16384}]
   monkeypatch.setattr(sm90, "_tuned", lambda: rows)
   found = {
     m: sm90.is_slower_than_xla(m, 768, 3072, "NVIDIA H200")
-    for m in (0, 127, 128, 256, 500, 600, 4096, 16384)
+    for m in (0, 1, 256, 257, 1024, 4096, 16384, 65536)
   }
-  assert [m for m, slower in found.items() if slower] == [128, 256, 500]
+  assert [m for m, slower in found.items() if slower] == [1, 256]
   assert not sm90.is_slower_than_xla(256, 768, 3072, "NVIDIA H100")
 
 

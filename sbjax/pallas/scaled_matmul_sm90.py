@@ -8,7 +8,7 @@ to be finished: the next one's operands arrive while this one is scaled, cast an
 What bounds it on an H200 is shared memory: at full rate wgmma reads 64 + 4096 / n bytes a clock of
 it for n columns, and the loads write 4096 / block_m + 4096 / block_n, of 128 that there are. So
 blocks are as large as the accumulators' registers allow, unless there are too few of them for the
-multiprocessors: a matmul of some hundred rows is up to a third faster in blocks half as large.
+multiprocessors: one of some hundred rows takes up to a third less time in blocks half as large.
 (benchmarks/matmul.py has the times.)
 """
 
@@ -73,34 +73,41 @@ class Config:
 
 
 # What the rule chooses from: a shape whose blocks are few wants small ones.
-_WIDE = Config(block_m=128, block_n=256, cluster="m")
-_SMALL = Config(block_m=128, block_n=128, stages=6, cluster=None)
-_NARROW = Config(block_m=128, block_n=64, stages=8, cluster=None)
+WIDE = Config(block_m=128, block_n=256, cluster="m")
+SMALL = Config(block_m=128, block_n=128, stages=6, cluster=None)
+NARROW = Config(block_m=128, block_n=64, stages=8, cluster=None)
+MANY_ROWS = 4096  # From here on a few blocks more or less make no difference.
 
 
 def config_for(m: int, n: int, k: int, chip: str, multiprocessors: int) -> Config:
   """The one that was fastest where (chip, n, k) was tuned for about m rows; else a rule."""
   if tuned := _tuned_for(m, n, k, chip):
     return Config(**tuned["config"])
-  candidates = (_WIDE, Config(), _SMALL, _NARROW)
+  candidates = (WIDE, Config(), SMALL, NARROW)
   return min(candidates, key=lambda c: _clocks(c, m, n, k, multiprocessors))
 
 
 def is_slower_than_xla(m: int, n: int, k: int, chip: str) -> bool:
-  """Whether XLA's int8 was faster than any, where (chip, n, k) was tuned for about m rows."""
+  """Whether XLA's int8 product took 5 % less time than any cut, where (chip, n, k) was tuned.
+
+  That was for about m rows, a bfloat16 result, and neither bias nor addend.
+  """
   tuned = _tuned_for(m, n, k, chip)
-  return tuned is not None and tuned["tops"] < tuned.get("xla_tops", 0)
+  return tuned is not None and 1.05 * tuned["tops"] < tuned.get("xla_tops", 0)
 
 
 def _tuned_for(m: int, n: int, k: int, chip: str) -> dict | None:
-  """The row for (chip, n, k) whose m is nearest: half to twice as many, or the most there is."""
+  """The row for (chip, n, k) that holds for m: one with as many blocks, or the nearest of many rows.
+
+  One with many rows holds for half as many and more.
+  """
   rows = [row for row in _tuned() if (row["chip"], row["n"], row["k"]) == (chip, n, k)]
-  if not rows:
-    return None
-  nearest = min(rows, key=lambda row: abs(math.log(row["m"] / max(m, 1))))
-  most = max(row["m"] for row in rows)
-  is_near = nearest["m"] / 2 <= m <= 2 * nearest["m"]
-  return nearest if is_near or m > most else None
+  for row in rows:
+    block_m = Config(**row["config"]).block_m
+    if pl.cdiv(m, block_m) == pl.cdiv(row["m"], block_m):
+      return row
+  many = [row for row in rows if MANY_ROWS <= row["m"] <= 2 * m]
+  return min(many, key=lambda row: (abs(math.log(row["m"] / m)), row["m"]), default=None)
 
 
 def _clocks(config: Config, m: int, n: int, k: int, multiprocessors: int) -> float:
@@ -114,7 +121,7 @@ def _clocks(config: Config, m: int, n: int, k: int, multiprocessors: int) -> flo
 
 @functools.cache
 def _tuned() -> list[dict]:
-  """What `python -m benchmarks.tune` found: rows of chip, m, n, k, config, tops, xla_tops."""
+  """What `python -m benchmarks.tune` found: chip, m, n, k, config, tops; XLA's for few rows."""
   lines = Path(__file__).with_name("scaled_matmul_sm90.jsonl").read_text().splitlines()
   return [json.loads(line) for line in lines]
 
