@@ -97,7 +97,7 @@ def is_slower_than_xla(m: int, n: int, k: int, chip: str) -> bool:
 
 
 def _tuned_for(m: int, n: int, k: int, chip: str) -> dict | None:
-  """The row for (chip, n, k) that holds for m: one with as many blocks, or the nearest of many rows.
+  """The row for (chip, n, k) that holds for m: as many blocks, or the nearest of many rows.
 
   One with many rows holds for half as many and more.
   """
