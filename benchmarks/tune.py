@@ -79,8 +79,8 @@ def tune(sets, m: int, n: int, k: int) -> dict:
   else:
     race(contenders, rounds=5, seconds=0.004)
     seconds = [one.seconds for one in contenders]
-  rates = [round(tops(m, n, k, s)) for s in seconds]
-  best = max(range(len(candidates)), key=lambda i: rates[i])
+  rates = [round(tops(m, n, k, s), 1) for s in seconds]
+  best = min(range(len(candidates)), key=lambda i: seconds[i])
   default = dataclasses.asdict(Config())
   config = dataclasses.asdict(candidates[best])
   found = {

@@ -1,5 +1,6 @@
 """The benchmarks' bookkeeping: what they count and what they call a kernel."""
 
+import json
 import math
 
 import jax
@@ -7,7 +8,7 @@ import jax.extend
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import each_kernel, kernels
+from benchmarks import each_kernel, kernels, tune
 from benchmarks.kernels import Kernel, grouped, idle, origins_of
 from benchmarks.step import model_flops
 from benchmarks.timing import contender
@@ -15,6 +16,8 @@ from sbjax.backends import get_backend
 from sbjax.formats import E4M3, INT8
 from sbjax.models.clip import CLIP
 from sbjax.models.sizes import SIZES
+from sbjax.pallas.scaled_matmul_sm90 import NARROW, Config
+from sbjax.quantize import Spec, quantize
 
 
 def test_an_operation_s_origin_is_read_from_compiled_text():
@@ -99,3 +102,29 @@ def test_each_kernel_is_called_as_the_definition_is(dtype):
   each_kernel.matmuls(ops._replace(**operations), dtype)
   each_kernel.between(ops._replace(**operations), dtype)
   assert called == set(operations)
+
+
+def test_tuning_keeps_the_fastest_and_what_xla_reached(monkeypatch):
+  # As if a candidate's time were its block's size: the narrowest wins, and XLA takes 512.
+  def kernels_are(lhs, rhs, out_dtype, config=None):
+    return jnp.zeros(config.block_m * config.block_n)
+
+  monkeypatch.setattr(tune, "scaled_matmul", kernels_are)
+  monkeypatch.setattr(tune, "contender", lambda function, sets, **_: function(*sets[0]))
+  monkeypatch.setattr(tune, "kernel_seconds", lambda result, calls: result.size * 1e-12)
+  q = quantize(jnp.ones((32, 16)), Spec(INT8, "rowwise"))
+  row = tune.tune([(q, q._replace(values=q.values[:16], scale=q.scale[:16]))], 32, 16, 16)
+  config = Config(**row["config"])
+  assert config.block_m * config.block_n == 64 * 64 < NARROW.block_m * NARROW.block_n
+  assert (row["m"], row["n"], row["k"]) == (32, 16, 16)
+  assert row["xla_tops"] == 8 * row["tops"] > 0
+
+
+def test_a_tuned_row_replaces_that_of_its_chip_and_sizes_alone(tmp_path):
+  path = tmp_path / "table.jsonl"
+  row = {"chip": "NVIDIA H200", "m": 256, "n": 768, "k": 768, "tops": 1}
+  others = [{"m": 1024}, {"n": 3072}, {"k": 3072}, {"chip": "NVIDIA H100"}, {"tops": 2}]
+  rows = [row, *(row | other for other in others)]
+  for one in rows:
+    tune.write(path, one)
+  assert [json.loads(line) for line in path.read_text().splitlines()] == rows[1:]
