@@ -2,9 +2,10 @@
 
   python -m benchmarks.tune
 
-Every candidate runs at every shape of CLIP's linear layers, with int8 normals; the fastest is kept.
-With few rows there are other candidates, the kernels' own time counts, and what XLA reaches is
-noted beside (`xla_tops`). Rows of other chips and sizes stay in the file.
+Every candidate runs at every shape of CLIP's linear layers, with int8 normals; the fastest is kept,
+and beside it the rate of the cut that would be taken without the table (`rule_tops`). With few rows
+there are other candidates, the kernels' own time counts, and what XLA reaches is noted too
+(`xla_tops`). Rows of other chips and sizes stay in the file.
 """
 
 import argparse
@@ -22,12 +23,14 @@ from benchmarks.operands import WIDTHS, Operands, shapes, tops
 from benchmarks.timing import contender, race
 from sbjax import matmul
 from sbjax.formats import INT8
+from sbjax.pallas import chip
 from sbjax.pallas.scaled_matmul_sm90 import (
   MANY_ROWS,
   NARROW,
   SMALL,
   WIDE,
   Config,
+  by_rule,
   scaled_matmul,
 )
 
@@ -67,7 +70,9 @@ def tune(sets, m: int, n: int, k: int) -> dict:
     run = jax.jit(lambda lhs, rhs: scaled_matmul(lhs, rhs, jnp.bfloat16, config=config))
     return contender(run, sets)
 
-  candidates = FOR_FEW_ROWS if m < MANY_ROWS else CANDIDATES
+  rule = by_rule(m, n, k, chip.multiprocessors(jax.devices()[0]) or 132)
+  # The rule's own is one of them.
+  candidates = list(dict.fromkeys([*(FOR_FEW_ROWS if m < MANY_ROWS else CANDIDATES), rule]))
   with concurrent.futures.ThreadPoolExecutor() as pool:
     contenders = list(pool.map(build, candidates))
   if m < MANY_ROWS:
@@ -90,6 +95,7 @@ def tune(sets, m: int, n: int, k: int) -> dict:
     "k": k,
     "config": {name: value for name, value in config.items() if value != default[name]},
     "tops": rates[best],
+    "rule_tops": rates[candidates.index(rule)],
   }
   print(f"{m:6} x {n:5} x {k:5} ", *rates, found["config"], flush=True)
   return found | ({"xla_tops": rates[-1]} if m < MANY_ROWS else {})

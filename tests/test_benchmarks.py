@@ -118,6 +118,8 @@ def test_tuning_keeps_the_fastest_and_what_xla_reached(monkeypatch):
   assert config.block_m * config.block_n == 64 * 64 < NARROW.block_m * NARROW.block_n
   assert (row["m"], row["n"], row["k"]) == (32, 16, 16)
   assert row["xla_tops"] == 8 * row["tops"] > 0
+  # Without the table it would be NARROW, of twice that size.
+  assert row["rule_tops"] == pytest.approx(row["tops"] / 2, rel=0.01)
 
 
 def test_a_tuned_row_replaces_that_of_its_chip_and_sizes_alone(tmp_path):

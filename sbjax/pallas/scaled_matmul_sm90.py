@@ -83,6 +83,11 @@ def config_for(m: int, n: int, k: int, chip: str, multiprocessors: int) -> Confi
   """The one that was fastest where (chip, n, k) was tuned for about m rows; else a rule."""
   if tuned := _tuned_for(m, n, k, chip):
     return Config(**tuned["config"])
+  return by_rule(m, n, k, multiprocessors)
+
+
+def by_rule(m: int, n: int, k: int, multiprocessors: int) -> Config:
+  """What nobody tuned: the one that a model of the chip finds fastest."""
   candidates = (WIDE, Config(), SMALL, NARROW)
   return min(candidates, key=lambda c: _clocks(c, m, n, k, multiprocessors))
 
@@ -121,7 +126,7 @@ def _clocks(config: Config, m: int, n: int, k: int, multiprocessors: int) -> flo
 
 @functools.cache
 def _tuned() -> list[dict]:
-  """What `python -m benchmarks.tune` found: chip, m, n, k, config, tops; XLA's for few rows."""
+  """What `python -m benchmarks.tune` found, a dict a shape: what it is, `config`, rates."""
   lines = Path(__file__).with_name("scaled_matmul_sm90.jsonl").read_text().splitlines()
   return [json.loads(line) for line in lines]
 
