@@ -3,7 +3,8 @@
   python -m benchmarks.report
 
 Reads benchmarks/results/{step,matmul,quantize,linear}.jsonl; where a case was measured more than
-once, the last line counts. Writes the tables between README's markers, and a plot for each file.
+once on a chip, the last line counts. Writes the tables between README's markers, and a plot of CHIP
+for each file.
 """
 
 import json
@@ -17,21 +18,22 @@ import matplotlib.pyplot as plt
 
 RESULTS = Path(__file__).with_name("results")
 README = RESULTS.parent.parent / "README.md"
+CHIP = "NVIDIA H200"  # What was measured on another has a line that says so.
 OURS = ("switchback", "switchback_loop")
 MARKERS = "<!-- {}: made by python -m benchmarks.report -->", "<!-- end of {} -->"
 
 
 def main() -> None:
-  step = last(read("step"), "size")
-  matmul = last(read("matmul"), "m", "n", "k")
+  step, steps_elsewhere = by_chip(last(read("step"), "chip", "size"))
+  matmul, matmuls_elsewhere = by_chip(last(read("matmul"), "chip", "m", "n", "k"))
   quantize = last(read("quantize"), "operation", "format", "scaling", "rows", "width", "dtype")
   linear = last(read("linear"), "tokens", "dim")
   plot_step(step)
   plot_matmul(matmul)
   plot_quantize(quantize)
   plot_linear(linear)
-  write("steps", step_table(step))
-  write("speeds", table(matmul, quantize, linear))
+  write("steps", step_table(step, steps_elsewhere))
+  write("speeds", table(matmul, matmuls_elsewhere, quantize, linear))
 
 
 def write(name: str, lines: list[str]) -> None:
@@ -52,6 +54,17 @@ def last(rows, *keys) -> list[dict]:
   return list({tuple(row[key] for key in keys): row for row in rows}.values())
 
 
+def by_chip(rows) -> tuple[list[dict], list[dict]]:
+  """Those of CHIP, and the others."""
+  ours = [row for row in rows if row["chip"] == CHIP]
+  return ours, [row for row in rows if row["chip"] != CHIP]
+
+
+def name_of(chip: str) -> str:
+  """H100, of NVIDIA H100 80GB HBM3."""
+  return chip.removeprefix("NVIDIA ").split()[0]
+
+
 def ratio(rows, over: str) -> str:
   """Geometric mean and range of our int8 rate over another."""
   found = [row["tops"]["ours_int8"] / row["tops"][over] for row in rows]
@@ -59,20 +72,23 @@ def ratio(rows, over: str) -> str:
   return f"**{mean:.2f}x** ({min(found):.2f} to {max(found):.2f})"
 
 
-def step_table(step) -> list[str]:
+def step_table(step, elsewhere) -> list[str]:
   lines = [
-    f"| a whole training step on one {step[0]['chip'].removeprefix('NVIDIA ')} | images a batch |"
+    f"| a whole training step on one {name_of(CHIP)} | images a batch |"
     " plain Flax, bf16 | `full`, fused | `switchback` | over plain Flax | its images/s | its MFU |"
     " memory: Flax, `switchback` |",
     "|---|---|---|---|---|---|---|---|---|",
   ]
-  for row in sorted(step, key=lambda row: -row["model_teraflops"] / row["batch_size"]):
+  step = sorted(step, key=lambda row: -row["model_teraflops"] / row["batch_size"])
+  for row in step + elsewhere:
     each = row["contenders"]
     flax, ours = (best(each, names) for names in (("flax", "flax_loop"), OURS))
     full = f"{each['full']['milliseconds']:.0f} ms" if "full" in each else ""
     remat = ", every block rematerialised" if row["remat"] == "full" else ""
+    where = "" if row["chip"] == CHIP else f", on one {name_of(row['chip'])}"
     lines.append(
-      f"| ViT-{row['size']}{remat} | {row['batch_size']} | {flax['milliseconds']:.0f} ms | {full} |"
+      f"| ViT-{row['size']}{remat}{where} | {row['batch_size']} |"
+      f" {flax['milliseconds']:.0f} ms | {full} |"
       f" {ours['milliseconds']:.0f} ms | **{ours['speedup']:.2f}x** |"
       f" {ours['images_per_second']:,.0f} | {ours['mfu_of_bf16_peak']:.0%} |"
       f" {flax['peak_gigabytes']:.0f}, {ours['peak_gigabytes']:.0f} GB |"
@@ -88,20 +104,26 @@ def best(contenders: dict, names) -> dict:
   return min(found, key=lambda one: one["milliseconds"])
 
 
-def table(matmul, quantize, linear) -> list[str]:
+def table(matmul, elsewhere, quantize, linear) -> list[str]:
   large = [row for row in matmul if row["m"] >= 16384]
   rows_of_x = [row["of_copy"] for row in quantize
                if (row["operation"], row["scaling"]) == ("quantize", "rowwise")]  # fmt: skip
   speed = {(row["tokens"], row["dim"]): row["speedup"] for row in linear}
   share = {(row["tokens"], row["dim"]): row["share_of_quantizing"] for row in linear}
   lines = [
-    f"| on one {matmul[0]['chip'].removeprefix('NVIDIA ')} (jax {matmul[0]['jax']}) | |",
+    f"| on one {name_of(CHIP)} (jax {matmul[0]['jax']}) | |",
     "|---|---|",
     f"| int8 matmul with scales, {len(large)} sizes of CLIP's layers from 16k tokens on, over XLA's"
     f" bf16 |"
     f" {ratio(large, 'xla_bf16')} |",
     f"| the same over XLA's int8 (cuBLAS) with scales | {ratio(large, 'xla_int8')} |",
     f"| the same over our kernel in fp8 (e4m3) | {ratio(large, 'ours_fp8')} |",
+    *(
+      f"| the same on one {name_of(chip)}, {len(rows)} sizes: over XLA's bf16, XLA's int8 |"
+      f" {ratio(rows, 'xla_bf16')}, {ratio(rows, 'xla_int8')} |"
+      for chip in dict.fromkeys(row["chip"] for row in elsewhere)
+      if (rows := [row for row in elsewhere if row["chip"] == chip and row["m"] >= 16384])
+    ),
     "| row-wise quantizing, widths 768 to 16,384, of a copy's bytes a second |"
     f" {min(rows_of_x):.0%} to {max(rows_of_x):.0%} |",
   ]
