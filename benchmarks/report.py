@@ -85,12 +85,13 @@ def step_table(step, elsewhere) -> list[str]:
     flax, ours = (best(each, names) for names in (("flax", "flax_loop"), OURS))
     full = f"{each['full']['milliseconds']:.0f} ms" if "full" in each else ""
     remat = ", every block rematerialised" if row["remat"] == "full" else ""
+    mfu = ours["mfu_of_bf16_peak"]
     where = "" if row["chip"] == CHIP else f", on one {name_of(row['chip'])}"
     lines.append(
       f"| ViT-{row['size']}{remat}{where} | {row['batch_size']} |"
       f" {flax['milliseconds']:.0f} ms | {full} |"
       f" {ours['milliseconds']:.0f} ms | **{ours['speedup']:.2f}x** |"
-      f" {ours['images_per_second']:,.0f} | {ours['mfu_of_bf16_peak']:.0%} |"
+      f" {ours['images_per_second']:,.0f} | {'' if mfu is None else f'{mfu:.0%}'} |"
       f" {flax['peak_gigabytes']:.0f}, {ours['peak_gigabytes']:.0f} GB |"
     )
   return lines

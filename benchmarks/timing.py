@@ -6,7 +6,9 @@ contenders are timed round after round, so that a clock that drifts drifts for a
 """
 
 import dataclasses
+import importlib.metadata
 import json
+import os
 import random
 import statistics
 import sys
@@ -15,6 +17,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
+
+# What makes kernels, besides JAX: where a result was measured some may not be there.
+_KERNELS = ("jaxlib", "jax-cuda13-plugin", "triton", "jax-triton")
 
 
 @dataclasses.dataclass
@@ -59,13 +64,22 @@ def _timed(one: Contender, calls: int) -> float:
 
 def provenance() -> dict:
   """What every result line says of itself: chip, versions, command."""
-  device = jax.devices()[0]
+  flags = [f"XLA_FLAGS='{os.environ['XLA_FLAGS']}'"] if os.environ.get("XLA_FLAGS") else []
+  module = sys.modules["__main__"].__spec__.name
   return {
-    "chip": device.device_kind,
+    "chip": jax.devices()[0].device_kind,
     "jax": jax.__version__,
     "python": sys.version.split()[0],
-    "command": " ".join(["python -m", sys.modules["__main__"].__spec__.name, *sys.argv[1:]]),
+    "versions": {name: version for name in _KERNELS if (version := _version(name))},
+    "command": " ".join([*flags, "python -m", module, *sys.argv[1:]]),
   }
+
+
+def _version(name: str) -> str | None:
+  try:
+    return importlib.metadata.version(name)
+  except importlib.metadata.PackageNotFoundError:
+    return None
 
 
 def append(path: str | Path, rows: Sequence[dict]) -> None:

@@ -8,12 +8,13 @@ import jax.extend
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import each_kernel, kernels, tune
+from benchmarks import each_kernel, kernels, linear, matmul, tune
 from benchmarks.kernels import Kernel, grouped, idle, origins_of
 from benchmarks.step import model_flops
-from benchmarks.timing import contender
+from benchmarks.timing import Contender, contender
 from sbjax.backends import get_backend
 from sbjax.formats import E4M3, INT8
+from sbjax.matmul import scaled_matmul
 from sbjax.models.clip import CLIP
 from sbjax.models.sizes import SIZES
 from sbjax.pallas.scaled_matmul_sm90 import NARROW, Config
@@ -102,6 +103,32 @@ def test_each_kernel_is_called_as_the_definition_is(dtype):
   each_kernel.matmuls(ops._replace(**operations), dtype)
   each_kernel.between(ops._replace(**operations), dtype)
   assert called == set(operations)
+
+
+def test_a_profile_is_of_the_last_calls_under_load(monkeypatch):
+  # Two kernels a call, slower in every call, as on a chip that gets hot.
+  calls = []
+
+  def traced(work):
+    work()
+    return [Kernel(name, "", float(n)) for n in range(len(calls)) for name in ("a", "b")]
+
+  monkeypatch.setattr(linear, "kernels", traced)
+  one = Contender(lambda sets: calls.append(sets), sets=[()], times=[0.02])
+  found = linear.profile(one, calls=3, seconds=0.2)
+  assert len(calls) == 13
+  assert found == [("a", 11.0), ("b", 11.0)]  # Of calls 10, 11 and 12.
+
+
+def test_an_fp8_product_is_compared_with_float32_s():
+  lhs, rhs = (
+    quantize(jax.random.normal(jax.random.key(i), (rows, 256)), Spec(E4M3, "rowwise"))
+    for i, rows in enumerate((300, 32))
+  )
+  y = scaled_matmul(lhs, rhs, jnp.float32)
+  assert matmul.fp8_error(y, lhs, rhs) < 1e-5
+  wrong = y.at[255].add(0.25 * jnp.abs(y[:256]).max())
+  assert matmul.fp8_error(wrong, lhs, rhs) == pytest.approx(0.25, abs=1e-3)
 
 
 def test_tuning_keeps_the_fastest_and_what_xla_reached(monkeypatch):
