@@ -1,4 +1,4 @@
-"""Runs every kernel once, on small ragged arrays: something for a memory checker to watch.
+"""Runs every kernel on small ragged arrays: something for a memory checker to watch.
 
   XLA_PYTHON_CLIENT_ALLOCATOR=platform XLA_FLAGS=--xla_gpu_enable_command_buffer= \\
       compute-sanitizer --tool memcheck --target-processes all python -m benchmarks.each_kernel
@@ -7,13 +7,20 @@ Each array has memory of its own, so that what lies beyond it is nobody's; in CU
 XLA calls command buffers, the checker crashes.
 """
 
+import importlib
+
 import jax
 import jax.numpy as jnp
 
 from sbjax.backends import NAMES, Backend, get_backend
 from sbjax.formats import E4M3, INT8
-from sbjax.quantize import Spec
+from sbjax.quantize import Quantized, Spec
 from sbjax.rows import Norm
+
+KERNELS = {
+  "mosaic": "sbjax.pallas.scaled_matmul_sm90",
+  "triton": "sbjax.pallas.scaled_matmul_triton",
+}
 
 
 def main() -> None:
@@ -24,8 +31,20 @@ def main() -> None:
       print(f"{name}: not here: {reason}")
       continue
     for dtype in (INT8, E4M3):
-      jax.block_until_ready((matmuls(ops, dtype), between(ops, dtype)))
+      jax.block_until_ready((matmuls(ops, dtype), between(ops, dtype), cuts(name, dtype)))
     print(f"{name}: ran")
+
+
+def cuts(name: str, dtype):
+  """The sums of a part of K, and Mosaic's products in each cut, each with what is added."""
+  module = importlib.import_module(KERNELS[name])
+  lhs, rhs = (Quantized(jnp.ones((rows, 464), dtype), jnp.ones((1, 1))) for rows in (333, 208))
+  sums = module.accumulate(lhs.values, rhs.values)
+  configs = module.tuned_configs() if name == "mosaic" else ()
+  addend = jnp.ones((333, 208), jnp.bfloat16)
+  return sums, [
+    module.scaled_matmul(lhs, rhs, jnp.bfloat16, addend=addend, config=config) for config in configs
+  ]
 
 
 def matmuls(ops: Backend, dtype):

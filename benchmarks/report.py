@@ -26,8 +26,9 @@ MARKERS = "<!-- {}: made by python -m benchmarks.report -->", "<!-- end of {} --
 def main() -> None:
   step, steps_elsewhere = by_chip(last(read("step"), "chip", "size"))
   matmul, matmuls_elsewhere = by_chip(last(read("matmul"), "chip", "m", "n", "k"))
-  quantize = last(read("quantize"), "operation", "format", "scaling", "rows", "width", "dtype")
-  linear = last(read("linear"), "tokens", "dim")
+  case = ("chip", "operation", "format", "scaling", "rows", "width", "dtype")
+  quantize, _ = by_chip(last(read("quantize"), *case))
+  linear, _ = by_chip(last(read("linear"), "chip", "tokens", "dim"))
   plot_step(step)
   plot_matmul(matmul)
   plot_quantize(quantize)
@@ -63,6 +64,10 @@ def by_chip(rows) -> tuple[list[dict], list[dict]]:
 def name_of(chip: str) -> str:
   """H100, of NVIDIA H100 80GB HBM3."""
   return chip.removeprefix("NVIDIA ").split()[0]
+
+
+def tokens_of(rows) -> str:
+  return " and ".join(f"{m:,}" for m in sorted({row["m"] for row in rows}))
 
 
 def ratio(rows, over: str) -> str:
@@ -120,7 +125,8 @@ def table(matmul, elsewhere, quantize, linear) -> list[str]:
     f"| the same over XLA's int8 (cuBLAS) with scales | {ratio(large, 'xla_int8')} |",
     f"| the same over our kernel in fp8 (e4m3) | {ratio(large, 'ours_fp8')} |",
     *(
-      f"| the same on one {name_of(chip)}, {len(rows)} sizes: over XLA's bf16, XLA's int8 |"
+      f"| the same on one {name_of(chip)}, {len(rows)} sizes of {tokens_of(rows)} tokens: over"
+      " XLA's bf16, XLA's int8 |"
       f" {ratio(rows, 'xla_bf16')}, {ratio(rows, 'xla_int8')} |"
       for chip in dict.fromkeys(row["chip"] for row in elsewhere)
       if (rows := [row for row in elsewhere if row["chip"] == chip and row["m"] >= 16384])
@@ -174,12 +180,14 @@ def plot_matmul(rows) -> None:
       ("ours_fp8", "x"),
     ):
       axis.plot([row["tops"][name] for row in shown], names, marker, label=name, markersize=4)
+    reached = statistics.median(row["int8_ceiling"] for row in shown)
+    axis.axvline(reached, color="gray", ls=":", label="ours_int8, 32,768 x 8,192 x 8,192")
     axis.set_title(f"{m:,} tokens")
     axis.set_xlabel("TOP/s")
     axis.tick_params(axis="y", labelsize=6)
     axis.grid(alpha=0.3)
-  figure.legend(*axes[0].get_legend_handles_labels(), loc="lower left", ncols=2, fontsize=7)
-  save(figure, "matmul")
+  figure.legend(*axes[0].get_legend_handles_labels(), loc="upper center", ncols=5, fontsize=8)
+  save(figure, "matmul", top=0.95)
 
 
 def plot_quantize(rows) -> None:
@@ -199,22 +207,25 @@ def plot_quantize(rows) -> None:
 
 def plot_linear(rows) -> None:
   tokens = sorted({row["tokens"] for row in rows})
-  figure, axes = plt.subplots(1, len(tokens), figsize=(4 * len(tokens), 4), sharey=True)
-  for axis, m in zip(axes, tokens, strict=True):
+  size = (4 * len(tokens), 7)
+  figure, axes = plt.subplots(2, len(tokens), figsize=size, sharex=True, sharey="row")
+  for column, m in zip(axes.T, tokens, strict=True):
     shown = sorted((row for row in rows if row["tokens"] == m), key=lambda row: row["dim"])
-    for name in shown[0]["speedup"]:
-      axis.plot(
-        [row["dim"] for row in shown], [row["speedup"][name] for row in shown], "o-", label=name
-      )
-    axis.set(title=f"{m:,} tokens", xlabel="width")
-    axis.grid(alpha=0.3)
-  axes[0].set_ylabel("speed over recipe full")
-  axes[0].legend(fontsize=7)
+    dims = [row["dim"] for row in shown]
+    for axis, what in zip(column, ("speedup", "share_of_quantizing"), strict=True):
+      for name in shown[0][what]:
+        axis.plot(dims, [row[what][name] for row in shown], "o-", label=name)
+      axis.grid(alpha=0.3)
+    column[0].set_title(f"{m:,} tokens")
+    column[1].set_xlabel("width")
+  axes[0, 0].set_ylabel("speed over recipe full")
+  axes[0, 0].legend(fontsize=7)
+  axes[1, 0].set(ylabel="part that is no matmul", ylim=(0, None))
   save(figure, "linear")
 
 
-def save(figure, name: str) -> None:
-  figure.tight_layout()
+def save(figure, name: str, top: float = 1.0) -> None:
+  figure.tight_layout(rect=(0, 0, 1, top))
   figure.savefig(RESULTS / f"{name}.png", dpi=80)
 
 

@@ -34,6 +34,7 @@ from jax.sharding import PartitionSpec as P
 from sbjax import (
   RECIPES,
   Norm,
+  Quantized,
   SwitchBackDense,
   SwitchBackLinear,
   norm_dot,
@@ -164,6 +165,28 @@ def compiled(capability):
   return {"layers": layers, "meshes": meshes}
 
 
+def cuts(capability):
+  """The Mosaic product, with all that can be added, in every cut that its table has."""
+  from sbjax.pallas import scaled_matmul_sm90 as sm90
+
+  def product(config, lhs, rhs, scale, bias, addend):
+    lhs, rhs = Quantized(lhs, scale), Quantized(rhs, scale[:1])
+    return sm90.scaled_matmul(lhs, rhs, jnp.bfloat16, bias=bias, addend=addend, config=config)
+
+  m, n, k = 4096, 1280, 1280
+  sizes = [((m, k), jnp.int8), ((n, k), jnp.int8), ((m, 1), jnp.float32), ((n,), jnp.float32),
+           ((m, n), jnp.bfloat16)]  # fmt: skip
+  found = {}
+  with _mesh(capability, (1,), ("data",)) as mesh:
+    arguments = [
+      jax.ShapeDtypeStruct(size, dtype, sharding=NamedSharding(mesh, P())) for size, dtype in sizes
+    ]
+    for config in sm90.tuned_configs():
+      run = jax.jit(functools.partial(product, config))
+      found[str(config)] = _found(run.lower(*arguments).compile().as_text())["targets"]
+  return found
+
+
 def token_sums(capability):
   """What cuBLAS is asked for, and all that is gathered or turned, where tokens are on 4 devices."""
   with _mesh(capability, (4,), ("data",)) as mesh:
@@ -236,6 +259,7 @@ def main(capability, folder):
   if capability == 90 and jax.__version_info__ >= (0, 11):
     backends.append("mosaic")
   found = {"lowered": lowered(capability, backends), **compiled(capability)}
+  found["cuts"] = cuts(capability) if "mosaic" in backends else {}
   found["token_sums"] = token_sums(capability)
   return {**found, "kernels": kernels(folder)}
 

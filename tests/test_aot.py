@@ -17,6 +17,7 @@ import jax
 import pytest
 
 from sbjax import RECIPES
+from sbjax.pallas import scaled_matmul_sm90
 
 pytestmark = pytest.mark.aot
 
@@ -111,6 +112,12 @@ def test_on_four_devices_no_activation_is_gathered(chip, proof, piece, name, lay
 def test_a_sum_over_tokens_is_split_where_it_pays_and_moves_nothing(chip, proof):
   shape = "f32[2,1280,5120]" if chip == 90 else "f32[1280,5120]"
   assert proof["token_sums"] == {"products": [shape], "moved": []}
+
+
+def test_every_tuned_cut_compiles(chip, proof):
+  has_mosaic = MOSAIC in KERNELS[chip]
+  configs = {str(config) for config in scaled_matmul_sm90.tuned_configs()} if has_mosaic else set()
+  assert {name for name, targets in proof["cuts"].items() if own(targets) == {MOSAIC}} == configs
 
 
 def test_8_bit_products_are_the_tensor_core_s(chip, proof):

@@ -274,15 +274,3 @@ def test_every_tuned_row_is_a_config_that_fits_the_chip_it_names():
     config = sm90.Config(**row["config"])
     check(config)
     assert sm90.config_for(row["m"], row["n"], row["k"], row["chip"], 132) == config
-
-
-@needs_interpreter
-def test_every_config_in_use_lowers():
-  configs = {sm90.config_for(m, 1280, 1280, "", 132) for m in (1, 4096, 65536)}
-  configs |= {sm90.Config(**row["config"]) for row in sm90._tuned()}
-  lhs, rhs, addend = shaped(4096, 1280), shaped(1280, 1280), shaped(4096, 1280, jnp.bfloat16).values
-  for config in configs:
-    run = jax.jit(lambda lhs, rhs, addend, config=config: sm90.scaled_matmul(
-      lhs, rhs, jnp.bfloat16, addend=addend, config=config, multiprocessors=132
-    ))  # fmt: skip
-    run.trace(lhs, rhs, addend).lower(lowering_platforms=("cuda",))

@@ -124,6 +124,11 @@ def _clocks(config: Config, m: int, n: int, k: int, multiprocessors: int) -> flo
   return pl.cdiv(blocks, multiprocessors) * (slices * max(1, bytes_a_clock / 128) + 2500)
 
 
+def tuned_configs() -> set[Config]:
+  """Every cut that the table has."""
+  return {Config(**row["config"]) for row in _tuned()}
+
+
 @functools.cache
 def _tuned() -> list[dict]:
   """What `python -m benchmarks.tune` found, a dict a shape: what it is, `config`, rates."""
