@@ -52,7 +52,11 @@ def read(name: str) -> list[dict]:
 
 
 def last(rows, *keys) -> list[dict]:
-  return list({tuple(row[key] for key in keys): row for row in rows}.values())
+  """The last of each case, in the order of the file."""
+  found = {}
+  for row in reversed(rows):
+    found.setdefault(tuple(row[key] for key in keys), row)
+  return list(reversed(found.values()))
 
 
 def by_chip(rows) -> tuple[list[dict], list[dict]]:
