@@ -120,15 +120,18 @@ def test_a_profile_is_of_the_last_calls_under_load(monkeypatch):
   assert found == [("a", 11.0), ("b", 11.0)]  # Of calls 10, 11 and 12.
 
 
-def test_an_fp8_product_is_compared_with_float32_s():
+@pytest.mark.parametrize("dtype", [INT8, E4M3])
+def test_a_product_is_compared_with_float32_s(dtype):
   lhs, rhs = (
-    quantize(jax.random.normal(jax.random.key(i), (rows, 256)), Spec(E4M3, "rowwise"))
+    quantize(jax.random.normal(jax.random.key(i), (rows, 256)), Spec(dtype, "rowwise"))
     for i, rows in enumerate((300, 32))
   )
   y = scaled_matmul(lhs, rhs, jnp.float32)
-  assert matmul.fp8_error(y, lhs, rhs) < 1e-5
+  assert matmul.error(y, lhs, rhs) < 1e-5
+  if dtype == INT8:
+    assert matmul.error(matmul.fusible_int8_matmul(lhs, rhs), lhs, rhs) <= 2**-8
   wrong = y.at[255].add(0.25 * jnp.abs(y[:256]).max())
-  assert matmul.fp8_error(wrong, lhs, rhs) == pytest.approx(0.25, abs=1e-3)
+  assert matmul.error(wrong, lhs, rhs) == pytest.approx(0.25, abs=1e-3)
 
 
 def test_tuning_keeps_the_fastest_and_what_xla_reached(monkeypatch):
