@@ -44,7 +44,7 @@ def _proof(capability):
       "JAX_PLATFORMS": "cpu",
       # Of XLA's own kernels; what Mosaic's spill is read from what ptxas said. With jax 0.10 XLA's
       # all-reduce spills, and so do its Triton tiles, which no autotuner chooses here.
-      "XLA_FLAGS": f"--xla_gpu_fail_ptx_compilation_on_register_spilling={HAS_MOSAIC}"
+      "XLA_FLAGS": f"--xla_gpu_fail_ptx_compilation_on_register_spilling={str(HAS_MOSAIC).lower()}"
       " --xla_gpu_enable_triton_gemm=false",
       "JAX_TRITON_DUMP_DIR": folder,
       "MOSAIC_GPU_DUMP_TO": folder,
