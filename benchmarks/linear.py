@@ -92,7 +92,7 @@ def profile(one: Contender, calls: int = 5, seconds: float = 0.2) -> list[tuple[
 
 
 def share_of_quantizing(found) -> float:
-  """What all kernels but the matmuls take, of the whole: of a recipe, to round and to undo it."""
+  """What all kernels but the matmuls take, of the whole: what a recipe's rounding costs."""
   matmul = sum(time for name, time in found if re.search(MATMULS, name))
   return round(1 - matmul / sum(time for _, time in found), 4)
 

@@ -19,13 +19,11 @@ import jax.numpy as jnp
 
 from benchmarks.kernels import kernel_seconds
 from benchmarks.operands import DISTRIBUTION, WIDTHS, Operands, shapes, tops
-from benchmarks.timing import append, contender, provenance, race
+from benchmarks.timing import TRITON_GEMM, append, contender, provenance, race
 from sbjax.backends import get_backend
 from sbjax.formats import E4M3, INT8
 from sbjax.matmul import scaled_matmul
 from sbjax.pallas.scaled_matmul_sm90 import MANY_ROWS
-
-FLAG = "xla_gpu_enable_triton_gemm"
 
 
 def main() -> None:
@@ -56,7 +54,7 @@ def measure(int8, fp8, m, n, k, layer, triton_gemm=False, triton=False) -> dict:
   wide = [(lhs.values.astype(jnp.bfloat16), rhs.values.astype(jnp.bfloat16)) for lhs, rhs in sets]
   fp8_sets = fp8.sets(m, n, k)
   ours = get_backend(None).scaled_matmul
-  cublas = {FLAG: False}
+  cublas = {TRITON_GEMM: False}
   contenders = {
     "xla_bf16": contender(bf16_matmul, wide, **cublas),
     "xla_int8": contender(lambda a, b: scaled_matmul(a, b, jnp.bfloat16), sets, **cublas),
@@ -64,7 +62,7 @@ def measure(int8, fp8, m, n, k, layer, triton_gemm=False, triton=False) -> dict:
     "ours_fp8": contender(lambda a, b: ours(a, b, jnp.bfloat16), fp8_sets),
   }
   if triton_gemm:
-    contenders["xla_int8_triton"] = contender(fusible_int8_matmul, sets, **{FLAG: True})
+    contenders["xla_int8_triton"] = contender(fusible_int8_matmul, sets, **{TRITON_GEMM: True})
   if triton:
     theirs = get_backend("triton").scaled_matmul
     contenders["triton_int8"] = contender(lambda a, b: theirs(a, b, jnp.bfloat16), sets)

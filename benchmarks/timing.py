@@ -18,8 +18,10 @@ from pathlib import Path
 
 import jax
 
-# What makes kernels, besides JAX: where a result was measured some may not be there.
-_KERNELS = ("jaxlib", "jax-cuda13-plugin", "triton", "jax-triton")
+# Where a result was measured some may not be there.
+_PACKAGES = ("jaxlib", "jax-cuda13-plugin", "triton", "jax-triton")
+
+TRITON_GEMM = "xla_gpu_enable_triton_gemm"  # Off, cuBLAS multiplies in what XLA compiles.
 
 
 @dataclasses.dataclass
@@ -70,7 +72,7 @@ def provenance() -> dict:
     "chip": jax.devices()[0].device_kind,
     "jax": jax.__version__,
     "python": sys.version.split()[0],
-    "versions": {name: version for name in _KERNELS if (version := _version(name))},
+    "versions": {name: version for name in _PACKAGES if (version := _version(name))},
     "command": " ".join([*flags, "python -m", module, *sys.argv[1:]]),
   }
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from benchmarks.kernels import kernel_seconds
 from benchmarks.operands import WIDTHS, Operands, shapes, tops
-from benchmarks.timing import contender, race
+from benchmarks.timing import TRITON_GEMM, contender, race
 from sbjax import matmul
 from sbjax.formats import INT8
 from sbjax.pallas import chip
@@ -70,13 +70,13 @@ def tune(sets, m: int, n: int, k: int) -> dict:
     run = jax.jit(lambda lhs, rhs: scaled_matmul(lhs, rhs, jnp.bfloat16, config=config))
     return contender(run, sets)
 
+  few = m < MANY_ROWS
   rule = by_rule(m, n, k, chip.multiprocessors(jax.devices()[0]) or 132)
-  # The rule's own is one of them.
-  candidates = list(dict.fromkeys([*(FOR_FEW_ROWS if m < MANY_ROWS else CANDIDATES), rule]))
+  candidates = list(dict.fromkeys([*(FOR_FEW_ROWS if few else CANDIDATES), rule]))
   with concurrent.futures.ThreadPoolExecutor() as pool:
     contenders = list(pool.map(build, candidates))
-  if m < MANY_ROWS:
-    cublas = {"xla_gpu_enable_triton_gemm": False}
+  if few:
+    cublas = {TRITON_GEMM: False}
     xla = contender(lambda lhs, rhs: matmul.scaled_matmul(lhs, rhs, jnp.bfloat16), sets, **cublas)
     contenders.append(xla)
     rounds = [[kernel_seconds(one, calls=2) for one in contenders] for _ in range(3)]
@@ -98,7 +98,7 @@ def tune(sets, m: int, n: int, k: int) -> dict:
     "rule_tops": rates[candidates.index(rule)],
   }
   print(f"{m:6} x {n:5} x {k:5} ", *rates, found["config"], flush=True)
-  return found | ({"xla_tops": rates[-1]} if m < MANY_ROWS else {})
+  return found | ({"xla_tops": rates[-1]} if few else {})
 
 
 def write(path: Path, row: dict) -> None:

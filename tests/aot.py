@@ -42,6 +42,7 @@ from sbjax import (
   quantized_dot,
   quantized_dot_general,
 )
+from sbjax.pallas import scaled_matmul_sm90 as sm90
 from sbjax.token_sum import token_sum
 
 M, K, N = 8192, 256, 512  # An eighth of an activation is still no smaller than the weight.
@@ -98,11 +99,13 @@ def _mesh(capability, shape, axes):
     yield Mesh(np.array(topology.devices).reshape(shape), axes)
 
 
+def _argument(mesh, shape, dtype, spec):
+  return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+
 def _arguments(mesh, x_spec, w_spec):
-  return [
-    jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
-    for shape, dtype, spec in (((M, K), jnp.bfloat16, x_spec), ((K, N), jnp.float32, w_spec))
-  ]
+  x, w = ((M, K), jnp.bfloat16, x_spec), ((K, N), jnp.float32, w_spec)
+  return [_argument(mesh, *x), _argument(mesh, *w)]
 
 
 def _linear(recipe, backend, x, w):
@@ -167,7 +170,6 @@ def compiled(capability):
 
 def cuts(capability):
   """The Mosaic product, with all that can be added, in every cut that its table has."""
-  from sbjax.pallas import scaled_matmul_sm90 as sm90
 
   def product(config, lhs, rhs, scale, bias, addend):
     lhs, rhs = Quantized(lhs, scale), Quantized(rhs, scale[:1])
@@ -178,9 +180,7 @@ def cuts(capability):
            ((m, n), jnp.bfloat16)]  # fmt: skip
   found = {}
   with _mesh(capability, (1,), ("data",)) as mesh:
-    arguments = [
-      jax.ShapeDtypeStruct(size, dtype, sharding=NamedSharding(mesh, P())) for size, dtype in sizes
-    ]
+    arguments = [_argument(mesh, *size, P()) for size in sizes]
     for config in sm90.tuned_configs():
       run = jax.jit(functools.partial(product, config))
       found[str(config)] = _found(run.lower(*arguments).compile().as_text())["targets"]
@@ -190,10 +190,7 @@ def cuts(capability):
 def token_sums(capability):
   """What cuBLAS is asked for, and all that is gathered or turned, where tokens are on 4 devices."""
   with _mesh(capability, (4,), ("data",)) as mesh:
-    arguments = [
-      jax.ShapeDtypeStruct((4 * 66048, n), jnp.bfloat16, sharding=NamedSharding(mesh, P("data")))
-      for n in (1280, 5120)
-    ]
+    arguments = [_argument(mesh, (4 * 66048, n), jnp.bfloat16, P("data")) for n in (1280, 5120)]
     run = jax.jit(functools.partial(token_sum, dtype=jnp.float32))
     hlo = run.lower(*arguments).compile().as_text()
   return {

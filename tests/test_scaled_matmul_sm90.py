@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks import each_kernel
 from sbjax import E4M3, E5M2, INT8, Quantized, Spec, quantize, scaled_matmul
+from sbjax.formats import accumulator_dtype
 from sbjax.pallas import scaled_matmul_sm90 as sm90
 
 SHARED_BYTES = 232_448  # What a block of threads may have on Hopper.
@@ -274,3 +276,12 @@ def test_every_tuned_row_is_a_config_that_fits_the_chip_it_names():
     config = sm90.Config(**row["config"])
     check(config)
     assert sm90.config_for(row["m"], row["n"], row["k"], row["chip"], 132) == config
+
+
+@needs_interpreter
+@pytest.mark.parametrize("dtype", [INT8, E4M3])
+def test_a_memory_checker_sees_each_cut_and_the_sums_alone(dtype):
+  sums, products = jax.eval_shape(lambda: each_kernel.cuts("mosaic", dtype))
+  assert (sums.shape, sums.dtype) == ((333, 208), accumulator_dtype(dtype))
+  assert len(products) == len(sm90.tuned_configs()) > 0
+  assert {y.shape for y in products} == {(333, 208)}
