@@ -43,7 +43,8 @@ class Operands:
     return [self._one(i, m, n, k) for i in range(count)]
 
   def _one(self, i, m, n, k):
-    starts = [(i * 2**22 + 128 * j * n) % (self._values.size - size)
+    # No row of one begins where a row of the other does: they would be the same rows.
+    starts = [(i * 2**22 + j * (2**21 + 1)) % (self._values.size - size)
               for j, size in enumerate((m * k, n * k))]  # fmt: skip
     lhs, rhs = (
       jax.lax.dynamic_slice(self._values, (start,), (rows * k,)).reshape(rows, k)

@@ -25,9 +25,11 @@ from sbjax import matmul
 from sbjax.formats import INT8
 from sbjax.pallas import chip
 from sbjax.pallas.scaled_matmul_sm90 import (
+  IN_TURNS,
   MANY_ROWS,
   NARROW,
   SMALL,
+  TALL_IN_TURNS,
   WIDE,
   Config,
   by_rule,
@@ -36,11 +38,12 @@ from sbjax.pallas.scaled_matmul_sm90 import (
 
 CANDIDATES = [
   Config(),
-  Config(width=8, minor="m"),
-  Config(block_m=128, block_n=128, stages=6),
   WIDE,
-  dataclasses.replace(WIDE, minor="m"),
-  dataclasses.replace(WIDE, lead=1),
+  IN_TURNS,
+  dataclasses.replace(IN_TURNS, minor="m", width=8),
+  dataclasses.replace(IN_TURNS, block_n=160),
+  TALL_IN_TURNS,
+  dataclasses.replace(TALL_IN_TURNS, minor="m", width=8),
 ]
 FOR_FEW_ROWS = [
   Config(),
@@ -55,7 +58,7 @@ FOR_FEW_ROWS = [
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--out", default="sbjax/pallas/scaled_matmul_sm90.jsonl")
-  parser.add_argument("--tokens", type=int, nargs="+", default=[256, 1024, 16384, 65536])
+  parser.add_argument("--tokens", type=int, nargs="+", default=[256, 1024, 4096, 16384, 65536])
   parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
   args = parser.parse_args()
   operands = Operands(INT8)

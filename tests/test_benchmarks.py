@@ -6,10 +6,12 @@ import math
 import jax
 import jax.extend
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from benchmarks import each_kernel, kernels, linear, matmul, tune
 from benchmarks.kernels import Kernel, grouped, idle, origins_of
+from benchmarks.operands import Operands
 from benchmarks.step import model_flops
 from benchmarks.timing import Contender, contender
 from sbjax.backends import get_backend
@@ -160,3 +162,9 @@ def test_a_tuned_row_replaces_that_of_its_chip_and_sizes_alone(tmp_path):
   for one in rows:
     tune.write(path, one)
   assert [json.loads(line) for line in path.read_text().splitlines()] == rows[1:]
+
+
+def test_no_row_of_one_operand_is_a_row_of_the_other():
+  (lhs, rhs), *_ = Operands(INT8, elements=2**24).sets(512, 256, 128, megabytes=1)
+  rows = {row.tobytes() for row in np.asarray(lhs.values)}
+  assert len(rows) == 512 and not any(row.tobytes() in rows for row in np.asarray(rhs.values))

@@ -87,6 +87,21 @@ def check_products(ours, shape):
       assert np.abs(found - expected).max() <= 2**-7 * np.abs(expected).max()
 
 
+@pytest.mark.parametrize("k", [1024, 4096, 16384])
+def test_fp8_products_of_one_sign_lose_at_most_so_much_of_their_sum(backend, k):
+  # A product is cut off below 2^-13 of the sum so far, and here each is cut off to the same side.
+  lhs, rhs = (
+    Quantized(jnp.abs(quantize(x, Spec(E4M3, "rowwise")).values.astype(jnp.float32)).astype(E4M3),
+              jnp.ones((1, 1)))
+    for x in (jax.random.normal(key, (256, k)) for key in jax.random.split(jax.random.key(k)))
+  )  # fmt: skip
+  found = jax.jit(backend.scaled_matmul, static_argnums=2)(lhs, rhs, jnp.float32)
+  exact = np.asarray(lhs.values, np.float64) @ np.asarray(rhs.values, np.float64).T
+  lost = np.max(np.abs(found - exact) / exact)
+  print(f"{k=}: {lost:.1%} of a sum")
+  assert lost <= 2**-15 * k
+
+
 def scales(numbers, rows, exact):
   """[rows, 1]; powers of two where a product and a sum might be rounded together."""
   drawn = numbers.uniform(0.5, 1, (rows, 1))

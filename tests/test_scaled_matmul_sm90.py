@@ -26,8 +26,10 @@ CONFIGS = {
   "split n": dataclasses.replace(SMALL, split="n"),
   "cluster m": dataclasses.replace(SMALL, cluster="m", minor="m", width=2),
   "cluster n": dataclasses.replace(SMALL, cluster="n"),
-  "lead": dataclasses.replace(SMALL, lead=2, minor="m"),
-  "wide": dataclasses.replace(SMALL, split="n", block_n=256, stages=3, cluster="m", lead=1),
+  "in turns": dataclasses.replace(SMALL, split=None, stages=3),
+  "in turns, cluster m": dataclasses.replace(SMALL, split=None, cluster="m"),
+  "large, in turns": dataclasses.replace(SMALL, split=None, block_n=192, cluster="n"),
+  "wide": dataclasses.replace(SMALL, split="n", block_n=256, stages=3, cluster="m"),
   "smallest": dataclasses.replace(SMALL, block_m=64, split="n", cluster="m"),
   "default": None,
 }
@@ -112,7 +114,9 @@ def test_a_bias_is_added_before_the_cast():
   [
     *(("split m", n, jnp.bfloat16) for n in (192, 208)),  # 1 and 4 pieces a block.
     ("three pieces", 384, jnp.bfloat16),
-    *((name, 208, jnp.bfloat16) for name in ("cluster m", "lead", "smallest", "default")),
+    *((name, 208, jnp.bfloat16) for name in ("cluster m", "smallest", "default")),
+    *((name, 208, jnp.bfloat16) for name in ("in turns", "in turns, cluster m")),
+    *(("large, in turns", n, jnp.bfloat16) for n in (384, 208)),
     *((name, 208, jnp.float32) for name in ("cluster n", "wide")),
   ],
 )
@@ -196,18 +200,18 @@ def test_what_it_does_not_take_it_says(lhs, rhs, out_dtype, error, why):
 def shared_bytes(config):
   """The slices on their way, two buffers of output a warpgroup, and the barriers."""
   slices = config.stages * config.block_k * (config.block_m + config.block_n)
-  return slices + 2 * 2 * 64 * 128 + 8 * (2 * config.stages + 1 + 2 * 2)
+  return slices + 2 * 2 * 64 * 128 + 8 * (3 * config.stages + 2 * 2)
 
 
 def check(config):
   """The laws of a Config, but that it lowers."""
-  assert config.split in ("m", "n") and config.minor in ("m", "n")
+  assert config.split in ("m", "n", None) and config.minor in ("m", "n")
   assert config.cluster in ("m", "n", None)
   part_m, part_n = config.warpgroup
   assert part_m % 64 == 0 and part_n % 32 == 0 and part_n <= 256
-  assert part_m * part_n <= 128 * 128  # A warpgroup's accumulators: 128 registers a thread.
+  assert part_m * part_n <= 128 * 192  # A warpgroup's accumulators: 192 registers a thread.
   assert config.block_k % 32 == 0 and config.width >= 1
-  assert 0 <= config.lead < config.stages and config.stages >= 2
+  assert config.stages >= 2
   assert shared_bytes(config) <= SHARED_BYTES
 
 
@@ -250,7 +254,12 @@ def test_few_rows_get_the_row_that_was_tuned_for_as_many_blocks(monkeypatch):
 def test_the_rule_cuts_few_rows_small_and_many_large(n):
   sizes = [sm90.config_for(m, n, n, "another", 132) for m in (64, 1024, 65536)]
   blocks = [config.block_m * config.block_n for config in sizes]
-  assert blocks == sorted(blocks) and blocks[0] == 128 * 64 and blocks[-1] == 128 * 256
+  assert blocks == sorted(blocks) and blocks[0] == 128 * 64 and blocks[-1] == 128 * 192
+
+
+def test_the_rule_lets_warpgroups_take_turns_where_stores_are_whole():
+  splits = {n: sm90.config_for(65536, n, 1280, "another", 132).split for n in (5120, 5136, 5152)}
+  assert splits[5120] is None and splits[5136] and splits[5152]
 
 
 def test_a_shape_is_slower_than_in_xla_where_that_was_measured(monkeypatch):

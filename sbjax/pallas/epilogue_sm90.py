@@ -10,41 +10,46 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-
-def factors_of(scales, at, shape):
-  """For the part `shape` of the output at `at`: what multiplies its rows, and its columns."""
-  if not scales:
-    return None
-  row, column = (_vector(scales[axis], at[axis], shape[axis], axis) for axis in (0, 1))
-  if scales[1].shape == (1,):
-    return row * column, None
-  return (None, row * column) if scales[0].shape == (1,) else (row, column)
+_AXES = (0, 1, 1)  # Of the rows' scales, the columns' scales and the bias.
+_REGISTERS = 192  # So many a thread for the sums and what waits beside them.
 
 
-def bias_of(scales, at, columns):
-  """For so many columns of the output at `at`: what is added to them, or None."""
-  return _vector(scales[2], at[1], columns, 1) if len(scales) == 3 else None
+def scaling_of(scales, at, shape, piece):
+  """How pieces of the part `shape` of the output at `at` are scaled: a function of (sums, corner).
 
+  What it takes from memory is asked for here, before the products, so that it is there after them;
+  but for what is the columns' where registers are short.
+  """
+  axes = _AXES[: len(scales)]
 
-def _vector(vector, start, size, axis):
-  """A part of what belongs to the output's rows (axis 0) or columns, as registers hold these."""
-  if vector.shape == (1,):
-    return vector[0]
-  layout = plgpu.Layout.WGMMA.reduce(1 - axis)
-  return plgpu.load(vector.at[pl.ds(start, size)], layout=layout, optimized=False)
+  def load(which, offset):
+    vector, axis = scales[which], axes[which]
+    if vector.shape == (1,):
+      return vector[0]
+    part = vector.at[pl.ds(at[axis] + offset, piece[axis])]
+    return plgpu.load(part, layout=plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
 
+  held, registers = {}, math.prod(shape) // 128
+  for which, axis in enumerate(axes):
+    if axis == 1 and scales[which].shape != (1,):
+      registers += shape[1] // 4
+    if axis == 0 or registers <= _REGISTERS:
+      for offset in range(0, shape[axis], piece[axis]):
+        held[which, offset] = load(which, offset)
 
-def scaled(total, factors, bias):
-  """`total * (row * column) + bias`."""
-  if factors is None:
-    return total
+  def scaled(total, corner):
+    """`total * (row * column) + bias`."""
+    if not scales:
+      return total
+    keys = [(which, corner[axis]) for which, axis in enumerate(axes)]
+    vectors = [held[key] if key in held else load(*key) for key in keys]
+    row, column, *bias = (
+      lax.broadcast_in_dim(vector, total.shape, (axis,) if vector.ndim else ())
+      for vector, axis in zip(vectors, axes, strict=True)
+    )
+    return sum(bias, start=total.astype(jnp.float32) * (row * column))
 
-  def spread(vector, axis):
-    return lax.broadcast_in_dim(vector, total.shape, (axis,) if vector.ndim else ())
-
-  factor = [spread(v, axis) for axis, v in enumerate(factors) if v is not None]
-  y = total.astype(jnp.float32) * math.prod(factor[1:], start=factor[0])
-  return y if bias is None else y + spread(bias, 1)
+  return scaled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,11 +86,12 @@ class Pieces:
       piece = self.addend.at[self.place(corner)]
       plgpu.copy_gmem_to_smem(piece, self.buffers.at[i], self.arrived(i))
 
-  def store(self, y) -> None:
-    """Writes y, which is float32 if there is something to add."""
+  def store(self, total, scaled) -> None:
+    """Writes the sums as `scaled` makes them, in float32 if there is something to add."""
     rows, columns = self.buffers.shape[-2:]
     for i, (r, c) in enumerate(self.corners):
-      buffer, piece = self.buffers.at[i % 2], y[r : r + rows, c : c + columns]
+      buffer = self.buffers.at[i % 2]
+      piece = scaled(total[r : r + rows, c : c + columns], (r, c))
       if self.addend is None:
         # After an odd number of pieces the block before has left the first buffer in use.
         is_used = i == 0 and len(self.corners) % 2

@@ -2,8 +2,9 @@
 
 One block of threads a multiprocessor works through the output, block after block. A memory
 warpgroup keeps `stages` slices of both operands on their way (TMA); two compute warpgroups multiply
-them and write a half of the output block each. The memory warpgroup never waits for an output block
-to be finished: the next one's operands arrive while this one is scaled, cast and stored.
+them. These take whole blocks of the output in turns: while one scales, casts and stores its own,
+the other multiplies, and the tensor cores never wait for a block to end. Where there are too few
+blocks for that they share each, a half for either.
 
 What bounds it on an H200 is shared memory: at full rate wgmma reads 64 + 4096 / n bytes a clock of
 it for n columns, and the loads write 4096 / block_m + 4096 / block_n, of 128 that there are. So
@@ -28,7 +29,7 @@ from jax import lax
 from sbjax.formats import accumulator_dtype
 from sbjax.matmul import check_addend, check_operands, nothing
 from sbjax.pallas import chip
-from sbjax.pallas.epilogue_sm90 import Pieces, bias_of, factors_of, scaled
+from sbjax.pallas.epilogue_sm90 import Pieces, scaling_of
 from sbjax.quantize import Quantized
 
 _COMPUTE_WARPGROUPS = 2
@@ -40,31 +41,27 @@ _EPILOGUE_ROWS, _EPILOGUE_BYTES = 64, 128  # What is stored at a time: 128 bytes
 class Config:
   """How the output is cut into blocks, and in which order they are taken.
 
-  block_m, block_n: an output block; split: the side that the two compute warpgroups halve.
+  block_m, block_n: an output block; split: the side that the two compute warpgroups halve; None if
+    they take whole blocks in turns.
   block_k, stages: the slices of the operands, and how many are loaded ahead.
   cluster: two blocks that lie next to each other along this side share the other operand's loads;
     None for no sharing.
   minor, width: blocks are taken in a snake, `width` of them along the `minor` side at a time.
-  lead: how many slices the first warpgroup begins ahead of the second, so that one multiplies while
-    the other stores.
   """
 
   block_m: int = 256
   block_n: int = 128
-  split: Literal["m", "n"] = "m"
+  split: Literal["m", "n"] | None = "m"
   block_k: int = 128
   stages: int = 4
   cluster: Literal["m", "n"] | None = "n"
   minor: Literal["m", "n"] = "n"
   width: int = 16
-  lead: int = 0
 
   @property
   def warpgroup(self) -> tuple[int, int]:
     """The part of a block that one warpgroup computes."""
-    if self.split == "m":
-      return self.block_m // 2, self.block_n
-    return self.block_m, self.block_n // 2
+    return self.block_m // (1 + (self.split == "m")), self.block_n // (1 + (self.split == "n"))
 
   @property
   def clustered(self) -> tuple[int, int]:
@@ -72,7 +69,9 @@ class Config:
     return 1 + (self.cluster == "m"), 1 + (self.cluster == "n")
 
 
-# What the rule chooses from: a shape whose blocks are few wants small ones.
+# What the rule chooses from: a shape whose blocks are few wants small ones, and shared.
+IN_TURNS = Config(block_m=128, block_n=192, split=None, cluster="m")
+TALL_IN_TURNS = Config(block_m=192, block_n=128, split=None)
 WIDE = Config(block_m=128, block_n=256, cluster="m")
 SMALL = Config(block_m=128, block_n=128, stages=6, cluster=None)
 NARROW = Config(block_m=128, block_n=64, stages=8, cluster=None)
@@ -88,7 +87,9 @@ def config_for(m: int, n: int, k: int, chip: str, multiprocessors: int) -> Confi
 
 def by_rule(m: int, n: int, k: int, multiprocessors: int) -> Config:
   """The one that a model of the chip finds fastest, for a shape that is not in the table."""
-  candidates = (WIDE, Config(), SMALL, NARROW)
+  candidates = [WIDE, Config(), SMALL, NARROW]
+  if n % 64 == 0:  # Else a store's pieces are narrow, and more registers needed than there are.
+    candidates += [IN_TURNS, TALL_IN_TURNS]
   return min(candidates, key=lambda c: _clocks(c, m, n, k, multiprocessors))
 
 
@@ -120,8 +121,12 @@ def _clocks(config: Config, m: int, n: int, k: int, multiprocessors: int) -> flo
   block_m, block_n, (cluster_m, cluster_n) = config.block_m, config.block_n, config.clustered
   blocks = pl.cdiv(m, block_m * cluster_m) * pl.cdiv(n, block_n * cluster_n) * cluster_m * cluster_n
   bytes_a_clock = 64 + 4096 * (1 / config.warpgroup[1] + 1 / block_m + 1 / block_n)
-  slices = pl.cdiv(k, config.block_k) * config.block_k * block_m * block_n / 4096
-  return pl.cdiv(blocks, multiprocessors) * (slices * max(1, bytes_a_clock / 128) + 2500)
+  products = pl.cdiv(k, config.block_k) * config.block_k * block_m * block_n / 4096
+  products *= max(1, bytes_a_clock / 128)
+  in_a_row = pl.cdiv(blocks, multiprocessors)
+  if config.split is None:  # A block ends beside the other warpgroup's products.
+    return in_a_row * max(products, (products + 2500) / 2) + 2500
+  return in_a_row * (products + 2500)
 
 
 def tuned_configs() -> set[Config]:
@@ -237,6 +242,9 @@ def _kernel(lhs, rhs, *refs, config: Config, adds: bool):
   cluster_m, cluster_n = config.clustered
   grid = pl.cdiv(m, config.block_m * cluster_m), pl.cdiv(n, config.block_n * cluster_n)
   steps, stages = pl.cdiv(k, config.block_k), config.stages
+  # A barrier knows only whether it was passed an odd or even number of times: who waits for it must
+  # do so each time. So where warpgroups take turns each has its own.
+  turns = _COMPUTE_WARPGROUPS if config.split is None else 1
   part_m, part_n = config.warpgroup
   # TMA takes tiles that divide the arrays.
   swizzle = math.gcd(k, 128)
@@ -250,21 +258,22 @@ def _kernel(lhs, rhs, *refs, config: Config, adds: bool):
     lhs_smem=_swizzled((stages, config.block_m, config.block_k), lhs.dtype, swizzle),
     rhs_smem=_swizzled((stages, config.block_n, config.block_k), rhs.dtype, swizzle),
     out_smem=_swizzled((_COMPUTE_WARPGROUPS, 2, _EPILOGUE_ROWS, epilogue_n), out.dtype),
-    loaded=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-    free=free_type(num_arrivals=_COMPUTE_WARPGROUPS, num_barriers=stages),
-    ahead=plgpu.Barrier(),
+    loaded=plgpu.Barrier(num_arrivals=2, num_barriers=stages * turns),
+    free=free_type(num_arrivals=_COMPUTE_WARPGROUPS // turns, num_barriers=stages),
     fetched=plgpu.Barrier(num_barriers=_COMPUTE_WARPGROUPS * 2),
     collective_axes="warpgroup",
   )
-  def _(lhs_smem, rhs_smem, out_smem, loaded, free, ahead, fetched):
+  def _(lhs_smem, rhs_smem, out_smem, loaded, free, fetched):
     warpgroup = lax.axis_index("warpgroup")
 
     @pl.when(warpgroup == _COMPUTE_WARPGROUPS)
     def _():
       plgpu.set_max_registers(_MEMORY_REGISTERS, action="decrease")
 
-      @_for_each_block(grid, config, steps)
-      def _(row, column, first):
+      @_for_each_block(grid, config)
+      def _(row, column, index):
+        first, turn = index * steps, lax.rem(index, turns)
+
         @pl.loop(0, steps)
         def _(step):
           slot = lax.rem(first + step, stages)
@@ -277,7 +286,7 @@ def _kernel(lhs, rhs, *refs, config: Config, adds: bool):
             plgpu.copy_gmem_to_smem(
               gmem.at[rows, at_k],
               smem.at[slot],
-              loaded.at[slot],
+              loaded.at[turn * stages + slot],
               collective_axes="cluster" if shared else None,
             )
 
@@ -293,24 +302,18 @@ def _kernel(lhs, rhs, *refs, config: Config, adds: bool):
       plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
       part = warpgroup * part_m if config.split == "m" else 0
       part_column = warpgroup * part_n if config.split == "n" else 0
-      if config.lead:
-        pl.when(warpgroup == 1)(lambda: plgpu.barrier_wait(ahead))
 
-      @_for_each_block(grid, config, steps)
-      def _(row, column, first):
+      def compute(row, column, index):
+        first, turn = index * steps, lax.rem(index, turns)
         at = row + part, column + part_column
-        # Asked for before the products, scales and bias are there after them. Both for 256 columns
-        # would not fit into the registers beside the sums.
-        factors = factors_of(scales[:2], at, (part_m, part_n))
-        is_late = part_n > 128 and len(scales) == 3 and scales[1].shape != (1,)
-        bias = None if is_late else bias_of(scales, at, part_n)
+        scaled = scaling_of(scales, at, (part_m, part_n), out_smem.shape[-2:])
         pieces = Pieces(out, addend, at, (part_m, part_n), out_smem.at[warpgroup], fetched)
 
         def sums(acc):
           @pl.loop(0, steps)
           def _(step):
             slot = lax.rem(first + step, stages)
-            plgpu.barrier_wait(loaded.at[slot])
+            plgpu.barrier_wait(loaded.at[turn * stages + slot])
             lhs_slice = lhs_smem.at[slot, pl.ds(part, part_m)]
             rhs_slice = rhs_smem.at[slot, pl.ds(part_column, part_n)]
             plgpu.wgmma(acc, lhs_slice, rhs_slice.transpose((1, 0)))
@@ -319,17 +322,18 @@ def _kernel(lhs, rhs, *refs, config: Config, adds: bool):
             plgpu.wgmma_wait(1)  # The products before these are done with their slices.
             before = lax.rem(first + step + stages - 1, stages)
             pl.when(step > 0)(lambda: plgpu.barrier_arrive(free.at[before]))
-            if config.lead:
-              here = (warpgroup == 0) & (first + step == min(config.lead, steps) - 1)
-              pl.when(here)(lambda: plgpu.barrier_arrive(ahead))
 
           plgpu.wgmma_wait(0)
           plgpu.barrier_arrive(free.at[lax.rem(first + steps - 1, stages)])
           return acc[...]
 
         total = pl.run_scoped(sums, plgpu.ACC((part_m, part_n), accumulator_dtype(lhs.dtype)))
-        bias = bias_of(scales, at, part_n) if is_late else bias
-        pieces.store(scaled(total, factors, bias))
+        pieces.store(total, scaled)
+
+      @_for_each_block(grid, config)
+      def _(row, column, index):
+        is_mine = (turns == 1) | (lax.rem(index, turns) == warpgroup)
+        pl.when(is_mine)(lambda: compute(row, column, index))
 
       plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -342,8 +346,8 @@ def _swizzled(shape, dtype, swizzle: int = 128):
   return plgpu.SMEM(shape, dtype, transforms=(tile, plgpu.SwizzleTransform(swizzle)))
 
 
-def _for_each_block(grid, config, steps):
-  """Calls body(row, column, first): an output block's corner, and how many slices came before."""
+def _for_each_block(grid, config):
+  """Calls body(row, column, index): an output block's corner, and how many came before it here."""
   cluster_m, cluster_n = config.clustered
   in_cluster = lax.axis_index("cluster")
 
@@ -354,7 +358,7 @@ def _for_each_block(grid, config, steps):
       at_m, at_n = plgpu.planar_snake(info.index[0], grid, minor, config.width)
       at_m = at_m * cluster_m + (in_cluster if cluster_m == 2 else 0)
       at_n = at_n * cluster_n + (in_cluster if cluster_n == 2 else 0)
-      body(at_m * config.block_m, at_n * config.block_n, info.local_index * steps)
+      body(at_m * config.block_m, at_n * config.block_n, info.local_index)
 
   return run
 
