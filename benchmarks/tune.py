@@ -5,7 +5,8 @@
 Every candidate runs at every shape of CLIP's linear layers, with int8 normals; the fastest is kept,
 and beside it the rate of the cut that would be taken without the table (`rule_tops`). With few rows
 there are other candidates, the kernels' own time counts, and what XLA reaches is noted too
-(`xla_tops`). Rows of other chips and sizes stay in the file.
+(`xla_tops`). Rows of other chips and sizes stay in the file. What every candidate reached is added
+to the results.
 """
 
 import argparse
@@ -19,8 +20,8 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.kernels import kernel_seconds
-from benchmarks.operands import WIDTHS, Operands, shapes, tops
-from benchmarks.timing import TRITON_GEMM, contender, race
+from benchmarks.operands import DISTRIBUTION, WIDTHS, Operands, shapes, tops
+from benchmarks.timing import TRITON_GEMM, append, contender, provenance, race
 from sbjax import matmul
 from sbjax.formats import INT8
 from sbjax.pallas import chip
@@ -58,16 +59,22 @@ FOR_FEW_ROWS = [
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--out", default="sbjax/pallas/scaled_matmul_sm90.jsonl")
+  parser.add_argument("--rates", default="benchmarks/results/cuts.jsonl")
   parser.add_argument("--tokens", type=int, nargs="+", default=[256, 1024, 4096, 16384, 65536])
   parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
   args = parser.parse_args()
   operands = Operands(INT8)
   for m in args.tokens:
     for n, k in shapes(args.widths):
-      write(Path(args.out), tune(operands.sets(m, n, k, megabytes=100), m, n, k))
+      row, rates = tune(operands.sets(m, n, k, megabytes=100), m, n, k)
+      write(Path(args.out), row)
+      line = {"benchmark": "cuts", "m": m, "n": n, "k": k, "tops": rates, "data": DISTRIBUTION}
+      append(args.rates, [line | provenance()])
 
 
-def tune(sets, m: int, n: int, k: int) -> dict:
+def tune(sets, m: int, n: int, k: int) -> tuple[dict, list]:
+  """The table's row, and every candidate with the rate that it reached."""
+
   def build(config):
     # Under its own jit it is lowered once, not once a set.
     run = jax.jit(lambda lhs, rhs: scaled_matmul(lhs, rhs, jnp.bfloat16, config=config))
@@ -89,19 +96,24 @@ def tune(sets, m: int, n: int, k: int) -> dict:
     seconds = [one.seconds for one in contenders]
   rates = [round(tops(m, n, k, s), 1) for s in seconds]
   best = min(range(len(candidates)), key=lambda i: seconds[i])
-  default = dataclasses.asdict(Config())
-  config = dataclasses.asdict(candidates[best])
   found = {
     "chip": jax.devices()[0].device_kind,
     "m": m,
     "n": n,
     "k": k,
-    "config": {name: value for name, value in config.items() if value != default[name]},
+    "config": in_short(candidates[best]),
     "tops": rates[best],
     "rule_tops": rates[candidates.index(rule)],
   }
   print(f"{m:6} x {n:5} x {k:5} ", *rates, found["config"], flush=True)
-  return found | ({"xla_tops": rates[-1]} if few else {})
+  every = [[in_short(one), rate] for one, rate in zip(candidates, rates, strict=False)]
+  return found | ({"xla_tops": rates[-1]} if few else {}), every
+
+
+def in_short(config: Config) -> dict:
+  """Where it is another than Config()."""
+  default = dataclasses.asdict(Config())
+  return {k: v for k, v in dataclasses.asdict(config).items() if v != default[k]}
 
 
 def write(path: Path, row: dict) -> None:

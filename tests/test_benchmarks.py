@@ -145,10 +145,11 @@ def test_tuning_keeps_the_fastest_and_what_xla_reached(monkeypatch):
   monkeypatch.setattr(tune, "contender", lambda function, sets, **_: function(*sets[0]))
   monkeypatch.setattr(tune, "kernel_seconds", lambda result, calls: result.size * 1e-12)
   q = quantize(jnp.ones((32, 16)), Spec(INT8, "rowwise"))
-  row = tune.tune([(q, q._replace(values=q.values[:16], scale=q.scale[:16]))], 32, 16, 16)
+  row, rates = tune.tune([(q, q._replace(values=q.values[:16], scale=q.scale[:16]))], 32, 16, 16)
   config = Config(**row["config"])
   assert config.block_m * config.block_n == 64 * 64 < NARROW.block_m * NARROW.block_n
   assert (row["m"], row["n"], row["k"]) == (32, 16, 16)
+  assert [row["config"], row["tops"]] == max(rates, key=lambda one: one[1])
   assert row["xla_tops"] == 8 * row["tops"] > 0
   # Without the table it would be NARROW, of twice that size.
   assert row["rule_tops"] == pytest.approx(row["tops"] / 2, rel=0.01)
