@@ -35,16 +35,17 @@ def cuts(name: str, dtype):
   if name == "mosaic":
     from sbjax.pallas import scaled_matmul_sm90 as product
 
-    configs = product.tuned_configs()
+    # Few multiprocessors, so that each has several blocks.
+    options = [{"config": one, "multiprocessors": 4} for one in product.tuned_configs()]
   else:
     from sbjax.pallas import scaled_matmul_triton as product
 
-    configs = {None}  # Its rule alone says.
+    options = [{}]  # Its rule alone says.
   lhs, rhs = (Quantized(jnp.ones((rows, 464), dtype), jnp.ones((1, 1))) for rows in (333, 208))
   run = functools.partial(
     product.scaled_matmul, lhs, rhs, jnp.bfloat16, addend=jnp.ones((333, 208), jnp.bfloat16)
   )
-  return product.accumulate(lhs.values, rhs.values), [run(config=config) for config in configs]
+  return product.accumulate(lhs.values, rhs.values), [run(**one) for one in options]
 
 
 def matmuls(ops: Backend, dtype):

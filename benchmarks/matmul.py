@@ -7,9 +7,8 @@ the definition compiled by XLA with cuBLAS for the product. `xla_int8_triton` is
 kernel, autotuned, with the scales in a form that XLA puts into it (slow to compile, so
 --triton_gemm asks for it; with small tiles it may be wrong, so its error is noted). The results are
 compared with xla_int8's, bit for bit, and in fp8 with a float32 product (`fp8_error`: a tensor core
-keeps fewer bits of a sum, so it grows with K). Of small
-ones a line has the kernels' own time too: a few microseconds, of which a launch takes as many. Adds
-a line a shape to the results file.
+keeps fewer bits of a sum). Of small ones a line has the kernels' own time too: a few microseconds,
+of which a launch takes as many. Adds a line a shape to the results file.
 """
 
 import argparse
@@ -45,6 +44,7 @@ def main() -> None:
       rows.append(row)
       append(args.out, [row | provenance()])
       rates = "  ".join(f"{name} {rate:.0f}" for name, rate in row["tops"].items())
+      # What a tensor core cuts off of K random products adds up as the root of K.
       is_near = row["fp8_error"] <= 2**-7 * max(1, (k / 4096) ** 0.5)
       equal = "equal" if row["equal_to_xla_int8"] and is_near else "NOT EQUAL"
       print(f"{m:6} x {n:5} x {k:5} {layer:15} {rates}  {equal}", flush=True)

@@ -43,7 +43,7 @@ class Operands:
     return [self._one(i, m, n, k) for i in range(count)]
 
   def _one(self, i, m, n, k):
-    # No row of one begins where a row of the other does: they would be the same rows.
+    # An odd number of values apart, as K is even: else rows of one would be rows of the other.
     starts = [(i * 2**22 + j * (2**21 + 1)) % (self._values.size - size)
               for j, size in enumerate((m * k, n * k))]  # fmt: skip
     lhs, rhs = (

@@ -41,10 +41,10 @@ CANDIDATES = [
   Config(),
   WIDE,
   IN_TURNS,
-  dataclasses.replace(IN_TURNS, minor="m", width=8),
-  dataclasses.replace(IN_TURNS, block_n=160),
+  dataclasses.replace(IN_TURNS, minor="n", width=16),
+  dataclasses.replace(IN_TURNS, minor="n", width=16, block_n=160),
   TALL_IN_TURNS,
-  dataclasses.replace(TALL_IN_TURNS, minor="m", width=8),
+  dataclasses.replace(TALL_IN_TURNS, minor="n", width=16),
 ]
 FOR_FEW_ROWS = [
   Config(),
@@ -60,7 +60,7 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--out", default="sbjax/pallas/scaled_matmul_sm90.jsonl")
   parser.add_argument("--rates", default="benchmarks/results/cuts.jsonl")
-  parser.add_argument("--tokens", type=int, nargs="+", default=[256, 1024, 4096, 16384, 65536])
+  parser.add_argument("--tokens", type=int, nargs="+", default=[256, 1024, 16384, 65536])
   parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
   args = parser.parse_args()
   operands = Operands(INT8)
@@ -106,12 +106,13 @@ def tune(sets, m: int, n: int, k: int) -> tuple[dict, list]:
     "rule_tops": rates[candidates.index(rule)],
   }
   print(f"{m:6} x {n:5} x {k:5} ", *rates, found["config"], flush=True)
+  # XLA's rate, if there is one, comes last.
   every = [[in_short(one), rate] for one, rate in zip(candidates, rates, strict=False)]
   return found | ({"xla_tops": rates[-1]} if few else {}), every
 
 
 def in_short(config: Config) -> dict:
-  """Where it is another than Config()."""
+  """Its fields that differ from those of Config()."""
   default = dataclasses.asdict(Config())
   return {k: v for k, v in dataclasses.asdict(config).items() if v != default[k]}
 

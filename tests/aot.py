@@ -32,6 +32,7 @@ from jax.sharding import (
 from jax.sharding import PartitionSpec as P
 
 from sbjax import (
+  E4M3,
   RECIPES,
   Norm,
   Quantized,
@@ -169,21 +170,27 @@ def compiled(capability):
 
 
 def cuts(capability):
-  """The Mosaic product, with all that can be added, in every cut that its table has."""
+  """The Mosaic product in every cut that its table has, with all that takes registers, or alone."""
 
   def product(config, lhs, rhs, scale, bias, addend):
-    lhs, rhs = Quantized(lhs, scale), Quantized(rhs, scale[:1])
-    return sm90.scaled_matmul(lhs, rhs, jnp.bfloat16, bias=bias, addend=addend, config=config)
+    lhs, rhs = Quantized(lhs, scale), Quantized(rhs, scale[: rhs.shape[0]])
+    return sm90.scaled_matmul(lhs, rhs, addend.dtype, bias=bias, addend=addend, config=config)
+
+  def sums(config, lhs, rhs, *_):
+    return sm90.accumulate(lhs, rhs, config=config)
 
   m, n, k = 4096, 1280, 1280
-  sizes = [((m, k), jnp.int8), ((n, k), jnp.int8), ((m, 1), jnp.float32), ((n,), jnp.float32),
-           ((m, n), jnp.bfloat16)]  # fmt: skip
+  cases = [(product, jnp.int8, jnp.bfloat16), (product, jnp.int8, jnp.float32),
+           (product, E4M3, jnp.bfloat16), (sums, jnp.int8, jnp.bfloat16)]  # fmt: skip
   found = {}
   with _mesh(capability, (1,), ("data",)) as mesh:
-    arguments = [_argument(mesh, *size, P()) for size in sizes]
-    for config in sm90.tuned_configs():
-      run = jax.jit(functools.partial(product, config))
-      found[str(config)] = _found(run.lower(*arguments).compile().as_text())["targets"]
+    for config, (function, dtype, out_dtype) in itertools.product(sm90.tuned_configs(), cases):
+      sizes = [((m, k), dtype), ((n, k), dtype), ((m, 1), jnp.float32), ((n,), jnp.float32),
+               ((m, n), out_dtype)]  # fmt: skip
+      run = jax.jit(functools.partial(function, config))
+      hlo = run.lower(*(_argument(mesh, *size, P()) for size in sizes)).compile().as_text()
+      case = f"{config}, in {function.__name__}, {jnp.dtype(dtype)}, {jnp.dtype(out_dtype)}"
+      found[case] = _found(hlo)["targets"]
   return found
 
 

@@ -28,14 +28,15 @@ CONFIGS = {
   "cluster n": dataclasses.replace(SMALL, cluster="n"),
   "in turns": dataclasses.replace(SMALL, split=None, stages=3),
   "in turns, cluster m": dataclasses.replace(SMALL, split=None, cluster="m"),
-  "large, in turns": dataclasses.replace(SMALL, split=None, block_n=192, cluster="n"),
+  "wide, in turns": dataclasses.replace(SMALL, split=None, block_n=192, cluster="n"),
+  "tall, in turns": dataclasses.replace(SMALL, split=None, block_m=192, block_n=128, cluster="n"),
   "wide": dataclasses.replace(SMALL, split="n", block_n=256, stages=3, cluster="m"),
   "smallest": dataclasses.replace(SMALL, block_m=64, split="n", cluster="m"),
   "default": None,
 }
 
 
-def interpreted(function, *args, multiprocessors=4, **kwargs):
+def interpreted(function, *args, multiprocessors=2, **kwargs):
   """A function of sm90 in Mosaic's interpreter, which watches for races."""
   from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
@@ -73,13 +74,16 @@ def test_an_odd_number_of_pieces_waits_for_the_block_before(block_n):
 
 
 @needs_interpreter
+@pytest.mark.parametrize("config", ["split m", "wide, in turns"])
 @pytest.mark.parametrize("lhs_scaling", ["rowwise", "tensorwise"])
 @pytest.mark.parametrize(
   ("rhs_scaling", "out_dtype"), [("rowwise", jnp.float32), ("tensorwise", jnp.float16)]
 )
-def test_a_scale_is_a_row_s_or_the_tensor_s_on_either_side(lhs_scaling, rhs_scaling, out_dtype):
+def test_a_scale_is_a_row_s_or_the_tensor_s_on_either_side(
+  config, lhs_scaling, rhs_scaling, out_dtype
+):
   lhs, rhs = operand(0, 72, 48, INT8, lhs_scaling), operand(1, 80, 48, INT8, rhs_scaling)
-  y = interpreted(sm90.scaled_matmul, lhs, rhs, out_dtype, config=SMALL)
+  y = interpreted(sm90.scaled_matmul, lhs, rhs, out_dtype, config=CONFIGS[config])
   assert y.dtype == out_dtype
   np.testing.assert_array_equal(y, scaled_matmul(lhs, rhs, out_dtype))
 
@@ -116,7 +120,8 @@ def test_a_bias_is_added_before_the_cast():
     ("three pieces", 384, jnp.bfloat16),
     *((name, 208, jnp.bfloat16) for name in ("cluster m", "smallest", "default")),
     *((name, 208, jnp.bfloat16) for name in ("in turns", "in turns, cluster m")),
-    *(("large, in turns", n, jnp.bfloat16) for n in (384, 208)),
+    *(("wide, in turns", n, jnp.bfloat16) for n in (384, 208)),
+    ("tall, in turns", 208, jnp.bfloat16),
     *((name, 208, jnp.float32) for name in ("cluster n", "wide")),
   ],
 )
@@ -224,7 +229,7 @@ def test_any_shape_gets_a_config_that_fits():
 
 def test_a_tuned_shape_gets_its_row_and_another_m_the_nearest(monkeypatch):
   rows = [
-    {"chip": "NVIDIA H200", "m": m, "n": 768, "k": 768, "config": {"width": m // 1024}}
+    {"chip": "NVIDIA H200", "m": m, "n": 768, "k": 768, "config": {"width": 1 + m // 1024}}
     for m in (32768, 8192)
   ]
   monkeypatch.setattr(sm90, "_tuned", lambda: rows)
@@ -232,11 +237,11 @@ def test_a_tuned_shape_gets_its_row_and_another_m_the_nearest(monkeypatch):
   def width(m, n=768, k=768, chip="NVIDIA H200"):
     return sm90.config_for(m, n, k, chip, 132).width
 
-  assert (width(8192), width(32768)) == (8, 32)
-  assert (width(4096), width(15000), width(16384), width(17000), width(10**6)) == (8, 8, 8, 32, 32)
-  # A rule's own is 16; blocks that suit twice the rows may leave multiprocessors idle.
+  assert (width(8192), width(32768)) == (9, 33)
+  assert (width(4096), width(15000), width(16384), width(17000), width(10**6)) == (9, 9, 9, 33, 33)
+  # A rule's own are 8 and 16; blocks that suit twice the rows may leave multiprocessors idle.
   others = (width(8192, n=1536), width(8192, k=1536), width(8192, chip="NVIDIA H100"), width(4000))
-  assert others == (16,) * 4
+  assert others == (8, 8, 8, 16)
 
 
 def test_few_rows_get_the_row_that_was_tuned_for_as_many_blocks(monkeypatch):
@@ -257,9 +262,13 @@ def test_the_rule_cuts_few_rows_small_and_many_large(n):
   assert blocks == sorted(blocks) and blocks[0] == 128 * 64 and blocks[-1] == 128 * 192
 
 
-def test_the_rule_lets_warpgroups_take_turns_where_stores_are_whole():
-  splits = {n: sm90.config_for(65536, n, 1280, "another", 132).split for n in (5120, 5136, 5152)}
-  assert splits[5120] is None and splits[5136] and splits[5152]
+def test_the_rule_lets_warpgroups_take_turns_at_many_rows_where_stores_are_whole():
+  takes_turns = {
+    (m, n): sm90.config_for(m, n, 1280, "another", 132).split is None
+    for m in (1024, 65536)
+    for n in (5120, 5136, 5152)
+  }
+  assert [size for size, turns in takes_turns.items() if turns] == [(65536, 5120)]
 
 
 def test_a_shape_is_slower_than_in_xla_where_that_was_measured(monkeypatch):

@@ -17,8 +17,8 @@ _REGISTERS = 160  # So many of a thread for the sums and what waits beside them;
 def scaling_of(scales, at, shape, piece):
   """How pieces of the part `shape` of the output at `at` are scaled: a function of (sums, corner).
 
-  What it takes from memory is asked for here, before the products, so that it is there after them;
-  but for what is the columns' where registers are short.
+  Scales and bias are asked for here, before the products, so that they are there after them. Those
+  of columns are read piece by piece where the sums leave no registers for them.
   """
   axes = _AXES[: len(scales)]
 
@@ -31,9 +31,9 @@ def scaling_of(scales, at, shape, piece):
 
   held, registers = {}, math.prod(shape) // 128
   for which, axis in enumerate(axes):
-    if axis == 1 and scales[which].shape != (1,):
-      registers += shape[1] // 4
-    if axis == 0 or registers <= _REGISTERS:
+    is_large = axis == 1 and scales[which].shape != (1,)
+    registers += is_large * shape[1] // 4
+    if not is_large or registers <= _REGISTERS:
       for offset in range(0, shape[axis], piece[axis]):
         held[which, offset] = load(which, offset)
 
@@ -47,7 +47,8 @@ def scaling_of(scales, at, shape, piece):
       lax.broadcast_in_dim(vector, total.shape, (axis,) if vector.ndim else ())
       for vector, axis in zip(vectors, axes, strict=True)
     )
-    return sum(bias, start=total.astype(jnp.float32) * (row * column))
+    y = total.astype(jnp.float32) * (row * column)
+    return y + bias[0] if bias else y
 
   return scaled
 
@@ -93,7 +94,7 @@ class Pieces:
       buffer = self.buffers.at[i % 2]
       piece = scaled(total[r : r + rows, c : c + columns], (r, c))
       if self.addend is None:
-        # After an odd number of pieces the block before has left the first buffer in use.
+        # After an odd number of pieces its own block before has left the first buffer in use.
         is_used = i == 0 and len(self.corners) % 2
         plgpu.wait_smem_to_gmem(0 if is_used else 1, wait_read_only=True)
       else:

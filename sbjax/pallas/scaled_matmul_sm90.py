@@ -3,8 +3,8 @@
 One block of threads a multiprocessor works through the output, block after block. A memory
 warpgroup keeps `stages` slices of both operands on their way (TMA); two compute warpgroups multiply
 them. These take whole blocks of the output in turns: while one scales, casts and stores its own,
-the other multiplies, and the tensor cores never wait for a block to end. Where there are too few
-blocks for that they share each, a half for either.
+the other multiplies, and the tensor cores need not wait for a block to end. Or they share each
+block, a half for either, where that is faster: with few blocks, and at some sizes with many.
 
 What bounds it on an H200 is shared memory: at full rate wgmma reads 64 + 4096 / n bytes a clock of
 it for n columns, and the loads write 4096 / block_m + 4096 / block_n, of 128 that there are. So
@@ -70,8 +70,8 @@ class Config:
 
 
 # What the rule chooses from: a shape whose blocks are few wants small ones, and shared.
-IN_TURNS = Config(block_m=128, block_n=192, split=None, cluster="m")
-TALL_IN_TURNS = Config(block_m=192, block_n=128, split=None)
+IN_TURNS = Config(block_m=128, block_n=192, split=None, cluster="m", minor="m", width=8)
+TALL_IN_TURNS = Config(block_m=192, block_n=128, split=None, minor="m", width=8)
 WIDE = Config(block_m=128, block_n=256, cluster="m")
 SMALL = Config(block_m=128, block_n=128, stages=6, cluster=None)
 NARROW = Config(block_m=128, block_n=64, stages=8, cluster=None)
@@ -88,7 +88,9 @@ def config_for(m: int, n: int, k: int, chip: str, multiprocessors: int) -> Confi
 def by_rule(m: int, n: int, k: int, multiprocessors: int) -> Config:
   """The one that a model of the chip finds fastest, for a shape that is not in the table."""
   candidates = [WIDE, Config(), SMALL, NARROW]
-  if n % 64 == 0:  # Else a store's pieces are narrow, and more registers needed than there are.
+  # At few rows it was not measured. Of other N a store's pieces are narrower, and there are fewer
+  # registers than these blocks would take.
+  if m >= MANY_ROWS and n % 64 == 0:
     candidates += [IN_TURNS, TALL_IN_TURNS]
   return min(candidates, key=lambda c: _clocks(c, m, n, k, multiprocessors))
 
@@ -117,16 +119,19 @@ def _tuned_for(m: int, n: int, k: int, chip: str) -> dict | None:
 
 
 def _clocks(config: Config, m: int, n: int, k: int, multiprocessors: int) -> float:
-  """About how long it takes: what shared memory allows for the products, 2,500 to end a block."""
+  """About how long it takes: what shared memory allows for the products, and the end of a block.
+
+  That is 2,500 for two warpgroups, and 6,000 for one, beside the products of the other. Shared
+  memory was not seen to hold these back.
+  """
   block_m, block_n, (cluster_m, cluster_n) = config.block_m, config.block_n, config.clustered
   blocks = pl.cdiv(m, block_m * cluster_m) * pl.cdiv(n, block_n * cluster_n) * cluster_m * cluster_n
   bytes_a_clock = 64 + 4096 * (1 / config.warpgroup[1] + 1 / block_m + 1 / block_n)
   products = pl.cdiv(k, config.block_k) * config.block_k * block_m * block_n / 4096
-  products *= max(1, bytes_a_clock / 128)
   in_a_row = pl.cdiv(blocks, multiprocessors)
-  if config.split is None:  # A block ends beside the other warpgroup's products.
-    return in_a_row * max(products, (products + 2500) / 2) + 2500
-  return in_a_row * (products + 2500)
+  if config.split is None:
+    return in_a_row * max(products, (products + 6000) / 2) + 6000
+  return in_a_row * (products * max(1, bytes_a_clock / 128) + 2500)
 
 
 def tuned_configs() -> set[Config]:
@@ -243,7 +248,7 @@ def _kernel(lhs, rhs, *refs, config: Config, adds: bool):
   grid = pl.cdiv(m, config.block_m * cluster_m), pl.cdiv(n, config.block_n * cluster_n)
   steps, stages = pl.cdiv(k, config.block_k), config.stages
   # A barrier knows only whether it was passed an odd or even number of times: who waits for it must
-  # do so each time. So where warpgroups take turns each has its own.
+  # do so each time. So where warpgroups take turns each has its own for what was loaded.
   turns = _COMPUTE_WARPGROUPS if config.split is None else 1
   part_m, part_n = config.warpgroup
   # TMA takes tiles that divide the arrays.
@@ -332,7 +337,7 @@ def _kernel(lhs, rhs, *refs, config: Config, adds: bool):
 
       @_for_each_block(grid, config)
       def _(row, column, index):
-        is_mine = (turns == 1) | (lax.rem(index, turns) == warpgroup)
+        is_mine = config.split is not None or lax.rem(index, turns) == warpgroup
         pl.when(is_mine)(lambda: compute(row, column, index))
 
       plgpu.wait_smem_to_gmem(0, wait_read_only=True)
