@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 _AXES = (0, 1, 1)  # Of the rows' scales, the columns' scales and the bias.
-_REGISTERS = 160  # So many of a thread for the sums and what waits beside them; in all it has 232.
+_REGISTERS = 160  # So many of a thread for the sums and what waits beside them; in all it has 240.
 
 
 def scaling_of(scales, at, shape, piece):

@@ -33,7 +33,7 @@ from sbjax.pallas.epilogue_sm90 import Pieces, scaling_of
 from sbjax.quantize import Quantized
 
 _COMPUTE_WARPGROUPS = 2
-_MEMORY_REGISTERS, _COMPUTE_REGISTERS = 40, 232  # A thread's; 128 * (40 + 2 * 232) <= 65,536.
+_MEMORY_REGISTERS, _COMPUTE_REGISTERS = 24, 240  # A thread's; 128 * (24 + 2 * 240) <= 65,536.
 _EPILOGUE_ROWS, _EPILOGUE_BYTES = 64, 128  # What is stored at a time: 128 bytes of 64 rows.
 
 
