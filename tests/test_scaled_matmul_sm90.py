@@ -36,12 +36,16 @@ CONFIGS = {
 }
 
 
-def interpreted(function, *args, multiprocessors=2, **kwargs):
+def interpreted(function, *args, config=None, **kwargs):
   """A function of sm90 in Mosaic's interpreter, which watches for races."""
   from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
+  # Large blocks are few: fewer multiprocessors have several of them.
+  is_large = config is not None and config.block_m * config.block_n > 128 * 64
+  multiprocessors = 2 if is_large else 4
   interpret = plgpu.InterpretGPUParams(detect_races=True)
-  y = function(*args, interpret=interpret, multiprocessors=multiprocessors, **kwargs)
+  options = {"config": config, "multiprocessors": multiprocessors, "interpret": interpret}
+  y = function(*args, **options, **kwargs)
   y = np.asarray(y)
   assert not gpu_callbacks.get_races().races_found
   return y
