@@ -1,9 +1,10 @@
 """Where the time on a GPU goes: every kernel of a compiled function, and what it is for."""
 
 import re
+import statistics
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,6 +61,12 @@ def kernel_seconds(one: Contender, *, calls: int = 10, ignored: str | None = Non
   listed = kernels(lambda: [one.call(one.sets) for _ in range(calls)])
   counted = [k.milliseconds for k in listed if not (ignored and re.search(ignored, k.name))]
   return sum(counted) / 1e3 / calls / len(one.sets)
+
+
+def kernel_race(contenders: Sequence[Contender]) -> list[float]:
+  """`kernel_seconds` of each, for what takes microseconds: medians of five, taken in turns."""
+  rounds = [[kernel_seconds(one, calls=2) for one in contenders] for _ in range(5)]
+  return [statistics.median(times) for times in zip(*rounds, strict=True)]
 
 
 def idle(found: list[Kernel]) -> float:

@@ -5,22 +5,56 @@
 Forward, input gradient and weight gradient of fc1 [dim, 4 dim] and fc2 [4 dim, dim] with every
 quantize, under one jit, as in figures 3, 4 (left) and 12 of Wortsman et al. 2023. Activations are
 bfloat16, weights float32 for every recipe, and nothing stands between the layers. The whole is
-timed by the clock; what each kernel in it takes, by JAX's profiler. Adds a line a (tokens, dim).
+timed by the clock; what each kernel in it takes, by JAX's profiler; and each operation of `full`
+and `switchback` once more by itself, for both layers together. There is one input set: a pass
+writes and reads several times what the chip's cache holds. Adds a line a (tokens, dim).
 """
 
 import argparse
 import re
+import statistics
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from benchmarks.kernels import GROUPS, kernels
 from benchmarks.timing import Contender, append, contender, provenance, race
-from sbjax import quantized_dot
+from sbjax import Quantized, Spec, quantized_dot
+from sbjax.backends import get_backend
+from sbjax.formats import INT8
+from sbjax.matmul import full_dot
+from sbjax.token_sum import token_sum
 
 RECIPES = ("full", "switchback", "switchback_m", "switchback_q", "fp8_switchback")
+ROW, TENSOR = Spec(INT8, "rowwise"), Spec(INT8, "tensorwise")
+OPERATIONS = {  # Of a layer, as `full` and `switchback` have them.
+  "quantize x": lambda ops, a: ops.quantize(a.x, ROW),
+  "quantize dy": lambda ops, a: ops.quantize(a.dy, ROW),
+  "quantize w.T": lambda ops, a: ops.quantize_transposed(a.w, TENSOR),
+  "quantize w": lambda ops, a: ops.quantize(a.w, TENSOR),
+  "x w, int8": lambda ops, a: ops.scaled_matmul(a.x8, a.turned8, a.x.dtype),
+  "dy w.T, int8": lambda ops, a: ops.scaled_matmul(a.dy8, a.w8, a.x.dtype),
+  "cast w": lambda ops, a: a.w.astype(a.x.dtype),
+  "x w": lambda ops, a: full_dot(a.x, a.w16, ((1,), (0,)), a.x.dtype),
+  "dy w.T": lambda ops, a: full_dot(a.dy, a.w16, ((1,), (1,)), a.x.dtype),
+  "x.T dy": lambda ops, a: token_sum(a.x, a.dy, a.w.dtype),
+}
 # A weight gradient's parts are summed in a kernel of XLA's (sbjax/token_sum.py).
 MATMULS = f"{GROUPS['8-bit matmuls']}|{GROUPS['16-bit matmuls']}|^loop_reduce_fusion"
+
+
+class Layer(NamedTuple):
+  """What a linear layer's operations take: x [M, K], w [K, N] and dy [M, N], and made of those."""
+
+  x: jax.Array
+  w: jax.Array
+  dy: jax.Array
+  w16: jax.Array
+  x8: Quantized
+  turned8: Quantized  # w.T
+  w8: Quantized
+  dy8: Quantized
 
 
 def main() -> None:
@@ -46,17 +80,47 @@ def measure(tokens: int, dim: int) -> dict:
   contenders = {name: contender(whole(name), [(x, w1, w2, dy)]) for name in RECIPES}
   race(list(contenders.values()), rounds=7, seconds=0.03)
   times = {name: one.seconds for name, one in contenders.items()}
+  spread = {name: max(one.times) - min(one.times) for name, one in contenders.items()}
   parts = {name: profile(one) for name, one in contenders.items()}
   return {
     "benchmark": "linear",
     "tokens": tokens,
     "dim": dim,
     "milliseconds": {name: round(time * 1e3, 4) for name, time in times.items()},
+    "spread": {name: round(time / times[name], 3) for name, time in spread.items()},
     "speedup": {name: round(times["full"] / time, 3) for name, time in times.items()},
+    "operation_milliseconds": by_itself(x, w1, w2, dy),
     "kernels": parts,
     "share_of_quantizing": {name: share_of_quantizing(found) for name, found in parts.items()},
     "data": "normal x, dy and w",
   }
+
+
+def by_itself(x, w1, w2, dy) -> dict[str, float]:
+  """Milliseconds of each operation, of fc1 and fc2 together: medians of three, taken in turns."""
+  ops = get_backend(None)
+  between = jax.random.normal(jax.random.key(0), (len(x), w1.shape[1]), x.dtype)
+  layers = [layer(ops, x, w1, between), layer(ops, between, w2, dy)]
+  contenders = {
+    name: contender(lambda *layers, run=run: [run(ops, one) for one in layers], [layers])
+    for name, run in OPERATIONS.items()
+  }
+  race(list(contenders.values()), rounds=1, seconds=0.01)  # For how long one takes.
+  rounds = [
+    {name: sum(time for _, time in profile(one, seconds=0.03)) for name, one in contenders.items()}
+    for _ in range(3)
+  ]
+  return {name: round(statistics.median(r[name] for r in rounds), 4) for name in contenders}
+
+
+def layer(ops, x, w, dy) -> Layer:
+  quantized = {
+    "x8": ops.quantize(x, ROW),
+    "turned8": ops.quantize_transposed(w, TENSOR),
+    "w8": ops.quantize(w, TENSOR),
+    "dy8": ops.quantize(dy, ROW),
+  }
+  return Layer(x, w, dy, w16=w.astype(x.dtype), **quantized)
 
 
 def whole(recipe: str):

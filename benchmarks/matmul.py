@@ -17,7 +17,7 @@ import statistics
 import jax
 import jax.numpy as jnp
 
-from benchmarks.kernels import kernel_seconds
+from benchmarks.kernels import kernel_race
 from benchmarks.operands import DISTRIBUTION, WIDTHS, Operands, shapes, tops
 from benchmarks.timing import TRITON_GEMM, append, contender, provenance, race
 from sbjax.backends import get_backend
@@ -87,9 +87,9 @@ def measure(int8, fp8, m, n, k, layer, triton_gemm=False, triton=False) -> dict:
   }
   if triton_gemm:
     line["xla_int8_triton_error"] = error(first(contenders["xla_int8_triton"]), *sets[0])
-  if m < MANY_ROWS:
-    found = {name: round(1e6 * kernel_seconds(one), 2) for name, one in contenders.items()}
-    line["kernel_microseconds"] = found
+  if m <= MANY_ROWS:
+    seconds = zip(contenders, kernel_race(list(contenders.values())), strict=True)
+    line["kernel_microseconds"] = {name: round(1e6 * time, 2) for name, time in seconds}
   return line
 
 

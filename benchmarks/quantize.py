@@ -4,8 +4,8 @@
 
 Bytes read and written a second, beside a device copy's in the same run, by the kernels' own time:
 one takes less than 0.1 ms, and what lies between two when nothing else is queued is not its speed.
-`milliseconds` has the time from call to call as well, and in lines without `kernel_milliseconds`
-the rates are by that. Adds lines to the results.
+`milliseconds` has the time from call to call as well. `mosaic` is the same kernel in the language
+of the matmul, on a Hopper (benchmarks/quantize_mosaic.py). Adds lines to the results.
 """
 
 import argparse
@@ -13,13 +13,14 @@ import argparse
 import jax
 import jax.numpy as jnp
 
-from benchmarks.kernels import kernel_seconds
+from benchmarks.kernels import kernel_race
 from benchmarks.timing import append, contender, provenance, race
 from sbjax.backends import get_backend
 from sbjax.formats import E4M3, INT8
 from sbjax.quantize import Spec
 
 WIDTHS = (768, 1024, 1280, 1664, 3072, 4096, 5120, 6656, 8192, 16384)
+ROW = Spec(INT8, "rowwise")
 
 
 def main() -> None:
@@ -27,11 +28,11 @@ def main() -> None:
   parser.add_argument("--out", default="benchmarks/results/quantize.jsonl")
   parser.add_argument("--rows", type=int, default=65536)
   args = parser.parse_args()
-  row, tensor = Spec(INT8, "rowwise"), Spec(INT8, "tensorwise")
-  cases = [("quantize", row, args.rows, width, jnp.bfloat16, 3) for width in WIDTHS]
+  tensor = Spec(INT8, "tensorwise")
+  cases = [("quantize", ROW, args.rows, width, jnp.bfloat16, 3) for width in WIDTHS]
   cases += [("quantize", Spec(E4M3, "rowwise"), args.rows, 1280, jnp.bfloat16, 3)]
   cases += [("quantize", tensor, args.rows, 1280, jnp.bfloat16, 5)]
-  cases += [("quantize_transposed", row, args.rows, 1280, jnp.bfloat16, 5)]
+  cases += [("quantize_transposed", ROW, args.rows, 1280, jnp.bfloat16, 5)]
   for width in (768, 1280, 4096):  # The weight of fc1: both layouts, float32.
     cases += [("quantize_transposed", tensor, width, 4 * width, jnp.float32, 9)]
     cases += [("quantize_both", tensor, width, 4 * width, jnp.float32, 10)]
@@ -51,12 +52,17 @@ def measure(operation, spec, rows, width, dtype, bytes_each) -> dict:
     "xla": contender(lambda x: xla(x, spec), sets),
     "ours": contender(lambda x: ours(x, spec), sets),
   }
+  if get_backend(None).name == "mosaic" and (operation, spec) == ("quantize", ROW):
+    from benchmarks import quantize_mosaic  # Not in every jax.
+
+    contenders["mosaic"] = contender(lambda x: quantize_mosaic.quantize(x, spec), sets)
   race(list(contenders.values()), rounds=7, seconds=0.006)
-  seconds = {name: kernel_seconds(one) for name, one in contenders.items()}
+  seconds = dict(zip(contenders, kernel_race(list(contenders.values())), strict=True))
   size = rows * width
-  moved = {"copy": 2 * jnp.dtype(dtype).itemsize * size, "xla": bytes_each * size}
-  rates = {name: moved.get(name, bytes_each * size) / seconds[name] / 1e12 for name in contenders}
-  return {
+  moved = {name: bytes_each * size for name in contenders}
+  moved["copy"] = 2 * jnp.dtype(dtype).itemsize * size
+  rates = {name: moved[name] / seconds[name] / 1e12 for name in contenders}
+  line = {
     "benchmark": "quantize",
     "operation": operation,
     "format": jnp.dtype(spec.dtype).name,
@@ -70,6 +76,10 @@ def measure(operation, spec, rows, width, dtype, bytes_each) -> dict:
     "of_copy": round(rates["ours"] / rates["copy"], 3),
     "data": "standard normal",
   }
+  if "mosaic" in contenders:
+    found = [contenders[name].call(sets)[0] for name in ("ours", "mosaic")]
+    line["mosaic_is_equal"] = bool(jax.tree.all(jax.tree.map(jnp.array_equal, *found)))
+  return line
 
 
 if __name__ == "__main__":

@@ -25,7 +25,8 @@ MARKERS = "<!-- {}: made by python -m benchmarks.report -->", "<!-- end of {} --
 
 
 def main() -> None:
-  step, steps_elsewhere = by_chip(last(read("step"), "chip", "size"))
+  step = sorted(last(read("step"), "chip", "size"), key=largest_first)
+  step, steps_elsewhere = by_chip(step)
   matmul, matmuls_elsewhere = by_chip(last(read("matmul"), "chip", "m", "n", "k"))
   case = ("chip", "operation", "format", "scaling", "rows", "width", "dtype")
   raced = [row for row in matmul if "xla_int8_triton" in row["tops"]]
@@ -35,6 +36,7 @@ def main() -> None:
   plot_matmul(matmul)
   plot_quantize(quantize)
   plot_linear(linear)
+  plot_operations([row for row in linear if "operation_milliseconds" in row])
   write("steps", step_table(step, steps_elsewhere))
   write("speeds", table(matmul, matmuls_elsewhere, raced, quantize, linear))
 
@@ -72,6 +74,10 @@ def name_of(chip: str) -> str:
   return chip.removeprefix("NVIDIA ").split()[0]
 
 
+def largest_first(row) -> float:
+  return -row["model_teraflops"] / row["batch_size"]
+
+
 def tokens_of(rows) -> str:
   return " and ".join(f"{m:,}" for m in sorted({row["m"] for row in rows}))
 
@@ -87,9 +93,15 @@ def widths_of(rows) -> str:
 
 def ratio(rows, *over: str) -> str:
   """Geometric mean and range of our int8 rate over another, or over the best of some."""
-  found = [row["tops"]["ours_int8"] / max(row["tops"][one] for one in over) for row in rows]
-  mean = statistics.geometric_mean(found)
-  return f"**{mean:.2f}x** ({min(found):.2f} to {max(found):.2f})"
+  return mean_and_range(
+    row["tops"]["ours_int8"] / max(row["tops"][one] for one in over) for row in rows
+  )
+
+
+def mean_and_range(ratios) -> str:
+  """The geometric mean, and between which they are."""
+  found = list(ratios)
+  return f"**{statistics.geometric_mean(found):.2f}x** ({min(found):.2f} to {max(found):.2f})"
 
 
 def step_table(step, elsewhere) -> list[str]:
@@ -99,7 +111,6 @@ def step_table(step, elsewhere) -> list[str]:
     " memory: Flax, `switchback` |",
     "|---|---|---|---|---|---|---|---|---|",
   ]
-  step = sorted(step, key=lambda row: -row["model_teraflops"] / row["batch_size"])
   for row in step + elsewhere:
     each = row["contenders"]
     flax, ours = (best(each, names) for names in (("flax", "flax_loop"), OURS))
@@ -142,6 +153,8 @@ def table(matmul, elsewhere, raced, quantize, linear) -> list[str]:
     " faster of that and XLA's own Triton kernel with the scales in it |"
     f" {ratio(raced, 'xla_int8', 'xla_int8_triton')} |",
     f"| the {len(large)} sizes over our kernel in fp8 (e4m3) | {ratio(large, 'ours_fp8')} |",
+    f"| the {len(large)} sizes over our 32,768 x 8,192 x 8,192 in the same run |"
+    f" {mean_and_range(row['tops']['ours_int8'] / row['int8_ceiling'] for row in large)} |",
     *(
       f"| {len(rows)} sizes of {tokens_of(rows)} tokens on one {name_of(chip)}, over XLA's bf16,"
       " over XLA's int8 (cuBLAS) |"
@@ -189,7 +202,8 @@ def plot_matmul(rows) -> None:
   tokens = sorted({row["m"] for row in rows if row["m"] >= 4096})
   figure, axes = plt.subplots(1, len(tokens), figsize=(5 * len(tokens), 5), sharex=True)
   for axis, m in zip(axes, tokens, strict=True):
-    shown = sorted((row for row in rows if row["m"] == m), key=width_of)
+    shown = [row for row in rows if row["m"] == m]
+    shown.sort(key=lambda row: (width_of(row), row["n"], row["k"]))
     names = [f"{row['layer']}  {row['n']} x {row['k']}" for row in shown]
     for name, marker in (
       ("xla_bf16", "s"),
@@ -242,6 +256,29 @@ def plot_linear(rows) -> None:
   axes[0, 0].legend(fontsize=7)
   axes[1, 0].set(ylabel="part that is no matmul", ylim=(0, None))
   save(figure, "linear")
+
+
+def plot_operations(rows) -> None:
+  """Each operation of an MLP's linear layers by itself, as in the paper's figure 12."""
+  tokens = sorted({row["tokens"] for row in rows})
+  if not tokens:
+    return
+  figure, axes = plt.subplots(1, len(tokens), figsize=(4.5 * len(tokens), 5), sharey=True)
+  for axis, m in zip(axes, tokens, strict=True):
+    shown = sorted((row for row in rows if row["tokens"] == m), key=lambda row: row["dim"])
+    dims = [row["dim"] for row in shown]
+    for name in shown[0]["operation_milliseconds"]:
+      kind = "o-" if "int8" in name else "^:" if name.startswith(("quantize", "cast")) else "s--"
+      times = [row["operation_milliseconds"][name] for row in shown]
+      axis.loglog(dims, times, kind, label=name, markersize=4)
+    axis.set_title(f"{m:,} tokens")
+    axis.set_xlabel("width")
+    axis.set_xticks(dims, dims)
+    axis.set_xticks([], minor=True)
+    axis.grid(alpha=0.3, which="both")
+  axes[0].set_ylabel("milliseconds, fc1 and fc2 together")
+  figure.legend(*axes[0].get_legend_handles_labels(), loc="upper center", ncols=5, fontsize=8)
+  save(figure, "linear_operations", top=0.9)
 
 
 def save(figure, name: str, top: float = 1.0) -> None:

@@ -13,13 +13,12 @@ import argparse
 import concurrent.futures
 import dataclasses
 import json
-import statistics
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks.kernels import kernel_seconds
+from benchmarks.kernels import kernel_race
 from benchmarks.operands import DISTRIBUTION, WIDTHS, Operands, shapes, tops
 from benchmarks.timing import TRITON_GEMM, append, contender, provenance, race
 from sbjax import matmul
@@ -89,8 +88,7 @@ def tune(sets, m: int, n: int, k: int) -> tuple[dict, list]:
     cublas = {TRITON_GEMM: False}
     xla = contender(lambda lhs, rhs: matmul.scaled_matmul(lhs, rhs, jnp.bfloat16), sets, **cublas)
     contenders.append(xla)
-    rounds = [[kernel_seconds(one, calls=2) for one in contenders] for _ in range(3)]
-    seconds = [statistics.median(times) for times in zip(*rounds, strict=True)]
+    seconds = kernel_race(contenders)
   else:
     race(contenders, rounds=5, seconds=0.004)
     seconds = [one.seconds for one in contenders]

@@ -118,7 +118,8 @@ def _guarded(kernels: Backend, chip: str, has_fp8: bool) -> Backend:
 
     def run(*args):
       is_double = any(a.dtype == jnp.float64 for a in jax.tree.leaves(args))
-      if is_double or (not has_fp8 and any(spec.dtype != INT8 for spec in _specs(args))):
+      lacks_fp8 = not has_fp8 and any(spec.dtype != INT8 for spec in _specs(args))
+      if is_double or lacks_fp8 or (name in _ROWS and _rows_lack(name, args)):
         return definition(*args)
       return choose(kernel, definition, *args)
 
@@ -190,20 +191,34 @@ def _kernels(name: str) -> Backend:
 
 
 def _row_operation(kernel, name: str):
-  """The kernel where every scale is one row's, and the row fits into registers."""
+  """The kernel on shards of whole rows; what it cannot do is an error."""
   definition = getattr(rows, name)
 
   def run(*args):
-    m, part = jax.tree.leaves(args)[0].shape
-    width = part * len(args[0]) if name == "quantize_sum" else part
-    one_scale = any(isinstance(a, Quantized) and len(a.scale) != m for a in args)
-    if one_scale or width > rows.MAX_ROW or any(s.scaling != "rowwise" for s in _specs(args)):
-      return definition(*args)
+    if reason := _rows_lack(name, args):
+      raise NotImplementedError(f"{name} has a kernel {reason} backend=None leaves others to XLA.")
     # Layer norm needs its whole row, and a shard of each part is no shard of all.
-    splits_rows = not name.startswith("norm") and width == part
+    splits_rows = not name.startswith("norm") and _parts(name, args) == 1
     return shards.by_rows(kernel, definition, *args, splits_rows=splits_rows)
 
   return run
+
+
+def _rows_lack(name, args) -> str | None:
+  """Which rows the kernels of sbjax.rows take, if these are not such; else None."""
+  m, width = jax.tree.leaves(args)[0].shape
+  width *= _parts(name, args)
+  has_one_scale = any(isinstance(a, Quantized) and len(a.scale) != m for a in args)
+  if has_one_scale or any(spec.scaling != "rowwise" for spec in _specs(args)):
+    return "for a scale a row, not one for all rows;"
+  if width > rows.MAX_ROW:
+    return f"for rows of at most {rows.MAX_ROW:,}, which stay in registers, not {width:,};"
+  return None
+
+
+def _parts(name: str, args) -> int:
+  """Of how many arrays side by side a row is made."""
+  return len(args[0]) if name == "quantize_sum" else 1
 
 
 @functools.cache

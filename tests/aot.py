@@ -34,12 +34,17 @@ from jax.sharding import PartitionSpec as P
 from sbjax import (
   E4M3,
   RECIPES,
+  SWITCHBACK,
   Norm,
+  NormDense,
+  NormMLP,
   Quantized,
   SwitchBackDense,
   SwitchBackLinear,
   norm_dot,
   norm_mlp,
+  quantize,
+  quantize_kernel,
   quantized_dot,
   quantized_dot_general,
 )
@@ -222,10 +227,35 @@ def _linen(make, backend, x, w):
   return make(backend).apply({"params": {"kernel": w, "bias": jnp.zeros(N)}}, x)
 
 
+def _norm_dense(backend, x, w):
+  norm, dense = {"scale": jnp.ones(K), "bias": jnp.zeros(K)}, {"kernel": w, "bias": jnp.zeros(N)}
+  return NormDense(N, backend=backend).apply({"params": {"norm": norm, "dense": dense}}, x)[1]
+
+
+def _norm_mlp(backend, x, w):
+  norm, fc1 = {"scale": jnp.ones(K), "bias": jnp.zeros(K)}, {"kernel": w, "bias": jnp.zeros(N)}
+  params = {"norm": norm, "fc1": fc1, "fc2": {"kernel": w.T, "bias": jnp.zeros(K)}}
+  return NormMLP(N, backend=backend, add_input=True).apply({"params": params}, x)
+
+
+def _of_8_bits(backend, x, w):
+  x = quantize(jax.lax.stop_gradient(x), SWITCHBACK.fwd[0])
+  return quantized_dot(x, w, SWITCHBACK, dtype=jnp.bfloat16, backend=backend)
+
+
+def _with_quantized_kernel(backend, x, w):
+  kernel = quantize_kernel(w, SWITCHBACK, backend=backend)
+  return quantized_dot(x, kernel, SWITCHBACK, backend=backend)
+
+
 OPERATIONS = {
   "quantized_dot": functools.partial(_linear, "switchback"),
+  "quantized_dot, x in 8 bits": _of_8_bits,
+  "quantize_kernel": _with_quantized_kernel,
   "norm_mlp": functools.partial(_mlp, "switchback"),
   "norm_dot": functools.partial(_qkv, "switchback"),
+  "NormDense": _norm_dense,
+  "NormMLP": _norm_mlp,
   "SwitchBackDense": functools.partial(_linen, lambda b: SwitchBackDense(N, backend=b)),
   "SwitchBackLinear": _nnx,
   "quantized_dot_general": functools.partial(
@@ -235,7 +265,7 @@ OPERATIONS = {
 
 
 def lowered(capability, backends):
-  """Each public operation's gradient for each backend: the kernels that it calls."""
+  """Each public operation and its gradient for each backend: the kernels that these call."""
   found = {}
   with _mesh(capability, (1,), ("data",)) as mesh:
     arguments = _arguments(mesh, P(), P())
@@ -245,7 +275,7 @@ def lowered(capability, backends):
         def loss(x, w, operation=operation, backend=backend):
           return jnp.sum(operation(backend, x, w).astype(jnp.float32))
 
-        run = jax.jit(jax.grad(loss, (0, 1)))
+        run = jax.jit(jax.value_and_grad(loss, (0, 1)))
         text = run.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
         targets = set(re.findall(r"stablehlo\.custom_call @([\w.$]+)", text))
         found[f"{name}, {backend}"] = sorted(targets)

@@ -5,6 +5,7 @@ Each chip's proof is one process of `tests/aot.py`; both run at once.
 
 import concurrent.futures
 import functools
+import inspect
 import json
 import os
 import pathlib
@@ -16,6 +17,7 @@ import aot
 import jax
 import pytest
 
+import sbjax
 from sbjax import RECIPES
 from sbjax.pallas import scaled_matmul_sm90
 
@@ -83,6 +85,16 @@ def test_each_public_operation_lowers_to_the_kernels_of_its_backend(chip, proof,
   if chip == 90 and HAS_MOSAIC:
     expected["mosaic"] = KERNELS[90]
   assert targets == expected
+
+
+def test_every_public_operation_that_takes_a_backend_is_among_them():
+  public = {name: getattr(sbjax, name) for name in sbjax.__all__}
+  taking = {
+    name
+    for name, one in public.items()
+    if callable(one) and "backend" in inspect.signature(one).parameters
+  }
+  assert taking and taking <= set(aot.OPERATIONS)
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -84,27 +84,37 @@ def test_an_abstract_device_is_the_one_that_is_here_of_its_kind(monkeypatch):
       assert chip.compute_capability(chip.target()) == expected
 
 
-def test_rows_with_one_scale_are_left_to_the_definition():
+ONE_SCALE, A_SCALE_A_ROW = quantize(jnp.ones((3, 32)), TENSORWISE), jnp.ones((3, 32))
+LONG = 3 * (jnp.ones((2, 4096)),)  # 8,192 is the longest.
+
+
+@pytest.mark.parametrize(
+  ("operation", "args", "reason"),
+  [
+    ("gelu_backward", (ONE_SCALE, A_SCALE_A_ROW, ROWWISE), "a scale a row, not one"),
+    ("gelu_quantize", (A_SCALE_A_ROW, None, TENSORWISE), "a scale a row, not one"),
+    ("quantize_sum", (LONG, ROWWISE), "at most 8,192.*not 12,288"),
+  ],
+)
+def test_rows_without_a_kernel_are_an_error_by_name_and_else_left_to_xla(
+  installed, operation, args, reason
+):
   def kernel(*args):
-    raise AssertionError("The kernel has a scale for each row.")
+    raise AssertionError("It takes no such rows.")
 
-  h, dg = quantize(jnp.ones((3, 32)), TENSORWISE), jnp.ones((3, 32))
-  run = backends._row_operation(kernel, "gelu_backward")
-  jax.tree.map(
-    np.testing.assert_array_equal, run(h, dg, ROWWISE), rows.gelu_backward(h, dg, ROWWISE)
-  )
+  with pytest.raises(NotImplementedError, match=f"{operation} .*{reason}.*backend=None"):
+    backends._row_operation(kernel, operation)(*args)
+  with triton_case.chip(90):
+    found = getattr(get_backend(None), operation)(*args)
+  jax.tree.map(np.testing.assert_array_equal, found, getattr(rows, operation)(*args))
+  assert installed.calls == []
 
 
-def test_rows_too_long_for_registers_are_left_to_the_definition_though_their_parts_are_not():
-  def kernel(parts, spec):
-    ran.append(len(parts))
-    return rows.quantize_sum(parts, spec)
-
-  ran, run = [], backends._row_operation(kernel, "quantize_sum")
-  for count in (1, 2, 3):
-    dy, *_ = run(count * (jnp.ones((2, 4096)),), ROWWISE)
-    assert dy.shape == (2, count * 4096)
-  assert set(ran) == {1, 2}  # 8192 is the longest.
+def test_rows_as_long_as_registers_hold_have_a_kernel(installed):
+  with triton_case.chip(90):
+    get_backend(None).quantize_sum(LONG[:2], ROWWISE)
+  backends._row_operation(rows.quantize_sum, "quantize_sum")(LONG[:2], ROWWISE)
+  assert installed.calls == ["quantize_sum"]
 
 
 def test_an_unknown_backend_says_what_there_is():

@@ -14,6 +14,7 @@ from benchmarks.kernels import Kernel, grouped, idle, origins_of
 from benchmarks.operands import Operands
 from benchmarks.step import model_flops
 from benchmarks.timing import Contender, contender
+from sbjax import quantized_dot
 from sbjax.backends import get_backend
 from sbjax.formats import E4M3, INT8
 from sbjax.matmul import scaled_matmul
@@ -82,6 +83,18 @@ def test_the_time_of_kernels_is_that_of_one_piece_of_work(monkeypatch):
   assert kernels.kernel_seconds(one, calls=5, ignored="copy") == pytest.approx(3e-3 / 10)
 
 
+def test_kernels_race_in_turns_for_their_medians(monkeypatch):
+  raced = []
+
+  def seconds(one, calls):
+    raced.append(one)
+    return [5, 1, 2, 4, 3][len(raced[::2]) - 1] * {"fast": 1, "slow": 10}[one]
+
+  monkeypatch.setattr(kernels, "kernel_seconds", seconds)
+  assert kernels.kernel_race(["fast", "slow"]) == [3, 30]
+  assert raced == ["fast", "slow"] * 5
+
+
 def test_flops_of_a_step_are_three_times_those_of_the_matmuls_forward():
   config, batch = SIZES["B/16"], 4
   model = CLIP(config, scan=False, fused=False)
@@ -122,6 +135,32 @@ def test_a_profile_is_of_the_last_calls_under_load(monkeypatch):
   assert found == [("a", 11.0), ("b", 11.0)]  # Of calls 10, 11 and 12.
 
 
+def test_operations_timed_by_themselves_are_those_of_the_layer():
+  x, w, dy = (
+    jax.random.normal(jax.random.key(i), shape, dtype)
+    for i, (shape, dtype) in enumerate(
+      [((64, 32), jnp.bfloat16), ((32, 48), jnp.float32), ((64, 48), jnp.bfloat16)]
+    )
+  )
+  ops = get_backend("xla")
+  layer = linear.layer(ops, x, w, dy)
+  made = {
+    name: jax.jit(run, static_argnums=0)(ops, layer) for name, run in linear.OPERATIONS.items()
+  }
+  for recipe, products in {
+    "full": ("x w", "dy w.T", "x.T dy"),
+    "switchback": ("x w, int8", "dy w.T, int8", "x.T dy"),
+  }.items():
+    y, backward = jax.vjp(lambda x, w, r=recipe: quantized_dot(x, w, r), x, w)
+    for found, expected in zip(products, (y, *backward(dy)), strict=True):
+      assert jnp.array_equal(made.pop(found) if found != "x.T dy" else made[found], expected)
+  operands = {"x": layer.x8, "dy": layer.dy8, "w.T": layer.turned8, "w": layer.w8}
+  for name, operand in operands.items():
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, made.pop(f"quantize {name}"), operand))
+  assert jnp.array_equal(made.pop("cast w"), layer.w16)
+  assert list(made) == ["x.T dy"]  # Nothing else is timed.
+
+
 @pytest.mark.parametrize("dtype", [INT8, E4M3])
 def test_a_product_is_compared_with_float32_s(dtype):
   lhs, rhs = (
@@ -143,7 +182,7 @@ def test_tuning_keeps_the_fastest_and_what_xla_reached(monkeypatch):
 
   monkeypatch.setattr(tune, "scaled_matmul", kernels_are)
   monkeypatch.setattr(tune, "contender", lambda function, sets, **_: function(*sets[0]))
-  monkeypatch.setattr(tune, "kernel_seconds", lambda result, calls: result.size * 1e-12)
+  monkeypatch.setattr(tune, "kernel_race", lambda results: [r.size * 1e-12 for r in results])
   q = quantize(jnp.ones((32, 16)), Spec(INT8, "rowwise"))
   row, rates = tune.tune([(q, q._replace(values=q.values[:16], scale=q.scale[:16]))], 32, 16, 16)
   config = Config(**row["config"])

@@ -1,0 +1,61 @@
+"""The row-wise int8 quantizer in Mosaic, a rival of sbjax/pallas/quantize_triton.py.
+
+One kernel language for a Hopper would be worth something, so benchmarks/quantize.py races the two;
+docs/design.md says what was chosen.
+"""
+
+import math
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from sbjax.quantize import Quantized, Spec
+
+SPEC = Spec(jnp.int8, "rowwise")
+LONG_ROW = 2048  # From here on four warps share a row, below each has its own.
+
+
+def takes(x: jax.Array, spec: Spec) -> bool:
+  """Whole blocks of rows alone: it is here to be timed."""
+  rows, k = x.shape
+  return spec == SPEC and rows % 4 == 0 and k % 128 == 0
+
+
+def quantize(x: jax.Array, spec: Spec = SPEC, *, interpret=False) -> Quantized:
+  """`sbjax.quantize.quantize`, bit for bit, for what it `takes`."""
+  if not takes(x, spec):
+    raise NotImplementedError(f"{x.shape} by {spec}")
+  (rows, k), is_long = x.shape, x.shape[1] > LONG_ROW
+  block = 1 if is_long else 4
+
+  def kernel(x, values, scale):
+    at = pl.ds(lax.axis_index("blocks") * block, block)
+    row = plgpu.load(x.at[at], layout=layout(k, is_long), optimized=False).astype(jnp.float32)
+    absmax = jnp.max(jnp.where(row == row, jnp.abs(row), jnp.inf), axis=1)
+    # Mosaic has no isfinite, so factor_and_scale is written out.
+    factor = jnp.minimum(127 / absmax, jnp.finfo(jnp.float32).max)
+    scale[at] = jnp.where(absmax < jnp.inf, absmax * (1 / 127), jnp.nan)
+    scaled = row * lax.broadcast_in_dim(factor, row.shape, (0,))
+    values[at] = jnp.round(jnp.clip(scaled, -127, 127)).astype(spec.dtype)
+
+  like = jax.ShapeDtypeStruct
+  values, scale = plgpu.kernel(
+    kernel,
+    out_type=(like(x.shape, spec.dtype), like((rows,), jnp.float32)),
+    grid=(rows // block,),
+    grid_names=("blocks",),
+    kernel_name="sbjax_quantize_mosaic",
+    interpret=interpret,
+  )(x)
+  return Quantized(values, scale[:, None])
+
+
+def layout(k: int, is_long: bool) -> plgpu.Layout:
+  """A thread loads up to 16 bytes at a time, a warp 32 times that, side by side."""
+  vector = math.gcd(8, k // (128 if is_long else 32))
+  lanes = 32 * vector
+  tiles = ((1, 4 * lanes), (lanes,), (vector,)) if is_long else ((4, lanes), (vector,))
+  return plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
