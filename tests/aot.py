@@ -250,7 +250,7 @@ def _with_quantized_kernel(backend, x, w):
 
 OPERATIONS = {
   "quantized_dot": functools.partial(_linear, "switchback"),
-  "quantized_dot, x in 8 bits": _of_8_bits,
+  "quantized_dot of 8 bits": _of_8_bits,
   "quantize_kernel": _with_quantized_kernel,
   "norm_mlp": functools.partial(_mlp, "switchback"),
   "norm_dot": functools.partial(_qkv, "switchback"),

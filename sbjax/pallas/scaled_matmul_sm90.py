@@ -6,11 +6,12 @@ them. These take whole blocks of the output in turns: while one scales, casts an
 the other multiplies, and the tensor cores need not wait for a block to end. Or they share each
 block, a half for either, where that is faster: with few blocks, and at some sizes with many.
 
-What bounds it on an H200 is shared memory: at full rate wgmma reads 64 + 4096 / n bytes a clock of
-it for n columns, and the loads write 4096 / block_m + 4096 / block_n, of 128 that there are. So
-blocks are as large as the accumulators' registers allow, unless there are too few of them for the
-multiprocessors: one of some hundred rows takes up to a third less time in blocks half as large.
-(benchmarks/matmul.py has the times.)
+What bounds it on an H200 is what the tensor cores do at the clock that the power limit leaves, as
+long as they need not wait: neither for the end of a block, nor for shared memory. At full rate
+wgmma reads 64 + 4096 / n bytes a clock of it for n columns, and the loads write 4096 / block_m +
+4096 / block_n, of 128 that there are. So blocks are as large as the accumulators' registers allow,
+unless there are too few of them for the multiprocessors: a product of some hundred rows takes up to
+a third less time in blocks half as large. (benchmarks/matmul.py has the times.)
 """
 
 import dataclasses
