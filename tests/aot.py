@@ -154,7 +154,12 @@ def gathered(hlo):
 
 def _found(hlo):
   targets = set(re.findall(r'custom_call_target="([^"]*)"', hlo))
-  return {"targets": sorted(targets), "gathered": sorted(gathered(hlo))}
+  calls = [line for line in hlo.splitlines() if 'custom_call_target="triton' in line]
+  return {
+    "targets": sorted(targets),
+    "gathered": sorted(gathered(hlo)),
+    "in_place": sum("output_to_operand_aliasing" in call for call in calls),
+  }
 
 
 def compiled(capability):

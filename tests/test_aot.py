@@ -109,6 +109,13 @@ def test_forward_and_backward_of_each_recipe_compile(chip, proof, piece, name):
   assert own(proof["layers"][f"{piece}, {name}"]["targets"]) == expected
 
 
+def test_gradients_of_gelu_and_layer_norm_are_written_where_they_come_from(chip, proof):
+  found = {name: layer["in_place"] for name, layer in proof["layers"].items()}
+  assert all(found[f"mlp, {name}"] == 2 for name in ("switchback", "switchback_m"))
+  assert found["qkv, switchback"] == 1 and found["linear, switchback"] == 0
+  assert proof["meshes"]["mlp, switchback, batch, w over fsdp"]["in_place"] == 2
+
+
 @pytest.mark.parametrize(("piece", "layout"), aot.SPLIT)
 @pytest.mark.parametrize("name", ["switchback", "switchback_m"])
 def test_on_four_devices_no_activation_is_gathered(chip, proof, piece, name, layout):

@@ -271,6 +271,10 @@ def _gelu_backward_kernel(
   DEQUANTIZE: tl.constexpr,
 ):
   """Makes dh, g and, if it has a LIMIT, dh quantized [ROWS, K]; and the sum of dh over ROWS."""
+  if dh_ptr is None:
+    dh_ptr = dg_ptr
+  if g_ptr is None:
+    g_ptr = h_ptr
   first = tl.program_id(0) * ROWS
   RAGGED: tl.constexpr = M % ROWS != 0
   end = tl.minimum(first + ROWS, M) if RAGGED else first + ROWS

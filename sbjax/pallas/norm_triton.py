@@ -206,6 +206,10 @@ def _norm_backward_kernel(
   ADD: tl.constexpr,
 ):
   """Makes total and n [ROWS, K], where dn and x are; d_gain, d_bias: a row each, sums over ROWS."""
+  if total_ptr is None:
+    total_ptr = dn_ptr
+  if n_ptr is None:
+    n_ptr = x_ptr
   first = tl.program_id(0) * ROWS
   RAGGED: tl.constexpr = M % ROWS != 0
   end = tl.minimum(first + ROWS, M) if RAGGED else first + ROWS

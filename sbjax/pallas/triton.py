@@ -11,6 +11,8 @@ import importlib.util
 import inspect
 
 import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
 from jax.interpreters import partial_eval
 
 from sbjax.pallas import chip
@@ -28,26 +30,44 @@ def triton_call(
     grid: the number of programs.
     out: the outputs, jax.ShapeDtypeStruct each.
     in_place: which operand's memory an output takes, by their numbers; XLA copies the operand
-      where it is still needed. With jax-triton 0.4 each has memory of its own.
+      where it is still needed. Where the kernel gets None for such an output it writes to the
+      operand.
   """
   jax_triton, old = _jax_triton()
-  if old:
-    versioned = {
-      "out_shape": out, "enable_fp_fusion": False, "input_output_aliases": in_place
-    }  # fmt: skip
-  else:
-    versioned = {"out_type": out, "backend_options": {"enable_fp_fusion": False}}
-  return jax_triton.triton_call(
-    *operands,
+  call = functools.partial(
+    jax_triton.triton_call,
     kernel=kernel,
     name=name,
     grid=(grid,),
     num_warps=num_warps,
     num_stages=num_stages,
     compute_capability=compute_capability(),
-    **versioned,
     **constants,
   )
+  if old:
+    return call(*operands, out_shape=out, enable_fp_fusion=False, input_output_aliases=in_place)
+  call = functools.partial(call, backend_options={"enable_fp_fusion": False})
+  if not in_place:
+    return call(*operands, out_type=out)
+  return _call_with_refs(call, operands, kernel.arg_names, out, in_place)
+
+
+def _call_with_refs(call, operands, names, out, in_place):
+  """As jax-triton 0.4 has it: what is written in place is a Ref, and no output of the kernel."""
+  leaves, structure = jax.tree.flatten(out)
+  fresh = {i: leaf for i, leaf in enumerate(leaves) if i not in in_place.values()}
+  left_out = {names[len(operands) + i]: None for i in in_place.values()}
+
+  def run(refs):
+    arguments = [refs[in_place[i]] if i in in_place else a for i, a in enumerate(operands)]
+    found = call(*arguments, out_type=list(fresh.values()), **left_out)
+    for i, value in zip(fresh, found, strict=True):
+      refs[i][...] = value
+
+  # Refs that end here: what partitions a program over devices lowers no others.
+  before = {i: jnp.zeros(leaf.shape, leaf.dtype) for i, leaf in fresh.items()}
+  after = pl.run_state(run)(before | {j: operands[i] for i, j in in_place.items()})
+  return jax.tree.unflatten(structure, [after[i] for i in range(len(leaves))])
 
 
 def compute_capability() -> int:
