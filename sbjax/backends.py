@@ -119,7 +119,10 @@ def _guarded(kernels: Backend, chip: str, has_fp8: bool) -> Backend:
     def run(*args):
       is_double = any(a.dtype == jnp.float64 for a in jax.tree.leaves(args))
       lacks_fp8 = not has_fp8 and any(spec.dtype != INT8 for spec in _specs(args))
-      if is_double or lacks_fp8 or (name in _ROWS and _rows_lack(name, args)):
+      reason = _rows_lack(name, args) if name in _ROWS else None
+      if reason:
+        _log.debug("sbjax: %s goes to XLA; it has a kernel %s", name, reason)
+      if is_double or lacks_fp8 or reason:
         return definition(*args)
       return choose(kernel, definition, *args)
 
@@ -196,7 +199,7 @@ def _row_operation(kernel, name: str):
 
   def run(*args):
     if reason := _rows_lack(name, args):
-      raise NotImplementedError(f"{name} has a kernel {reason} backend=None leaves others to XLA.")
+      raise NotImplementedError(f"{name} has a kernel {reason}; backend=None leaves it to XLA.")
     # Layer norm needs its whole row, and a shard of each part is no shard of all.
     splits_rows = not name.startswith("norm") and _parts(name, args) == 1
     return shards.by_rows(kernel, definition, *args, splits_rows=splits_rows)
@@ -210,9 +213,9 @@ def _rows_lack(name, args) -> str | None:
   width *= _parts(name, args)
   has_one_scale = any(isinstance(a, Quantized) and len(a.scale) != m for a in args)
   if has_one_scale or any(spec.scaling != "rowwise" for spec in _specs(args)):
-    return "for a scale a row, not one for all rows;"
+    return "for a scale a row, not one for all rows"
   if width > rows.MAX_ROW:
-    return f"for rows of at most {rows.MAX_ROW:,}, which stay in registers, not {width:,};"
+    return f"for rows of at most {rows.MAX_ROW:,}, which stay in registers, not {width:,}"
   return None
 
 

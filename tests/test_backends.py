@@ -97,15 +97,16 @@ LONG = 3 * (jnp.ones((2, 4096)),)  # 8,192 is the longest.
   ],
 )
 def test_rows_without_a_kernel_are_an_error_by_name_and_else_left_to_xla(
-  installed, operation, args, reason
+  installed, caplog, operation, args, reason
 ):
   def kernel(*args):
     raise AssertionError("It takes no such rows.")
 
   with pytest.raises(NotImplementedError, match=f"{operation} .*{reason}.*backend=None"):
     backends._row_operation(kernel, operation)(*args)
-  with triton_case.chip(90):
+  with triton_case.chip(90), caplog.at_level("DEBUG", logger="sbjax"):
     found = getattr(get_backend(None), operation)(*args)
+  assert f"{operation} goes to XLA" in caplog.text
   jax.tree.map(np.testing.assert_array_equal, found, getattr(rows, operation)(*args))
   assert installed.calls == []
 
