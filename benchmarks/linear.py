@@ -6,8 +6,9 @@ Forward, input gradient and weight gradient of fc1 [dim, 4 dim] and fc2 [4 dim, 
 quantize, under one jit, as in figures 3, 4 (left) and 12 of Wortsman et al. 2023. Activations are
 bfloat16, weights float32 for every recipe, and nothing stands between the layers. The whole is
 timed by the clock; what each kernel in it takes, by JAX's profiler; and each operation of `full`
-and `switchback` once more by itself, for both layers together. There is one input set: a pass
-writes and reads several times what the chip's cache holds. Adds a line a (tokens, dim).
+and `switchback` once more by itself, for both layers together. There is one input set, where it is
+several times what the chip's cache holds; of weights by themselves there are four. Adds a line a
+(tokens, dim).
 """
 
 import argparse
@@ -40,6 +41,7 @@ OPERATIONS = {  # Of a layer, as `full` and `switchback` have them.
   "dy w.T": lambda ops, a: full_dot(a.dy, a.w16, ((1,), (1,)), a.x.dtype),
   "x.T dy": lambda ops, a: token_sum(a.x, a.dy, a.w.dtype),
 }
+OF_W = ("quantize w.T", "quantize w", "cast w")
 # A weight gradient's parts are summed in a kernel of XLA's (sbjax/token_sum.py).
 MATMULS = f"{GROUPS['8-bit matmuls']}|{GROUPS['16-bit matmuls']}|^loop_reduce_fusion"
 
@@ -101,13 +103,20 @@ def by_itself(x, w1, w2, dy) -> dict[str, float]:
   ops = get_backend(None)
   between = jax.random.normal(jax.random.key(0), (len(x), w1.shape[1]), x.dtype)
   layers = [layer(ops, x, w1, between), layer(ops, between, w2, dy)]
+  others = [[one._replace(w=jnp.copy(one.w)) for one in layers] for _ in range(3)]
   contenders = {
-    name: contender(lambda *layers, run=run: [run(ops, one) for one in layers], [layers])
+    name: contender(
+      lambda *layers, run=run: [run(ops, one) for one in layers],
+      [layers, *others] if name in OF_W else [layers],
+    )
     for name, run in OPERATIONS.items()
   }
   race(list(contenders.values()), rounds=1, seconds=0.01)  # For how long one takes.
   rounds = [
-    {name: sum(time for _, time in profile(one, seconds=0.03)) for name, one in contenders.items()}
+    {
+      name: sum(time for _, time in profile(one, seconds=0.03)) / len(one.sets)
+      for name, one in contenders.items()
+    }
     for _ in range(3)
   ]
   return {name: round(statistics.median(r[name] for r in rounds), 4) for name in contenders}
@@ -141,7 +150,7 @@ def profile(one: Contender, calls: int = 5, seconds: float = 0.2) -> list[tuple[
 
   These come after `seconds` of the same work, so that the chip's clock is what it is in a race.
   """
-  before = int(seconds / one.seconds)
+  before = int(seconds / (one.seconds * len(one.sets)))
 
   def work():
     for _ in range(before + calls):

@@ -4,7 +4,8 @@
 
 Bytes read and written a second, beside a device copy's in the same run, by the kernels' own time:
 one takes less than 0.1 ms, and what lies between two when nothing else is queued is not its speed.
-`milliseconds` has the time from call to call as well. `mosaic` is the same kernel in the language
+`milliseconds` has the time from call to call as well, and in lines without `kernel_milliseconds`
+the rates are by that. `mosaic` is the same kernel in the language
 of the matmul, on a Hopper (benchmarks/quantize_mosaic.py). Adds lines to the results.
 """
 

@@ -15,7 +15,7 @@ from jax import lax
 from sbjax.quantize import Quantized, Spec
 
 SPEC = Spec(jnp.int8, "rowwise")
-LONG_ROW = 2048  # From here on four warps share a row, below each has its own.
+LONG_ROW = 2048  # Up to here a warp has a row of its own, above four share one.
 
 
 def takes(x: jax.Array, spec: Spec) -> bool:
@@ -37,7 +37,7 @@ def quantize(x: jax.Array, spec: Spec = SPEC, *, interpret=False) -> Quantized:
     absmax = jnp.max(jnp.where(row == row, jnp.abs(row), jnp.inf), axis=1)
     # Mosaic has no isfinite, so factor_and_scale is written out.
     factor = jnp.minimum(127 / absmax, jnp.finfo(jnp.float32).max)
-    scale[at] = jnp.where(absmax < jnp.inf, absmax * (1 / 127), jnp.nan)
+    store(scale, at, jnp.where(absmax < jnp.inf, absmax * (1 / 127), jnp.nan))
     scaled = row * lax.broadcast_in_dim(factor, row.shape, (0,))
     values[at] = jnp.round(jnp.clip(scaled, -127, 127)).astype(spec.dtype)
 
@@ -51,6 +51,14 @@ def quantize(x: jax.Array, spec: Spec = SPEC, *, interpret=False) -> Quantized:
     interpret=interpret,
   )(x)
   return Quantized(values, scale[:, None])
+
+
+def store(ref, at, value) -> None:
+  """A few values, of which a newer JAX wants to be told that they fill no sector of memory."""
+  if hasattr(plgpu, "store"):
+    plgpu.store(ref.at[at], value, optimized=False)
+  else:
+    ref[at] = value
 
 
 def layout(k: int, is_long: bool) -> plgpu.Layout:

@@ -263,7 +263,8 @@ def plot_operations(rows) -> None:
   tokens = sorted({row["tokens"] for row in rows})
   if not tokens:
     return
-  figure, axes = plt.subplots(1, len(tokens), figsize=(4.5 * len(tokens), 5), sharey=True)
+  size = (4.5 * len(tokens), 5)
+  figure, (axes,) = plt.subplots(1, len(tokens), figsize=size, sharey=True, squeeze=False)
   for axis, m in zip(axes, tokens, strict=True):
     shown = sorted((row for row in rows if row["tokens"] == m), key=lambda row: row["dim"])
     dims = [row["dim"] for row in shown]

@@ -117,12 +117,13 @@ def _guarded(kernels: Backend, chip: str, has_fp8: bool) -> Backend:
     kernel, definition = getattr(kernels, name), getattr(_XLA, name)
 
     def run(*args):
-      is_double = any(a.dtype == jnp.float64 for a in jax.tree.leaves(args))
-      lacks_fp8 = not has_fp8 and any(spec.dtype != INT8 for spec in _specs(args))
-      reason = _rows_lack(name, args) if name in _ROWS else None
+      reason = _rows_lack(name, args)
+      if any(a.dtype == jnp.float64 for a in jax.tree.leaves(args)):
+        reason = "for at most 32 bits"
+      elif not has_fp8 and any(spec.dtype != INT8 for spec in _specs(args)):
+        reason = f"for int8 alone on {chip}"
       if reason:
         _log.debug("sbjax: %s goes to XLA; it has a kernel %s", name, reason)
-      if is_double or lacks_fp8 or reason:
         return definition(*args)
       return choose(kernel, definition, *args)
 
@@ -185,43 +186,56 @@ def _kernels(name: str) -> Backend:
     from sbjax.pallas import scaled_matmul_sm90 as product
   else:
     from sbjax.pallas import scaled_matmul_triton as product
-  quantizers = (functools.partial(shards.quantize, quantize_triton, form) for form in _QUANTIZERS)
-  by_rows = (
-    _row_operation(getattr(norm_triton if n.startswith("norm") else gelu_triton, n), n)
-    for n in _ROWS
-  )
+  quantizers = [functools.partial(shards.quantize, quantize_triton, form) for form in _QUANTIZERS]
+  by_rows = [
+    _row_operation(norm_triton.norm_quantize, name, "norm_quantize"),
+    _row_operation(norm_triton.norm_backward, name, "norm_backward"),
+    _row_operation(gelu_triton.gelu_quantize, name, "gelu_quantize"),
+    _row_operation(gelu_triton.gelu_backward, name, "gelu_backward"),
+    _quantize_sum(gelu_triton.quantize_sum, quantizers[0]),
+  ]
   return Backend(name, *quantizers, functools.partial(shards.scaled_matmul, product), *by_rows)
 
 
-def _row_operation(kernel, name: str):
+def _row_operation(kernel, backend: str, name: str):
   """The kernel on shards of whole rows; what it cannot do is an error."""
-  definition = getattr(rows, name)
+  # Layer norm needs its whole row.
+  options = {"splits_rows": not name.startswith("norm")}
 
   def run(*args):
     if reason := _rows_lack(name, args):
-      raise NotImplementedError(f"{name} has a kernel {reason}; backend=None leaves it to XLA.")
-    # Layer norm needs its whole row, and a shard of each part is no shard of all.
-    splits_rows = not name.startswith("norm") and _parts(name, args) == 1
-    return shards.by_rows(kernel, definition, *args, splits_rows=splits_rows)
+      raise NotImplementedError(
+        f"backend={backend!r} has a kernel of {name} {reason}; backend=None leaves it to XLA."
+      )
+    return shards.by_rows(kernel, getattr(rows, name), *args, **options)
 
   return run
 
 
-def _rows_lack(name, args) -> str | None:
-  """Which rows the kernels of sbjax.rows take, if these are not such; else None."""
+def _quantize_sum(kernel, quantize):
+  """The kernel where it can, else the quantizer and XLA's sum."""
+
+  def run(parts, spec):
+    width = sum(part.shape[1] for part in parts)
+    if spec.scaling != "rowwise" or width > rows.MAX_ROW:
+      return rows.quantize_sum(parts, spec, quantize=quantize)
+    # A shard of each part is no shard of all.
+    return shards.by_rows(kernel, rows.quantize_sum, parts, spec, splits_rows=len(parts) == 1)
+
+  return run
+
+
+def _rows_lack(name: str, args) -> str | None:
+  """Which rows the kernel of that operation takes, if these are not such; else None."""
+  if name not in _ROWS or name == "quantize_sum":
+    return None
   m, width = jax.tree.leaves(args)[0].shape
-  width *= _parts(name, args)
   has_one_scale = any(isinstance(a, Quantized) and len(a.scale) != m for a in args)
   if has_one_scale or any(spec.scaling != "rowwise" for spec in _specs(args)):
     return "for a scale a row, not one for all rows"
   if width > rows.MAX_ROW:
     return f"for rows of at most {rows.MAX_ROW:,}, which stay in registers, not {width:,}"
   return None
-
-
-def _parts(name: str, args) -> int:
-  """Of how many arrays side by side a row is made."""
-  return len(args[0]) if name == "quantize_sum" else 1
 
 
 @functools.cache

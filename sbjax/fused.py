@@ -49,6 +49,10 @@ def norm_dot(
   meet in x are added where layer norm's is made. Layer norm is computed in float32 (epsilon 1e-5)
   and quantized from there. Otherwise as `quantized_dot`, but for residuals="quantized": the layer
   norm is made again from x, so that the weight gradient sees it before it was rounded.
+
+  Raises:
+    NotImplementedError: `backend` is "mosaic" or "triton", and K (of `norm_mlp` also H) is more
+      than 8,192, or the recipe has one scale for all of x.
   """
   recipe = as_recipe(recipe)
   warn_where_inexact(recipe, backend)

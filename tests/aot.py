@@ -158,7 +158,7 @@ def _found(hlo):
   return {
     "targets": sorted(targets),
     "gathered": sorted(gathered(hlo)),
-    "in_place": sum("output_to_operand_aliasing" in call for call in calls),
+    "in_place": sum(len(re.findall(r"\{\d*\}: \(\d+, \{\}", call)) for call in calls),
   }
 
 
@@ -208,6 +208,19 @@ def cuts(capability):
       run = jax.jit(functools.partial(function, config))
       hlo = run.lower(*(_argument(mesh, *size, P()) for size in sizes)).compile().as_text()
       found[f"{config}, {function.__name__} of {jnp.dtype(dtype)}"] = _found(hlo)["targets"]
+  return found
+
+
+def quantizers(capability):
+  """The Mosaic quantizer that benchmarks/quantize.py races, at that file's widths."""
+  from benchmarks import quantize, quantize_mosaic
+
+  found = {}
+  with _mesh(capability, (1,), ("data",)) as mesh:
+    for k in quantize.WIDTHS:
+      run = jax.jit(quantize_mosaic.quantize)
+      hlo = run.lower(_argument(mesh, (M, k), jnp.bfloat16, P())).compile().as_text()
+      found[k] = _found(hlo)["targets"]
   return found
 
 
@@ -306,6 +319,7 @@ def main(capability, folder):
     backends.append("mosaic")
   found = {"lowered": lowered(capability, backends), **compiled(capability)}
   found["cuts"] = cuts(capability) if "mosaic" in backends else {}
+  found["quantizers"] = quantizers(capability) if "mosaic" in backends else {}
   found["token_sums"] = token_sums(capability)
   return {**found, "kernels": kernels(folder)}
 

@@ -84,16 +84,16 @@ def test_an_abstract_device_is_the_one_that_is_here_of_its_kind(monkeypatch):
       assert chip.compute_capability(chip.target()) == expected
 
 
-ONE_SCALE, A_SCALE_A_ROW = quantize(jnp.ones((3, 32)), TENSORWISE), jnp.ones((3, 32))
-LONG = 3 * (jnp.ones((2, 4096)),)  # 8,192 is the longest.
+ROWS, ONE_SCALE = jnp.ones((3, 32)), quantize(jnp.ones((3, 32)), TENSORWISE)
+LONG = jnp.ones((2, 12288))  # 8,192 is the longest.
 
 
 @pytest.mark.parametrize(
   ("operation", "args", "reason"),
   [
-    ("gelu_backward", (ONE_SCALE, A_SCALE_A_ROW, ROWWISE), "a scale a row, not one"),
-    ("gelu_quantize", (A_SCALE_A_ROW, None, TENSORWISE), "a scale a row, not one"),
-    ("quantize_sum", (LONG, ROWWISE), "at most 8,192.*not 12,288"),
+    ("gelu_backward", (ONE_SCALE, ROWS, ROWWISE), "a scale a row, not one"),
+    ("gelu_quantize", (ROWS, None, TENSORWISE), "a scale a row, not one"),
+    ("gelu_quantize", (LONG, ROWWISE), "at most 8,192.*not 12,288"),
   ],
 )
 def test_rows_without_a_kernel_are_an_error_by_name_and_else_left_to_xla(
@@ -102,8 +102,9 @@ def test_rows_without_a_kernel_are_an_error_by_name_and_else_left_to_xla(
   def kernel(*args):
     raise AssertionError("It takes no such rows.")
 
-  with pytest.raises(NotImplementedError, match=f"{operation} .*{reason}.*backend=None"):
-    backends._row_operation(kernel, operation)(*args)
+  message = f"'mosaic' .*{operation} .*{reason}.*backend=None"
+  with pytest.raises(NotImplementedError, match=message):
+    backends._row_operation(kernel, "mosaic", operation)(*args)
   with triton_case.chip(90), caplog.at_level("DEBUG", logger="sbjax"):
     found = getattr(get_backend(None), operation)(*args)
   assert f"{operation} goes to XLA" in caplog.text
@@ -111,11 +112,27 @@ def test_rows_without_a_kernel_are_an_error_by_name_and_else_left_to_xla(
   assert installed.calls == []
 
 
-def test_rows_as_long_as_registers_hold_have_a_kernel(installed):
-  with triton_case.chip(90):
-    get_backend(None).quantize_sum(LONG[:2], ROWWISE)
-  backends._row_operation(rows.quantize_sum, "quantize_sum")(LONG[:2], ROWWISE)
-  assert installed.calls == ["quantize_sum"]
+@pytest.mark.parametrize(
+  ("count", "spec", "called"),
+  [(1, ROWWISE, "kernel"), (2, ROWWISE, "kernel"), (3, ROWWISE, "quantize"),
+   (1, TENSORWISE, "quantize")],
+)  # fmt: skip
+def test_a_gradient_that_no_kernel_sums_is_quantized_all_the_same(count, spec, called):
+  def noting(name, operation):
+    return lambda *args: calls.append(name) or operation(*args)
+
+  calls, parts = [], tuple(i + jnp.ones((2, 4096)) for i in range(count))  # 8,192 is the longest.
+  run = backends._quantize_sum(noting("kernel", rows.quantize_sum), noting("quantize", quantize))
+  jax.tree.map(np.testing.assert_array_equal, run(parts, spec), rows.quantize_sum(parts, spec))
+  assert set(calls) == {called}
+
+
+def test_doubles_and_formats_that_a_chip_lacks_are_left_to_xla_and_said(installed, caplog):
+  e4m3 = Spec(E4M3, "rowwise")
+  with triton_case.chip(80), caplog.at_level("DEBUG", logger="sbjax"):
+    get_backend(None).quantize(ROWS, e4m3)
+  assert "quantize goes to XLA; it has a kernel for int8 alone" in caplog.text
+  assert installed.calls == []
 
 
 def test_an_unknown_backend_says_what_there_is():

@@ -109,7 +109,7 @@ def norm_backward(
     norm.scale.astype(jnp.float32),
     norm.bias.astype(jnp.float32),
     dn,
-    dn if dx is None else dx,
+    norm.scale if dx is None else dx,  # Not read then.
     kernel=_norm_backward_kernel,
     name="sbjax_norm_backward",
     grid=programs,
