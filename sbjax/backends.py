@@ -186,15 +186,17 @@ def _kernels(name: str) -> Backend:
     from sbjax.pallas import scaled_matmul_sm90 as product
   else:
     from sbjax.pallas import scaled_matmul_triton as product
-  quantizers = [functools.partial(shards.quantize, quantize_triton, form) for form in _QUANTIZERS]
-  by_rows = [
-    _row_operation(norm_triton.norm_quantize, name, "norm_quantize"),
-    _row_operation(norm_triton.norm_backward, name, "norm_backward"),
-    _row_operation(gelu_triton.gelu_quantize, name, "gelu_quantize"),
-    _row_operation(gelu_triton.gelu_backward, name, "gelu_backward"),
-    _quantize_sum(gelu_triton.quantize_sum, quantizers[0]),
-  ]
-  return Backend(name, *quantizers, functools.partial(shards.scaled_matmul, product), *by_rows)
+  by_rows = {n: getattr(norm_triton if n.startswith("norm") else gelu_triton, n) for n in _ROWS}
+  return _on_shards(name, product, quantize_triton, by_rows)
+
+
+def _on_shards(name: str, product, quantizers, by_rows: dict[str, Callable]) -> Backend:
+  """A backend of two modules' kernels, and of those for the operations of sbjax.rows."""
+  operations = {form: functools.partial(shards.quantize, quantizers, form) for form in _QUANTIZERS}
+  operations |= {n: _row_operation(kernel, name, n) for n, kernel in by_rows.items()}
+  operations["quantize_sum"] = _quantize_sum(by_rows["quantize_sum"], operations["quantize"])
+  multiply = functools.partial(shards.scaled_matmul, product)
+  return Backend(name, scaled_matmul=multiply, **operations)
 
 
 def _row_operation(kernel, backend: str, name: str):

@@ -1,6 +1,5 @@
 """Eight CPU devices, and a backend on them whose kernels are the definition in plain jnp."""
 
-import functools
 import types
 
 import jax
@@ -8,9 +7,8 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 
 from sbjax import INT8, quantize, rows, scaled_matmul
-from sbjax.backends import _ROWS, Backend, _row_operation
+from sbjax.backends import _ROWS, Backend, _on_shards
 from sbjax.formats import accumulator_dtype, max_value
-from sbjax.pallas import shards
 from sbjax.quantize import factor_and_scale
 
 FORMS = ("quantize", "quantize_transposed", "quantize_both")
@@ -61,9 +59,7 @@ QUANTIZERS = types.SimpleNamespace(
 
 def on_shards(product):
   """A backend of these kernels, with the parts of sbjax.backends that give each device its own."""
-  quantizers = (functools.partial(shards.quantize, QUANTIZERS, form) for form in FORMS)
-  by_rows = (_row_operation(getattr(rows, name), name) for name in _ROWS)
-  return Backend("mosaic", *quantizers, functools.partial(shards.scaled_matmul, product), *by_rows)
+  return _on_shards("mosaic", product, QUANTIZERS, {name: getattr(rows, name) for name in _ROWS})
 
 
 def make_mesh(kind=AxisType.Auto):
