@@ -12,23 +12,22 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from sbjax.quantize import Quantized, Spec
+from sbjax.formats import INT8
+from sbjax.quantize import Quantized
 
-SPEC = Spec(jnp.int8, "rowwise")
 LONG_ROW = 2048  # Up to here a warp has a row of its own, above four share one.
 
 
-def takes(x: jax.Array, spec: Spec) -> bool:
-  """Whole blocks of rows alone: it is here to be timed."""
+def quantize(x: jax.Array, *, interpret=False) -> Quantized:
+  """`sbjax.quantize.quantize` to rows of int8, bit for bit.
+
+  Raises:
+    NotImplementedError: other than whole blocks of rows; it is here to be timed.
+  """
   rows, k = x.shape
-  return spec == SPEC and rows % 4 == 0 and k % 128 == 0
-
-
-def quantize(x: jax.Array, spec: Spec = SPEC, *, interpret=False) -> Quantized:
-  """`sbjax.quantize.quantize`, bit for bit, for what it `takes`."""
-  if not takes(x, spec):
-    raise NotImplementedError(f"{x.shape} by {spec}")
-  (rows, k), is_long = x.shape, x.shape[1] > LONG_ROW
+  if rows % 4 or k % 128:
+    raise NotImplementedError(f"x [{rows}, {k}]: it takes [4 i, 128 j].")
+  is_long = k > LONG_ROW
   block = 1 if is_long else 4
 
   def kernel(x, values, scale):
@@ -39,12 +38,12 @@ def quantize(x: jax.Array, spec: Spec = SPEC, *, interpret=False) -> Quantized:
     factor = jnp.minimum(127 / absmax, jnp.finfo(jnp.float32).max)
     store(scale, at, jnp.where(absmax < jnp.inf, absmax * (1 / 127), jnp.nan))
     scaled = row * lax.broadcast_in_dim(factor, row.shape, (0,))
-    values[at] = jnp.round(jnp.clip(scaled, -127, 127)).astype(spec.dtype)
+    values[at] = jnp.round(jnp.clip(scaled, -127, 127)).astype(INT8)
 
   like = jax.ShapeDtypeStruct
   values, scale = plgpu.kernel(
     kernel,
-    out_type=(like(x.shape, spec.dtype), like((rows,), jnp.float32)),
+    out_type=(like(x.shape, INT8), like((rows,), jnp.float32)),
     grid=(rows // block,),
     grid_names=("blocks",),
     kernel_name="sbjax_quantize_mosaic",
