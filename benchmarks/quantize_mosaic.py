@@ -1,7 +1,7 @@
 """The row-wise int8 quantizer in Mosaic, a rival of sbjax/pallas/quantize_triton.py.
 
-One kernel language for a Hopper would be worth something, so benchmarks/quantize.py races the two;
-docs/design.md says what was chosen.
+One kernel language for a Hopper would be worth something, so benchmarks/quantize.py races the two.
+Triton is faster, as docs/design.md says.
 """
 
 import math
@@ -19,7 +19,7 @@ LONG_ROW = 2048  # Up to here a warp has a row of its own, above four share one.
 
 
 def quantize(x: jax.Array, *, interpret=False) -> Quantized:
-  """`sbjax.quantize.quantize` to rows of int8, bit for bit.
+  """`sbjax.quantize.quantize` to rows of int8, but for the last bit of its division on a GPU.
 
   Raises:
     NotImplementedError: other than whole blocks of rows; it is here to be timed.

@@ -27,16 +27,17 @@ MARKERS = "<!-- {}: made by python -m benchmarks.report -->", "<!-- end of {} --
 def main() -> None:
   step = sorted(last(read("step"), "chip", "size"), key=largest_first)
   step, steps_elsewhere = by_chip(step)
-  matmul, matmuls_elsewhere = by_chip(last(read("matmul"), "chip", "m", "n", "k"))
+  size = ("chip", "m", "n", "k")
+  matmul, matmuls_elsewhere = by_chip(last(read("matmul"), *size))
+  raced, _ = by_chip(last(filter(has_triton, read("matmul")), *size))
   case = ("chip", "operation", "format", "scaling", "rows", "width", "dtype")
-  raced = [row for row in matmul if "xla_int8_triton" in row["tops"]]
   quantize, _ = by_chip(last(read("quantize"), *case))
   linear, _ = by_chip(last(read("linear"), "chip", "tokens", "dim"))
   plot_step(step)
-  plot_matmul(matmul)
+  plot_matmul(matmul, raced)
   plot_quantize(quantize)
   plot_linear(linear)
-  plot_operations([row for row in linear if "operation_milliseconds" in row])
+  plot_operations(linear)
   write("steps", step_table(step, steps_elsewhere))
   write("speeds", table(matmul, matmuls_elsewhere, raced, quantize, linear))
 
@@ -58,9 +59,14 @@ def read(name: str) -> list[dict]:
 def last(rows, *keys) -> list[dict]:
   """The last of each case, in the order of the file."""
   found = {}
-  for row in reversed(rows):
+  for row in reversed(list(rows)):
     found.setdefault(tuple(row[key] for key in keys), row)
   return list(reversed(found.values()))
+
+
+def has_triton(row) -> bool:
+  """Whether XLA's Triton kernel was raced: few lines have it. A note says what is older."""
+  return "xla_int8_triton" in row["tops"] and "note" not in row
 
 
 def by_chip(rows) -> tuple[list[dict], list[dict]]:
@@ -149,7 +155,7 @@ def table(matmul, elsewhere, raced, quantize, linear) -> list[str]:
     f" bf16 |"
     f" {ratio(large, 'xla_bf16')} |",
     f"| the same over XLA's int8 (cuBLAS) with scales | {ratio(large, 'xla_int8')} |",
-    f"| {len(raced)} of them ({tokens_of(raced)} tokens, width {widths_of(raced)}), over the"
+    f"| {len(raced)} of them ({tokens_of(raced)} tokens, widths {widths_of(raced)}), over the"
     " faster of that and XLA's own Triton kernel with the scales in it |"
     f" {ratio(raced, 'xla_int8', 'xla_int8_triton')} |",
     f"| the {len(large)} sizes over our kernel in fp8 (e4m3) | {ratio(large, 'ours_fp8')} |",
@@ -198,7 +204,9 @@ def plot_step(rows) -> None:
   save(figure, "step")
 
 
-def plot_matmul(rows) -> None:
+def plot_matmul(rows, raced) -> None:
+  """Rates of the last lines, and of `xla_int8_triton` in the lines that have it."""
+  fused = {(row["m"], row["n"], row["k"]): row["tops"]["xla_int8_triton"] for row in raced}
   tokens = sorted({row["m"] for row in rows if row["m"] >= 4096})
   figure, axes = plt.subplots(1, len(tokens), figsize=(5 * len(tokens), 5), sharex=True)
   for axis, m in zip(axes, tokens, strict=True):
@@ -208,12 +216,12 @@ def plot_matmul(rows) -> None:
     for name, marker in (
       ("xla_bf16", "s"),
       ("xla_int8", "^"),
-      ("xla_int8_triton", "v"),
       ("ours_int8", "o"),
       ("ours_fp8", "x"),
     ):
-      rates = [row["tops"].get(name, math.nan) for row in shown]
-      axis.plot(rates, names, marker, label=name, markersize=4)
+      axis.plot([row["tops"][name] for row in shown], names, marker, label=name, markersize=4)
+    rates = [fused.get((row["m"], row["n"], row["k"]), math.nan) for row in shown]
+    axis.plot(rates, names, "v", label="xla_int8_triton", markersize=4)
     reached = statistics.median(row["int8_ceiling"] for row in shown)
     axis.axvline(reached, color="gray", ls=":", label="ours_int8, 32,768 x 8,192 x 8,192")
     axis.set_title(f"{m:,} tokens")
@@ -228,7 +236,7 @@ def plot_quantize(rows) -> None:
   shown = [row for row in rows if row["scaling"] == "rowwise" and row["operation"] == "quantize"
            and row["format"] == "int8"]  # fmt: skip
   figure, axis = plt.subplots(figsize=(6, 4))
-  for name in ("copy", "ours", "xla"):
+  for name in ("copy", "ours", "mosaic", "xla"):
     rates = [row["terabytes_per_second"][name] for row in shown]
     axis.plot([row["width"] for row in shown], rates, "o-", label=name)
   axis.set(
@@ -261,8 +269,6 @@ def plot_linear(rows) -> None:
 def plot_operations(rows) -> None:
   """Each operation of an MLP's linear layers by itself, as in the paper's figure 12."""
   tokens = sorted({row["tokens"] for row in rows})
-  if not tokens:
-    return
   size = (4.5 * len(tokens), 5)
   figure, (axes,) = plt.subplots(1, len(tokens), figsize=size, sharey=True, squeeze=False)
   for axis, m in zip(axes, tokens, strict=True):
