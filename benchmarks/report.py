@@ -151,32 +151,34 @@ def table(matmul, elsewhere, raced, quantize, linear) -> list[str]:
   lines = [
     f"| on one {name_of(CHIP)} (jax {matmul[0]['jax']}) | |",
     "|---|---|",
-    f"| int8 matmul with scales, {len(large)} sizes of CLIP's layers from 16k tokens on, over XLA's"
-    f" bf16 |"
-    f" {ratio(large, 'xla_bf16')} |",
-    f"| the same over XLA's int8 (cuBLAS) with scales | {ratio(large, 'xla_int8')} |",
-    f"| {len(raced)} of them ({tokens_of(raced)} tokens, widths {widths_of(raced)}), over the"
-    " faster of that and XLA's own Triton kernel with the scales in it |"
+    f"| int8 matmul with scales, over XLA's bf16 matmul: {len(large)} sizes of CLIP's layers from"
+    f" 16k tokens on | {ratio(large, 'xla_bf16')} |",
+    f"| over XLA's int8 matmul by cuBLAS, with scales: the same sizes |"
+    f" {ratio(large, 'xla_int8')} |",
+    "| over the faster of XLA's two int8 matmuls, by cuBLAS and by Triton with the scales in it:"
+    f" {len(raced)} of these sizes ({tokens_of(raced)} tokens, widths {widths_of(raced)}) |"
     f" {ratio(raced, 'xla_int8', 'xla_int8_triton')} |",
-    f"| the {len(large)} sizes over our kernel in fp8 (e4m3) | {ratio(large, 'ours_fp8')} |",
-    f"| the {len(large)} sizes over our 32,768 x 8,192 x 8,192 in the same run |"
+    f"| over our own kernel in fp8 (e4m3): the {len(large)} sizes | {ratio(large, 'ours_fp8')} |",
+    f"| over our own kernel for one large product (32,768 x 8,192 x 8,192) in the same run, in"
+    f" operations a second: the {len(large)} sizes |"
     f" {mean_and_range(row['tops']['ours_int8'] / row['int8_ceiling'] for row in large)} |",
     *(
-      f"| {len(rows)} sizes of {tokens_of(rows)} tokens on one {name_of(chip)}, over XLA's bf16,"
-      " over XLA's int8 (cuBLAS) |"
+      f"| on one {name_of(chip)}, over XLA's bf16, and over XLA's int8 by cuBLAS:"
+      f" {len(rows)} sizes of {tokens_of(rows)} tokens |"
       f" {ratio(rows, 'xla_bf16')}, {ratio(rows, 'xla_int8')} |"
       for chip in dict.fromkeys(row["chip"] for row in elsewhere)
       if (rows := [row for row in elsewhere if row["chip"] == chip and row["m"] >= 16384])
     ),
-    "| row-wise quantizing, widths 768 to 16,384, of a copy's bytes a second |"
+    "| row-wise quantizing, its bytes a second as a part of a device copy's: widths 768 to 16,384 |"
     f" {min(rows_of_x):.0%} to {max(rows_of_x):.0%} |",
   ]
   for tokens, dim in ((65536, 1280), (65536, 4096), (16384, 1024)):
     one, quantizing = speed[tokens, dim], share[tokens, dim]["switchback"]
     lines.append(
-      f"| an MLP's linear layers, forward and backward, {tokens:,} tokens, width {dim:,}: over"
-      f" `full` | `switchback` **{one['switchback']:.2f}x**, `_q` {one['switchback_q']:.2f}x, `_m`"
-      f" {one['switchback_m']:.2f}x; {quantizing:.0%} of it quantizing |"
+      f"| an MLP's linear layers, forward and backward, over recipe `full`: {tokens:,} tokens,"
+      f" width {dim:,} | `switchback` **{one['switchback']:.2f}x**, {quantizing:.0%} of it"
+      f" quantizing; `switchback_q` {one['switchback_q']:.2f}x;"
+      f" `switchback_m` {one['switchback_m']:.2f}x |"
     )
   return lines
 

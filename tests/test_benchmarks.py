@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks import each_kernel, kernels, linear, matmul, tune
+from benchmarks import quantize as quantize_benchmark
 from benchmarks.kernels import Kernel, grouped, idle, origins_of
 from benchmarks.operands import Operands
 from benchmarks.step import model_flops
@@ -159,6 +160,15 @@ def test_operations_timed_by_themselves_are_those_of_the_layer():
     assert jax.tree.all(jax.tree.map(jnp.array_equal, made.pop(f"quantize {name}"), operand))
   assert jnp.array_equal(made.pop("cast w"), layer.w16)
   assert list(made) == ["x.T dy"]  # Nothing else is timed.
+
+
+def test_what_differs_from_the_definition_is_counted():
+  x, spec = jax.random.normal(jax.random.key(0), (8, 16), jnp.bfloat16), Spec(INT8, "rowwise")
+  found = quantize(x, spec)
+  expected = quantize_benchmark.on_cpu(quantize, x, spec)
+  assert quantize_benchmark.differing(found, expected) == 0
+  wrong = found._replace(values=found.values.at[2, 3:5].add(1), scale=found.scale.at[7].mul(2))
+  assert quantize_benchmark.differing(wrong, expected) == 3
 
 
 @pytest.mark.parametrize("dtype", [INT8, E4M3])
