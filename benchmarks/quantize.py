@@ -65,7 +65,9 @@ def measure(operation, spec, rows, width, dtype, bytes_each) -> dict:
   moved = {name: bytes_each * size for name in contenders}
   moved["copy"] = 2 * jnp.dtype(dtype).itemsize * size
   rates = {name: moved[name] / seconds[name] / 1e12 for name in contenders}
-  line = {
+  expected = on_cpu(xla, *sets[0], spec)
+  found = {name: one.call(sets)[0] for name, one in contenders.items() if name != "copy"}
+  return {
     "benchmark": "quantize",
     "operation": operation,
     "format": jnp.dtype(spec.dtype).name,
@@ -77,15 +79,9 @@ def measure(operation, spec, rows, width, dtype, bytes_each) -> dict:
     "milliseconds": {name: round(one.seconds * 1e3, 4) for name, one in contenders.items()},
     "kernel_milliseconds": {name: round(time * 1e3, 4) for name, time in seconds.items()},
     "of_copy": round(rates["ours"] / rates["copy"], 3),
+    "differing": {name: differing(result, expected) for name, result in found.items()},
     "data": "standard normal",
   }
-  expected = on_cpu(getattr(get_backend("xla"), operation), *sets[0], spec)
-  line["differing"] = {
-    name: differing(one.call(sets)[0], expected)
-    for name, one in contenders.items()
-    if name != "copy"
-  }
-  return line
 
 
 def on_cpu(operation, x, spec):
