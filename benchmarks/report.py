@@ -28,8 +28,9 @@ def main() -> None:
   step = sorted(last(read("step"), "chip", "size"), key=largest_first)
   step, steps_elsewhere = by_chip(step)
   size = ("chip", "m", "n", "k")
-  matmul, matmuls_elsewhere = by_chip(last(read("matmul"), *size))
-  raced, _ = by_chip(last(filter(has_triton, read("matmul")), *size))
+  matmuls = read("matmul")
+  matmul, matmuls_elsewhere = by_chip(last(matmuls, *size))
+  raced, _ = by_chip(last([row for row in matmuls if has_triton(row)], *size))
   case = ("chip", "operation", "format", "scaling", "rows", "width", "dtype")
   quantize, _ = by_chip(last(read("quantize"), *case))
   linear, _ = by_chip(last(read("linear"), "chip", "tokens", "dim"))
@@ -59,7 +60,7 @@ def read(name: str) -> list[dict]:
 def last(rows, *keys) -> list[dict]:
   """The last of each case, in the order of the file."""
   found = {}
-  for row in reversed(list(rows)):
+  for row in reversed(rows):
     found.setdefault(tuple(row[key] for key in keys), row)
   return list(reversed(found.values()))
 

@@ -201,15 +201,14 @@ def _on_shards(name: str, product, quantizers, by_rows: dict[str, Callable]) -> 
 
 def _row_operation(kernel, backend: str, name: str):
   """The kernel on shards of whole rows; what it cannot do is an error."""
-  # Layer norm needs its whole row.
-  options = {"splits_rows": not name.startswith("norm")}
+  splits_rows = not name.startswith("norm")  # Layer norm needs its whole row.
 
   def run(*args):
     if reason := _rows_lack(name, args):
       raise NotImplementedError(
         f"backend={backend!r} has a kernel of {name} {reason}; backend=None leaves it to XLA."
       )
-    return shards.by_rows(kernel, getattr(rows, name), *args, **options)
+    return shards.by_rows(kernel, getattr(rows, name), *args, splits_rows=splits_rows)
 
   return run
 
