@@ -47,7 +47,7 @@ def compiled(data: int, fsdp: int, recipe: str, loss: str = "softmax"):
   abstract = jax.eval_shape(init)
   shardings = state_shardings(abstract, abstract.params, mesh)
   step = jax.jit(
-    make_train_step(model, optimizer, LOSSES[loss], seed=0),
+    make_train_step(model, optimizer, LOSSES[loss], seed=0, mesh=mesh),
     in_shardings=(shardings, batch_sharding(mesh)),
     out_shardings=(shardings, replicated(mesh), replicated(mesh)),
   )
@@ -118,7 +118,9 @@ def accumulating(
   init = make_init(model, optax.trace(0.0), seed=0)
   abstract = jax.eval_shape(init)
   shardings = state_shardings(abstract, abstract.params, mesh)
-  step = make_train_step(model, optax.trace(0.0), LOSSES[loss], 0, accumulate)
+  step = make_train_step(
+    model, optax.trace(0.0), LOSSES[loss], 0, accumulate, mesh=mesh if mesh.size > 1 else None
+  )
   return model, step, jit(init, out_shardings=shardings)(), mesh
 
 

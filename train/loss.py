@@ -42,13 +42,19 @@ def siglip(
 
 
 # By the config's name, of what CLIP returns.
+def _interim(function, *names):
+  def run(out, axes=()):
+    f = [out["image_features"], out["text_features"]]
+    if axes:
+      f = [jax.lax.all_gather(x, axes, axis=0, tiled=True) for x in f]
+    value, metrics = function(*f, *(out[n] for n in names))
+    share = value / (jax.lax.psum(1, axes) if axes else 1)
+    return jax.lax.stop_gradient(value) + (share - jax.lax.stop_gradient(share)), metrics
+  return run
+
 LOSSES = {
-  "softmax": lambda out: softmax_contrastive(
-    out["image_features"], out["text_features"], out["logit_scale"]
-  ),
-  "siglip": lambda out: siglip(
-    out["image_features"], out["text_features"], out["logit_scale"], out["logit_bias"]
-  ),
+  "softmax": _interim(softmax_contrastive, "logit_scale"),
+  "siglip": _interim(siglip, "logit_scale", "logit_bias"),
 }
 
 

@@ -56,6 +56,18 @@ def path_name(path) -> str:
   return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+def parameter_axes(name: str) -> tuple[str | None, ...]:
+  """The mesh axes that RULES gives to the trailing dimensions of a parameter.
+
+  Raises:
+    ValueError: no rule covers it.
+  """
+  axes = next((axes for pattern, axes in RULES if re.search(pattern, name)), None)
+  if axes is None:
+    raise ValueError(f"No sharding rule covers parameter {name!r}; add one to RULES.")
+  return axes
+
+
 def parameter_shardings(params, mesh: Mesh):
   """The tree of NamedShardings that RULES gives to a tree of parameters (or their shapes).
 
@@ -65,9 +77,7 @@ def parameter_shardings(params, mesh: Mesh):
 
   def sharding(path, leaf):
     name = path_name(path)
-    axes = next((axes for pattern, axes in RULES if re.search(pattern, name)), None)
-    if axes is None:
-      raise ValueError(f"No sharding rule covers parameter {name!r}; add one to RULES.")
+    axes = parameter_axes(name)
     spec = (None,) * (leaf.ndim - len(axes)) + axes
     for size, axis in zip(leaf.shape, spec, strict=True):
       if axis is not None and size % mesh.shape[axis]:

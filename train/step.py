@@ -1,18 +1,21 @@
 """One training step: loss over the global batch, gradients, update, and what to watch."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh, PartitionSpec
 
 from sbjax.models.clip import CLIP
 from sbjax.models.convert import unstack_blocks
 from sbjax.models.sizes import CLIPConfig
 from sbjax.models.transformer import quantize_kernels
 from sbjax.stable_adamw import tensor_rms
+from train.gather import gather_parameters
 from train.images import normalize
-from train.sharding import path_name
+from train.sharding import BATCH_AXES, parameter_shardings, path_name
 
 
 class TrainState(NamedTuple):
@@ -42,36 +45,32 @@ def make_init(model: CLIP, optimizer: optax.GradientTransformation, seed: int):
 
 
 def make_train_step(
-  model: CLIP, optimizer: optax.GradientTransformation, loss, seed: int, accumulate: int = 1
+  model: CLIP,
+  optimizer: optax.GradientTransformation,
+  loss,
+  seed: int,
+  accumulate: int = 1,
+  *,
+  mesh: Mesh | None = None,
+  gradient_dtype: jnp.dtype = jnp.float32,
 ):
   """`train_step(state, batch) -> (state, metrics, finite)`, pure and ready for `jax.jit`.
 
   loss: one of train.loss.LOSSES.
   accumulate: how many microbatches a batch goes through the model in; the loss is over all of it.
+  mesh: computes on the devices of a mesh, each on its rows of the batch, with the state split as
+    `train.sharding.state_shardings` says. None: one device.
+  gradient_dtype: in which the devices of a mesh add up gradients of kernels.
   batch: image uint8 [B, S, S, 3] and text int32 [B, L], B being the global batch.
   metrics: float32 scalars by name.
   finite: a bool for each of `tensor_names`: the first False is where trouble began.
   """
+  differentiate = functools.partial(_differentiate, model, loss, accumulate, mesh, gradient_dtype)
 
   def train_step(state: TrainState, batch):
     key = jax.random.fold_in(jax.random.key(seed), state.step)
-
-    def loss_of(params):
-      quantized = quantize_kernels(params, model.recipe, backend=model.backend)
-      variables = {"params": params, "quantized": quantized}
-
-      def encode(batch, key):
-        image, text = normalize(batch["image"]), batch["text"]
-        return model.apply(variables, image, text, train=True, rngs={"dropout": key})
-
-      if accumulate == 1:
-        out = encode(batch, key)
-      else:
-        out = _in_microbatches(encode, batch, key, accumulate)
-      value, metrics = loss(out)
-      return value, (out, metrics)
-
-    (value, (out, metrics)), gradients = jax.value_and_grad(loss_of, has_aux=True)(state.params)
+    run = differentiate if mesh is None else _on_each_device(differentiate, state.params, mesh)
+    (value, (features, out, metrics)), gradients = run(state.params, batch, key)
     with jax.named_scope("optimizer"):
       updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
       params = optax.apply_updates(state.params, updates)
@@ -96,8 +95,7 @@ def make_train_step(
     checked = (
       *jax.tree.leaves(state.params),
       *(x for tower in ("image", "text") for x in out["block_outputs"][tower]),
-      out["image_features"],
-      out["text_features"],
+      *features,
       value,
       *jax.tree.leaves(gradients),
       metrics["parameter_norm"],
@@ -106,6 +104,58 @@ def make_train_step(
     return TrainState(state.step + 1, params, opt_state), metrics, finite
 
   return train_step
+
+
+def _differentiate(model, loss, accumulate, mesh, gradient_dtype, params, batch, key):
+  """The loss and its gradients, from one device's examples and its shards of the parameters.
+
+  Returns:
+    ((loss, (features, the model's other outputs, metrics)), gradients): the features of the
+    device's examples, the gradients of its shards, and else numbers of the global batch.
+  """
+  axes = () if mesh is None else BATCH_AXES
+  count = len(batch["text"]) // accumulate
+  first = jax.lax.axis_index(axes) * count if axes else 0
+
+  def loss_of(params):
+    if mesh is None:
+      quantized = quantize_kernels(params, model.recipe, backend=model.backend)
+      variables = {"params": params, "quantized": quantized}
+    else:
+      variables = gather_parameters(model, params, mesh, gradient_dtype)
+
+    def encode(batch, key):
+      image, text = normalize(batch["image"]), batch["text"]
+      options = {"train": True, "first_example": first, "rngs": {"dropout": key}}
+      return model.apply(variables, image, text, **options)
+
+    if accumulate == 1:
+      out = encode(batch, key)
+    else:
+      out = _in_microbatches(encode, batch, key, accumulate)
+    value, metrics = loss(out, axes)
+    features = out.pop("image_features"), out.pop("text_features")
+    if axes:
+      out["block_outputs"] = jax.lax.pmean(jax.lax.stop_gradient(out["block_outputs"]), axes)
+    return value, (features, out, metrics)
+
+  return jax.value_and_grad(loss_of, has_aux=True)(params)
+
+
+def _on_each_device(differentiate, params, mesh: Mesh):
+  """`differentiate` in one `shard_map` over a mesh, where a kernel's operands are shards already.
+
+  `jit` with shardings would ask Python about every kernel of every layer, and move activations.
+  """
+  shards = jax.tree.map(lambda s: s.spec, parameter_shardings(params, mesh))
+  rows, everywhere = PartitionSpec(BATCH_AXES), PartitionSpec()
+  return jax.shard_map(
+    differentiate,
+    mesh=mesh,
+    in_specs=(shards, rows, everywhere),
+    out_specs=((everywhere, (rows, everywhere, everywhere)), shards),
+    check_vma=False,  # The sums over devices are those of `gather_parameters` and of the loss.
+  )
 
 
 def _in_microbatches(encode, batch, key: jax.Array, count: int) -> dict:

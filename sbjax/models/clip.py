@@ -110,8 +110,20 @@ class CLIP(nn.Module):
     if self.init_logit_bias is not None:
       self.logit_bias = self.param("logit_bias", constant(self.init_logit_bias), (), jnp.float32)
 
-  def __call__(self, image: jax.Array, text: jax.Array, *, train: bool = False) -> dict:
+  def __call__(
+    self,
+    image: jax.Array,
+    text: jax.Array,
+    *,
+    train: bool = False,
+    first_example: jax.typing.ArrayLike = 0,
+  ) -> dict:
     """What a contrastive loss needs, all float32.
+
+    Args:
+      train: whether patches are dropped, which takes a key: `rngs={"dropout": key}`.
+      first_example: the place of these B examples in a larger batch. Patches dropped are those
+        that the whole batch on one device would drop.
 
     Returns:
       image_features, text_features: [B, E], of length 1.
@@ -120,7 +132,7 @@ class CLIP(nn.Module):
       block_outputs: {"image": [layers], "text": [layers]}, the mean |feature| after each block;
         no gradient flows into it.
     """
-    image_features, image_blocks = self.image(image, train=train)
+    image_features, image_blocks = self.image(image, train=train, first_example=first_example)
     text_features, text_blocks = self.text(text)
     bias = {} if self.init_logit_bias is None else {"logit_bias": self.logit_bias}
     return {
@@ -152,7 +164,7 @@ class VisionTower(nn.Module):
   patch_dropout: float
 
   @nn.compact
-  def __call__(self, image: jax.Array, *, train: bool):
+  def __call__(self, image: jax.Array, *, train: bool, first_example: jax.typing.ArrayLike = 0):
     c, normal = self.config, nn.initializers.normal(self.config.width**-0.5)
     if image.shape[1:] != (c.image_size, c.image_size, 3):
       raise ValueError(f"Images must be [B, {c.image_size}, {c.image_size}, 3], not {image.shape}.")
@@ -171,7 +183,8 @@ class VisionTower(nn.Module):
     class_B1D = jnp.broadcast_to(class_D.astype(self.dtype), (x_BLD.shape[0], 1, c.width))
     x_BLD = jnp.concatenate([class_B1D, x_BLD], axis=1) + position_LD.astype(self.dtype)[None]
     if train and self.patch_dropout:
-      x_BLD = patch_dropout(x_BLD, self.patch_dropout, self.make_rng("dropout"))
+      key = self.make_rng("dropout")
+      x_BLD = patch_dropout(x_BLD, self.patch_dropout, key, first_example)
     x_BLD = layer_norm(x_BLD, "ln_pre")
     x_BLD, outputs = self.blocks(x_BLD, c, causal=False, inits=_VISION_INITS)
     x_BD = layer_norm(x_BLD[:, 0], "ln_post")
@@ -209,11 +222,18 @@ class TextTower(nn.Module):
     return x_BD.astype(jnp.float32) @ proj, outputs
 
 
-def patch_dropout(x_BLD: jax.Array, rate: float, key: jax.Array) -> jax.Array:
-  """Keeps the class token, first, and of the patches a uniformly drawn 1 - rate for each image."""
+def patch_dropout(
+  x_BLD: jax.Array, rate: float, key: jax.Array, first_example: jax.typing.ArrayLike = 0
+) -> jax.Array:
+  """Keeps the class token, first, and of the patches a uniformly drawn 1 - rate for each image.
+
+  An image's draw follows from the key and the image's number, first_example + its row.
+  """
   batch, patches = x_BLD.shape[0], x_BLD.shape[1] - 1
   kept = max(1, int(patches * (1 - rate)))
-  _, drawn_BL = jax.lax.top_k(jax.random.uniform(key, (batch, patches)), kept)
+  keys = jax.vmap(functools.partial(jax.random.fold_in, key))(first_example + jnp.arange(batch))
+  uniform_BL = jax.vmap(lambda key: jax.random.uniform(key, (patches,)))(keys)
+  _, drawn_BL = jax.lax.top_k(uniform_BL, kept)
   patches_BLD = jnp.take_along_axis(x_BLD[:, 1:], drawn_BL[:, :, None], axis=1)
   return jnp.concatenate([x_BLD[:, :1], patches_BLD], axis=1)
 

@@ -1,0 +1,164 @@
+"""Fully sharded weights in 8 bits, for code inside a `jax.shard_map`.
+
+Each device keeps a shard of every weight and gathers the rest when it needs it (Rajbhandari et
+al. 2020, https://arxiv.org/abs/1910.02054, stage 3). Two facts make int8 cheap here. The maximum
+of a maximum is exact, so that shards quantized with the global absmax are the shards of the
+quantized weight. And SwitchBack gives a weight one scale, which serves w and w.T: one gather of
+one byte a parameter feeds the forward pass and the input gradient.
+
+The gradient goes the other way: devices sum their shares and keep their shard.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from sbjax.linear import Kernel, quantize_kernel
+from sbjax.quantize import Quantized, Spec, largest, round_to
+from sbjax.recipes import Recipe, as_recipe
+
+Axes = str | tuple[str, ...]
+
+
+def gather_kernel(
+  w: jax.Array,
+  recipe: Recipe | str,
+  axis_name: str | None,
+  *,
+  reduce_axes: Axes = (),
+  dtype: jnp.dtype = jnp.bfloat16,
+  gradient_dtype: jnp.dtype = jnp.float32,
+  backend: str | None = None,
+) -> Kernel | jax.Array:
+  """A linear layer's kernel [K, N] from the shards [K / n, N] that n devices keep.
+
+  The result goes wherever the kernel would (`quantized_dot`, `norm_dot`, `norm_mlp`, the
+  collection "quantized" of SwitchBackDense) and gives the same numbers. A recipe that rounds w in
+  both products gathers 8-bit values; the float32 weight is never gathered, and the Kernel's
+  `master` is a placeholder of zeros that carries the gradient. A recipe that leaves w in 16 bits
+  gathers it in `dtype`; one that rounds it in a single product gathers all of its float32.
+
+  The gradient is summed over `axis_name` and `reduce_axes`, so each device's loss is its share of
+  the whole: `local_sum / global_batch`.
+
+  Args:
+    w: this device's rows of the kernel, float32.
+    recipe: a `Recipe` or the name of one in RECIPES.
+    axis_name: the mesh axis over which K is split; None if each device has all of w.
+    reduce_axes: further mesh axes whose devices see other data. Leave it empty in a `shard_map`
+      with `check_vma=True`, which sums over these axes by itself.
+    dtype: the compute dtype, for a weight that stays in 16 bits.
+    gradient_dtype: in which devices add up the gradient; bfloat16 moves half of the bytes.
+    backend: quantizes a kernel that is not split; None chooses.
+
+  Raises:
+    ValueError: w is not [K / n, N], or an unknown recipe.
+  """
+  if w.ndim != 2:
+    raise ValueError(f"gather_kernel takes a shard of a kernel [K, N], not {w.shape}.")
+  recipe = as_recipe(recipe)
+  reduce_axes = (reduce_axes,) if isinstance(reduce_axes, str) else tuple(reduce_axes)
+  how = (axis_name, 0, reduce_axes, jnp.dtype(gradient_dtype))
+  if recipe.fwd is None and recipe.dgrad is None:
+    return _gather(*how, jnp.dtype(dtype), w)
+  if recipe.fwd is None or recipe.dgrad is None:
+    return quantize_kernel(_gather(*how, w.dtype, w), recipe, backend=backend)
+  return _gather_kernel(how, recipe, backend, w)
+
+
+def gather(
+  x: jax.Array,
+  axis_name: str | None,
+  *,
+  axis: int = 0,
+  reduce_axes: Axes = (),
+  dtype: jnp.dtype | None = None,
+  gradient_dtype: jnp.dtype = jnp.float32,
+) -> jax.Array:
+  """An array from the shards that devices keep, in x's dtype; its gradient is summed and split.
+
+  Args:
+    x: this device's shard.
+    axis_name: the mesh axis over which `axis` of x is split; None if each device has all of x.
+    axis: of x.
+    reduce_axes: further mesh axes to sum the gradient over; see `gather_kernel`.
+    dtype: in which x travels; None is its own.
+    gradient_dtype: in which devices add up the gradient.
+  """
+  reduce_axes = (reduce_axes,) if isinstance(reduce_axes, str) else tuple(reduce_axes)
+  dtype = jnp.dtype(x.dtype if dtype is None else dtype)
+  return _gather(axis_name, axis, reduce_axes, jnp.dtype(gradient_dtype), dtype, x)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
+def _gather(axis_name, axis, reduce_axes, gradient_dtype, dtype, x):
+  if axis_name is None:
+    return x
+  return _all_gather(x.astype(dtype), axis_name, axis).astype(x.dtype)
+
+
+def _gather_fwd(axis_name, axis, reduce_axes, gradient_dtype, dtype, x):
+  return _gather(axis_name, axis, reduce_axes, gradient_dtype, dtype, x), None
+
+
+def _gather_bwd(axis_name, axis, reduce_axes, gradient_dtype, dtype, _, gradient):
+  return (_reduce_scatter(gradient, axis_name, axis, reduce_axes, gradient_dtype),)
+
+
+_gather.defvjp(_gather_fwd, _gather_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _gather_kernel(how, recipe, backend, w):
+  axis_name = how[0]
+  if axis_name is None:
+    return quantize_kernel(w, recipe, backend=backend)
+  (_, fwd), (_, dgrad) = recipe.fwd, recipe.dgrad
+  values = _quantize_shards(w, dgrad, axis_name, contracted=1)
+  if fwd == dgrad and fwd.scaling != "rowwise":
+    turned = values.T
+  else:
+    turned = _quantize_shards(w, fwd, axis_name, contracted=0)
+  rows = jax.lax.axis_size(axis_name) * w.shape[0]
+  return Kernel(jnp.zeros((rows, w.shape[1]), w.dtype), turned, values)
+
+
+def _gather_kernel_fwd(how, recipe, backend, w):
+  return _gather_kernel(how, recipe, backend, w), None
+
+
+def _gather_kernel_bwd(how, recipe, backend, _, gradient):
+  return (_reduce_scatter(gradient.master, *how),)
+
+
+_gather_kernel.defvjp(_gather_kernel_fwd, _gather_kernel_bwd)
+
+
+def _quantize_shards(w, spec: Spec, axis_name, contracted: int) -> Quantized:
+  """`quantize` of the whole kernel [K, N], or of its transpose [N, K] if K is contracted.
+
+  `contracted` is the axis of w along which a row-wise scale is shared: 0 is K, which is split.
+  """
+  x = w if contracted else w.T
+  absmax = largest(x, spec)
+  if spec.scaling != "rowwise" or contracted == 0:
+    absmax = jax.lax.pmax(absmax, axis_name)
+  values, scale = round_to(x, absmax, spec)
+  if spec.scaling == "rowwise" and contracted == 1:
+    scale = _all_gather(scale, axis_name, 0)
+  values = _all_gather(values if contracted else values.T, axis_name, 0)
+  return Quantized(values if contracted else values.T, scale)
+
+
+def _all_gather(x, axis_name, axis):
+  return jax.lax.all_gather(x, axis_name, axis=axis, tiled=True)
+
+
+def _reduce_scatter(gradient, axis_name, axis, reduce_axes, dtype):
+  """The sum over devices of a gradient; of what is split, this device's shard."""
+  total = gradient.astype(dtype)
+  if axis_name is not None:
+    total = jax.lax.psum_scatter(total, axis_name, scatter_dimension=axis, tiled=True)
+  total = jax.lax.psum(total, reduce_axes) if reduce_axes else total
+  return total.astype(gradient.dtype)

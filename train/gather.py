@@ -1,0 +1,59 @@
+"""A CLIP's parameters inside a `jax.shard_map`: from the shards of a device to what it computes with.
+
+Every layer's kernel is gathered by itself, so that XLA can fetch the next one, and sum the gradient
+of the last one, while a layer computes. Microbatches and rematerialised blocks share what was
+gathered once.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import Mesh
+
+from sbjax.fsdp import gather, gather_kernel
+from sbjax.linear import Kernel
+from sbjax.models.clip import CLIP
+from sbjax.models.transformer import BLOCK_LINEARS
+from train.sharding import BATCH_AXES, parameter_axes
+
+
+def gather_parameters(
+  model: CLIP, params: dict, mesh: Mesh, gradient_dtype: jnp.dtype = jnp.float32
+) -> dict:
+  """The variables of `model.apply` from this device's shards of its parameters.
+
+  Differentiable: gradients are summed over all devices of the mesh, and each keeps its shards.
+
+  Args:
+    params: as `train.sharding.parameter_shardings` splits them over the mesh.
+    gradient_dtype: in which devices add up the gradients of the blocks' kernels; others are
+      summed in float32.
+  """
+  gathered, quantized = {}, {}
+  for path, x in flatten_dict(params).items():
+    axes = parameter_axes("/".join(path))
+    split = "fsdp" in axes and mesh.shape["fsdp"] > 1
+    others = tuple(a for a in BATCH_AXES if mesh.shape[a] > 1 and not (split and a == "fsdp"))
+    name = "fsdp" if split else None
+    if path[-1] != "kernel" or path[-2] not in BLOCK_LINEARS:
+      axis = x.ndim - len(axes) + axes.index("fsdp") if split else 0
+      gathered[path] = gather(x, name, axis=axis, reduce_axes=others)
+      continue
+    kernels = [
+      gather_kernel(
+        w,
+        model.recipe,
+        name,
+        reduce_axes=others,
+        dtype=model.dtype,
+        gradient_dtype=gradient_dtype,
+        backend=model.backend,
+      )
+      for w in (x if x.ndim == 3 else [x])
+    ]
+    kernel = jax.tree.map(lambda *a: jnp.stack(a), *kernels) if x.ndim == 3 else kernels[0]
+    if isinstance(kernel, Kernel):
+      gathered[path], quantized[path] = kernel.master, (kernel.fwd, kernel.dgrad)
+    else:
+      gathered[path] = kernel
+  return {"params": unflatten_dict(gathered), "quantized": unflatten_dict(quantized)}
