@@ -14,6 +14,7 @@ from benchmarks.timing import Contender
 
 # The first that matches a kernel's name, or where XLA says that its operation comes from.
 GROUPS = {
+  "between GPUs": r"nccl",
   "attention": r"sdpa|fmha|flash|cudnn",
   "8-bit matmuls": r"sbjax_scaled_matmul|sbjax_accumulate|^_scaled_matmul_kernel",
   "16-bit matmuls": r"nvjet|gemm|xmma|cutlass",
@@ -33,7 +34,7 @@ class Kernel(NamedTuple):
 
 
 def kernels(function: Callable[[], object]) -> list[Kernel]:
-  """What ran on the GPU while `function` was called, in its order; compile it before."""
+  """What ran on the first GPU while `function` was called, in its order; compile it before."""
   with tempfile.TemporaryDirectory() as folder:
     with jax.profiler.trace(folder):
       jax.block_until_ready(function())
@@ -41,7 +42,7 @@ def kernels(function: Callable[[], object]) -> list[Kernel]:
     planes = jax.profiler.ProfileData.from_file(str(path)).planes
     found = []
     for plane in planes:
-      for line in plane.lines if plane.name.startswith("/device:GPU") else ():
+      for line in plane.lines if plane.name.startswith("/device:GPU:0") else ():
         if line.name.startswith("Stream"):
           found += [
             Kernel(
@@ -76,6 +77,11 @@ def idle(found: list[Kernel]) -> float:
     total += max(0.0, kernel.start - end)
     end = max(end, kernel.start + kernel.milliseconds)
   return total
+
+
+def exposed(found: list[Kernel], pattern: str) -> float:
+  """Milliseconds in which kernels of that name run and no others do."""
+  return idle([k for k in found if not re.search(pattern, k.name)]) - idle(found)
 
 
 def grouped(found: list[Kernel], origins: dict[str, str]) -> dict[str, float]:

@@ -16,7 +16,7 @@ import jax
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from train import config
+from train import config, xla_flags
 from train.errors import RunError
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to run: a file of configs/.")
@@ -41,12 +41,7 @@ def _run(job, argv) -> None:
   # orbax tells every file it writes, and each of its threads what we are told by an exception.
   logging.set_verbosity(logging.FATAL)
   sys.excepthook = _excepthook
-  if "xla_gpu_enable_triton_gemm" not in os.environ.get("XLA_FLAGS", ""):
-    # See sbjax.backends.warn_of_inexact_int8. A ViT-B/16 step also compiled in a tenth of the time
-    # on an H200 and took no longer.
-    os.environ["XLA_FLAGS"] = (
-      os.environ.get("XLA_FLAGS", "") + " --xla_gpu_enable_triton_gemm=false"
-    )
+  xla_flags.set_flags()
   try:
     if _DISTRIBUTED.value:
       _join_processes()

@@ -69,6 +69,7 @@ class OptimizerConfig:
 class MeshConfig:
   data: int = -1  # -1: what the other axis leaves
   fsdp: int = 1  # parameters and optimizer state are split over this axis
+  gradient_dtype: str = "float32"  # of what devices send to add up kernels' gradients; "bfloat16"
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -105,5 +106,9 @@ class Config:
         raise ValueError(f"{name}={getattr(self, name)} must be 0 (at the end alone) or more.")
     if self.model.dtype not in ("bfloat16", "float32"):
       raise ValueError(f"model.dtype={self.model.dtype!r} must be 'bfloat16' or 'float32'.")
+    if self.mesh.gradient_dtype not in ("bfloat16", "float32"):
+      raise ValueError(
+        f"mesh.gradient_dtype={self.mesh.gradient_dtype!r} must be 'float32' or 'bfloat16'."
+      )
     if not 0 < self.data.crop_scale[0] <= self.data.crop_scale[1] <= 1:
       raise ValueError(f"data.crop_scale={self.data.crop_scale} must be 0 < low <= high <= 1.")

@@ -25,9 +25,10 @@ from sbjax.models.clip import CLIP
 from train import cli, data
 from train.config import Config
 from train.errors import RunError
+from train.gather import gather_parameters
 from train.images import normalize
 from train.run import Run, make_run
-from train.sharding import batch_sharding, replicated
+from train.sharding import batch_sharding, parameter_shardings, replicated
 
 
 def evaluate_run(run: Run, params) -> dict[str, float]:
@@ -63,14 +64,32 @@ class Encoders(NamedTuple):
 def make_encoders(model: CLIP, mesh: Mesh) -> Encoders:
   """Compiled once for a model and a mesh; the parameters may be split over it as they like."""
 
-  def image(params, image):
-    return model.apply({"params": params}, normalize(image), method="encode_image")
+  def image(variables, image):
+    return model.apply(variables, normalize(image), method="encode_image")
 
-  def text(params, text):
-    return model.apply({"params": params}, text, method="encode_text")
+  def text(variables, text):
+    return model.apply(variables, text, method="encode_text")
 
-  shardings = {"in_shardings": (None, batch_sharding(mesh)), "out_shardings": replicated(mesh)}
-  return Encoders(jax.jit(image, **shardings), jax.jit(text, **shardings), mesh)
+  return Encoders(_on_rows(image, model, mesh), _on_rows(text, model, mesh), mesh)
+
+
+def _on_rows(encode: Callable, model: CLIP, mesh: Mesh) -> Callable:
+  """`encode`, jitted: each device of the mesh encodes its rows."""
+  rows = batch_sharding(mesh)
+
+  def run(params, x):
+    if mesh.size == 1:
+      return encode({"params": params}, x)
+    shards = jax.tree.map(lambda s: s.spec, parameter_shardings(params, mesh))
+    return jax.shard_map(
+      lambda params, x: encode(gather_parameters(model, params, mesh), x),
+      mesh=mesh,
+      in_specs=(shards, rows.spec),
+      out_specs=rows.spec,
+      check_vma=False,  # As in train/step.py.
+    )(params, x)
+
+  return jax.jit(run, in_shardings=(None, rows), out_shardings=replicated(mesh))
 
 
 def evaluate(

@@ -1,8 +1,8 @@
-"""A CLIP's parameters inside a `jax.shard_map`: from the shards of a device to what it computes with.
+"""A CLIP's parameters inside a `jax.shard_map`: a device computes with all, and keeps its shards.
 
-Every layer's kernel is gathered by itself, so that XLA can fetch the next one, and sum the gradient
-of the last one, while a layer computes. Microbatches and rematerialised blocks share what was
-gathered once.
+Every layer's kernel is gathered by itself, and its gradient is scattered as soon as it is made:
+beside its shards a device holds 8 bits a parameter, and the gradients in flight. Microbatches and
+rematerialised blocks share the kernels that were gathered once.
 """
 
 import jax
@@ -32,24 +32,17 @@ def gather_parameters(
   gathered, quantized = {}, {}
   for path, x in flatten_dict(params).items():
     axes = parameter_axes("/".join(path))
-    split = "fsdp" in axes and mesh.shape["fsdp"] > 1
-    others = tuple(a for a in BATCH_AXES if mesh.shape[a] > 1 and not (split and a == "fsdp"))
-    name = "fsdp" if split else None
+    split = "fsdp" if "fsdp" in axes and mesh.shape["fsdp"] > 1 else None
+    others = tuple(a for a in BATCH_AXES if mesh.shape[a] > 1 and a != split)
     if path[-1] != "kernel" or path[-2] not in BLOCK_LINEARS:
       axis = x.ndim - len(axes) + axes.index("fsdp") if split else 0
-      gathered[path] = gather(x, name, axis=axis, reduce_axes=others)
+      gathered[path] = gather(x, split, axis=axis, reduce_axes=others)
       continue
+    # One sum for a stack of layers: two H200s sum 400 MB at 281 GB/s and 17 MB at 120.
+    x = gather(x, None, reduce_axes=others, gradient_dtype=gradient_dtype)
+    options = {"dtype": model.dtype, "gradient_dtype": gradient_dtype, "backend": model.backend}
     kernels = [
-      gather_kernel(
-        w,
-        model.recipe,
-        name,
-        reduce_axes=others,
-        dtype=model.dtype,
-        gradient_dtype=gradient_dtype,
-        backend=model.backend,
-      )
-      for w in (x if x.ndim == 3 else [x])
+      gather_kernel(w, model.recipe, split, **options) for w in (x if x.ndim == 3 else [x])
     ]
     kernel = jax.tree.map(lambda *a: jnp.stack(a), *kernels) if x.ndim == 3 else kernels[0]
     if isinstance(kernel, Kernel):

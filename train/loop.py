@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
@@ -117,7 +118,15 @@ def jit_train_step(run: Run):
   """The compiled step: `(state, batch) -> (state, metrics, finite)`, the old state donated."""
   config = run.config
   loss = LOSSES[config.loss]
-  step = make_train_step(run.model, run.optimizer, loss, config.seed, config.accumulate)
+  step = make_train_step(
+    run.model,
+    run.optimizer,
+    loss,
+    config.seed,
+    config.accumulate,
+    mesh=run.mesh if run.mesh.size > 1 else None,
+    gradient_dtype=jnp.dtype(config.mesh.gradient_dtype),
+  )
   shardings = jax.tree.map(lambda x: x.sharding, run.abstract_state)
   everywhere = replicated(run.mesh)
   return jax.jit(

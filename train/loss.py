@@ -50,7 +50,9 @@ def _interim(function, *names):
     value, metrics = function(*f, *(out[n] for n in names))
     share = value / (jax.lax.psum(1, axes) if axes else 1)
     return jax.lax.stop_gradient(value) + (share - jax.lax.stop_gradient(share)), metrics
+
   return run
+
 
 LOSSES = {
   "softmax": _interim(softmax_contrastive, "logit_scale"),

@@ -23,7 +23,7 @@ from train.config import Config, ModelConfig
 from train.errors import RunError
 from train.loss import LOSSES
 from train.optimizer import make_optimizer
-from train.sharding import batch_sharding, make_mesh, state_shardings
+from train.sharding import make_mesh, state_shardings
 from train.step import TrainState, make_init
 from train.tokenizer import Tokenizer, make_tokenizer
 
@@ -76,7 +76,7 @@ def make_run(config: Config, workdir: Path) -> Run:
   for split in (config.data.train_split, config.data.eval_split):
     data.check_split(builder, split)
   tokenizer = _tokenizer(config, builder, workdir)
-  model = make_model(config.model, tokenizer, batch_sharding(mesh), siglip=config.loss == "siglip")
+  model = make_model(config.model, tokenizer, siglip=config.loss == "siglip")
   abstract = jax.eval_shape(make_init(model, optimizer, config.seed))
   shardings = state_shardings(abstract, abstract.params, mesh)
   return Run(
@@ -94,9 +94,7 @@ def make_run(config: Config, workdir: Path) -> Run:
   )
 
 
-def make_model(
-  config: ModelConfig, tokenizer: Tokenizer, sharding: jax.sharding.Sharding, *, siglip: bool
-) -> CLIP:
+def make_model(config: ModelConfig, tokenizer: Tokenizer, *, siglip: bool) -> CLIP:
   """The CLIP of that size, with the tokenizer's vocabulary and the config's options."""
   if config.size not in SIZES:
     raise ValueError(f"model.size={config.size!r} is unknown; known: {', '.join(SIZES)}.")
@@ -126,7 +124,6 @@ def make_model(
     scan=config.scan,
     unroll=config.unroll,
     remat=config.remat,
-    activation_sharding=sharding,
     **({"init_logit_scale": 10.0, "init_logit_bias": -10.0} if siglip else {}),
   )
 

@@ -1,0 +1,303 @@
+"""How fast are several GPUs of one machine, beside one?
+
+  python -m benchmarks.scaling
+
+Whole training steps as train.main compiles them, in the cases of ROWS: on each GPU by itself, on
+`data` x `fsdp` GPUs, and plain Flax (recipe "full", fused=False) in the same step on the same GPUs.
+Each case is a process. The processes of a row compile at the same time and are then timed in turns,
+while the others wait. Adds a line a row to results/scaling.jsonl: milliseconds, images a second,
+efficiency (images a second over the number of GPUs times those of the first GPU), memory, compile
+time, where the time goes, and the collectives of the compiled step by kind and dtype.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+
+from train import xla_flags
+
+_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
+_COMPILE_SECONDS, _RUN_SECONDS = 240, 100
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  size: str
+  batch_size: int  # of a device
+  data: int = 1
+  fsdp: int = 1
+  recipe: str = "switchback"
+  fused: bool = True
+  remat: str = "none"
+  gradient_dtype: str = "float32"
+  flags: str = ""  # further XLA_FLAGS
+  gpus: str = ""  # numbers of the GPUs; "" takes the first
+  listing: str = ""  # a file for the list of kernels
+
+  @property
+  def devices(self) -> int:
+    return self.data * self.fsdp
+
+  @property
+  def name(self) -> str:
+    recipe = self.recipe if self.fused else "flax"
+    return f"{recipe} data={self.data} fsdp={self.fsdp}"
+
+
+def _row(size, batch_size, meshes, remat="none", flax=()):
+  ours = [Case(size, batch_size, *mesh, remat=remat) for mesh in ((1, 1), *meshes)]
+  return ours + [
+    Case(size, batch, *mesh, "full", False, remat) for mesh in meshes for batch, remat in flax
+  ]
+
+
+DATA, FSDP = (2, 1), (1, 2)
+ROWS = {
+  "L/14": _row("L/14", 256, (DATA, FSDP), flax=[(256, "none")]),
+  # Plain Flax has no room for 256 images without remat.
+  "H/14": _row("H/14", 256, (DATA, FSDP), flax=[(128, "none"), (256, "full")]),
+  "B/32": _row("B/32", 1024, (DATA,), flax=[(1024, "none")]),
+  "bigG/14": _row("bigG/14", 128, (FSDP,), remat="full", flax=[(128, "full")]),
+}
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--out", default="benchmarks/results/scaling.jsonl")
+  parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS)
+  parser.add_argument("--meshes", nargs="+", help="DATAxFSDP, for example 8x1 2x4; not a row's own")
+  parser.add_argument("--only", default="", help="a pattern of the cases' names")
+  parser.add_argument("--change", default="{}", help="JSON: fields that all cases change")
+  parser.add_argument("--case", help=argparse.SUPPRESS)  # JSON: this process measures it.
+  args = parser.parse_args()
+  if args.case:
+    measure(Case(**json.loads(args.case)))
+    return
+  for row in args.rows:
+    cases = [dataclasses.replace(c, **json.loads(args.change)) for c in ROWS[row]]
+    if args.meshes:
+      cases = _on_meshes(cases, [tuple(map(int, m.split("x"))) for m in args.meshes])
+    found = run_row([c for c in cases if re.search(args.only, c.name)])
+    line = {"benchmark": "scaling", "row": row, "cases": found}
+    from benchmarks.timing import append, provenance  # Imports JAX, which takes the GPUs.
+
+    append(args.out, [line | provenance()])
+
+
+def _on_meshes(cases, meshes):
+  """The cases of one device, and each kind of the others on all of the meshes."""
+  kinds = dict.fromkeys(dataclasses.replace(c, data=1, fsdp=1) for c in cases)
+  on = [dataclasses.replace(k, data=d, fsdp=f) for k in kinds for d, f in meshes]
+  return [c for c in cases if c.devices == 1] + on
+
+
+def run_row(cases: list[Case]) -> list[dict]:
+  """What each case measured, in its own process; `error` where it did not end well."""
+  children = [_start(case) for case in cases]
+  started = time.perf_counter()
+  for child in children:
+    _read(child, "compiled", _COMPILE_SECONDS - (time.perf_counter() - started))
+  found = []
+  for case, child in zip(cases, children, strict=True):
+    result = child["error"]
+    if result is None:
+      child["process"].stdin.write("go\n")
+      child["process"].stdin.flush()
+      result = _read(child, "result", _RUN_SECONDS) or child["error"]
+    child["process"].kill()
+    child["process"].wait()
+    found.append({"case": case.name, **dataclasses.asdict(case), **result})
+  one = next((r for r in found if r["data"] * r["fsdp"] == 1 and "milliseconds" in r), None)
+  for result in found:
+    if one and result["fused"] and "images_per_second" in result:
+      of_one = result["data"] * result["fsdp"] * one["images_per_second"]
+      result["efficiency"] = round(result["images_per_second"] / of_one, 4)
+    print(_shown(result), flush=True)
+  return found
+
+
+def _start(case: Case) -> dict:
+  flags = os.environ.get("XLA_FLAGS", "") + " " + case.flags
+  environment = {
+    **os.environ,
+    "XLA_FLAGS": flags.strip(),
+    "CUDA_VISIBLE_DEVICES": case.gpus or ",".join(map(str, range(case.devices))),
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # The processes of a row are there at once.
+    "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.97",
+  }
+  command = [sys.executable, "-m", "benchmarks.scaling", "--case"]
+  errors = open(f"/tmp/scaling-{os.getpid()}-{len(os.listdir('/tmp'))}", "w+")  # noqa: SIM115
+  process = subprocess.Popen(
+    [*command, json.dumps(dataclasses.asdict(case))],
+    env=environment,
+    text=True,
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    stderr=errors,
+  )
+  return {"process": process, "errors": errors, "error": None}
+
+
+def _read(child: dict, kind: str, seconds: float):
+  """The next line of that kind that a child prints; None, with its `error` set, if none comes."""
+  import select
+
+  deadline = time.perf_counter() + max(seconds, 1)
+  out = child["process"].stdout
+  while child["error"] is None and time.perf_counter() < deadline:
+    if not select.select([out], [], [], 1.0)[0]:
+      continue
+    line = out.readline()
+    if not line:
+      child["process"].wait()
+      child["errors"].seek(0)
+      child["error"] = {"error": child["errors"].read()[-1500:]}
+    elif line.startswith(kind + " "):
+      return json.loads(line.partition(" ")[2])
+  child["error"] = child["error"] or {"error": f"no {kind} in {seconds:.0f} s"}
+  return None
+
+
+def measure(case: Case) -> None:
+  """Compiles a case, waits for its turn, times it; prints "compiled" and "result" with JSON."""
+  xla_flags.set_flags()
+  import jax
+
+  from benchmarks.kernels import exposed, grouped, idle, origins_of
+  from benchmarks.step import BF16_PEAK, draw, model_flops, profile, write_kernels
+  from sbjax.models.clip import CLIP
+  from sbjax.models.sizes import SIZES
+  from sbjax.recipes import RECIPES
+  from train.config import MeshConfig, OptimizerConfig
+  from train.loss import LOSSES
+  from train.optimizer import make_optimizer
+  from train.sharding import batch_sharding, make_mesh, replicated, state_shardings
+  from train.step import make_init, make_train_step
+
+  config, batch_size = SIZES[case.size], case.batch_size * case.devices
+  mesh = make_mesh(MeshConfig(data=case.data, fsdp=case.fsdp))
+  recipe = RECIPES[case.recipe]
+  model = CLIP(config, recipe=recipe, fused=case.fused, remat=case.remat, unroll=0)
+  optimizer, _ = make_optimizer(OptimizerConfig(), steps=20_000)
+  init = make_init(model, optimizer, seed=0)
+  abstract = jax.eval_shape(init)
+  shardings = state_shardings(abstract, abstract.params, mesh)
+  state = jax.tree.map(
+    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings
+  )
+  make_batch = jax.jit(lambda: draw(config, batch_size), out_shardings=batch_sharding(mesh))
+  batch = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=batch_sharding(mesh)),
+    jax.eval_shape(make_batch),
+  )
+  step = make_train_step(
+    model,
+    optimizer,
+    LOSSES["softmax"],
+    0,
+    mesh=mesh if mesh.size > 1 else None,
+    gradient_dtype=jax.numpy.dtype(case.gradient_dtype),
+  )
+  everywhere = replicated(mesh)
+  step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, everywhere, everywhere))
+  started = time.perf_counter()
+  lowered = step.lower(state, batch)
+  lowering = time.perf_counter() - started
+  step = lowered.compile()
+  found = {
+    "lower_seconds": round(lowering, 1),
+    "compile_seconds": round(time.perf_counter() - started, 1),  # Lowering included.
+    "collectives": collectives(step.as_text()),
+  }
+  memory = step.memory_analysis()
+  found["gigabytes"] = round((memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 1e9, 2)
+  print("compiled " + json.dumps(found), flush=True)
+  sys.stdin.readline()
+
+  state, batch = jax.jit(init, out_shardings=shardings)(), make_batch()
+  times = []
+  for _ in range(6):
+    started = time.perf_counter()
+    for _ in range(4):
+      state, metrics, _ = step(state, batch)
+    jax.block_until_ready(metrics)
+    times.append((time.perf_counter() - started) / 4)
+  times = times[1:]  # The first warms up.
+  seconds = statistics.median(times)
+  stats = jax.devices()[0].memory_stats() or {}
+  peak = BF16_PEAK.get(jax.devices()[0].device_kind)
+  flops = model_flops(config, case.batch_size)
+  found |= {
+    "milliseconds": round(seconds * 1e3, 2),
+    "spread": round((max(times) - min(times)) / seconds, 4),
+    "images_per_second": round(batch_size / seconds, 1),
+    "mfu_of_bf16_peak": round(flops / seconds / peak, 4) if peak else None,
+    "peak_gigabytes": round(stats.get("peak_bytes_in_use", 0) / 1e9, 2),
+    "last_loss": round(float(metrics["loss"]), 5),
+    "chip": jax.devices()[0].device_kind,
+  }
+  listed, state = profile(step, state, batch)
+  found["milliseconds_by_group"] = {
+    **grouped(listed, origins_of(step.as_text())),
+    "between GPUs, nothing else": round(exposed(listed, "nccl"), 3),
+    "no kernel": round(idle(listed), 3),
+  }
+  if case.listing:
+    write_kernels(case.listing, listed, origins_of(step.as_text()))
+  print("result " + json.dumps(found), flush=True)
+
+
+def collectives(hlo: str) -> dict[str, dict[str, list[float]]]:
+  """{kind: {dtype: [megabytes, how many arrays]}} of a compiled program, on each device.
+
+  Bytes are those of the whole array: of what is gathered, summed, or summed and split.
+  """
+  kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
+  found = defaultdict(lambda: defaultdict(lambda: [0.0, 0]))
+  pattern = rf"^\s*(?:ROOT )?%?\S+ = (.*?) ({kinds})(-done)?\(([^\n]*)"
+  starts = dict(re.findall(rf"^\s*%?(\S+) = [^\n]*? (?:{kinds})-start\(([^\n]*)", hlo, re.M))
+  for types, kind, done, rest in re.findall(pattern, hlo, re.M):
+    groups = starts.get(rest.partition(")")[0].lstrip("%"), "") if done else rest
+    times = _group_size(groups) if kind == "reduce-scatter" else 1
+    for dtype, sizes in re.findall(r"\b([a-z]+\d*)\[([\d,]*)\]", types):
+      count = math.prod(int(size) for size in sizes.split(",") if size)
+      entry = found[kind][dtype]
+      entry[0] += count * _BYTES.get(dtype, 4) * times / 1e6
+      entry[1] += 1
+  return {
+    kind: {dtype: [round(mb, 3), n] for dtype, (mb, n) in sorted(by_dtype.items())}
+    for kind, by_dtype in sorted(found.items())
+  }
+
+
+def _group_size(attributes: str) -> int:
+  listed = re.search(r"replica_groups=\{\{([\d,]+)\}", attributes)
+  if listed:
+    return len(listed[1].split(","))
+  iota = re.search(r"replica_groups=\[\d+,(\d+)\]", attributes)
+  return int(iota[1]) if iota else 1
+
+
+def _shown(result: dict) -> str:
+  name = f"{result['size']:8} {result['case']:26} {result['remat']:5}"
+  if "error" in result:
+    return f"{name} {result['error'][-300:]}"
+  efficiency = result.get("efficiency")
+  return (
+    f"{name} {result['milliseconds']:8.1f} ms {result['images_per_second']:7.0f} images/s"
+    f" {'' if efficiency is None else f'{efficiency:.3f}':5} {result['gigabytes']:6.1f}"
+    f" {result['peak_gigabytes']:6.1f} GB, compiled in {result['compile_seconds']:.0f} s,"
+    f" spread {result['spread']:.3f}, loss {result['last_loss']}"
+  )
+
+
+if __name__ == "__main__":
+  main()
