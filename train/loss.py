@@ -2,12 +2,14 @@
 
 Both take L2-normalised features [B, E] of the *global* batch and the factor on their dot products
 (not its logarithm), and return the mean loss of a pair and metrics, all float32. They are plain
-jnp: with features sharded over the batch XLA gathers one side's [B, E], and each device holds its
-rows of the [B, B] logits.
+jnp, the definition: with features sharded over the batch XLA gathers one side's [B, E], and each
+device holds its rows of the [B, B] logits. Training computes them in tiles (`LOSSES`).
 """
 
 import jax
 import jax.numpy as jnp
+
+from train.tiled_loss import tiled_siglip, tiled_softmax
 
 
 def softmax_contrastive(
@@ -41,13 +43,18 @@ def siglip(
   return loss, {"accuracy": _accuracy(logits)}
 
 
-# By the config's name, of what CLIP returns.
+# By the config's name, of what CLIP returns for this device's rows of the batch: in tiles. `axes`
+# are the mesh axes that the batch is split over inside jax.shard_map, see train/tiled_loss.py.
 LOSSES = {
-  "softmax": lambda out: softmax_contrastive(
-    out["image_features"], out["text_features"], out["logit_scale"]
+  "softmax": lambda out, axes=(): tiled_softmax(
+    out["image_features"], out["text_features"], out["logit_scale"], axes=axes
   ),
-  "siglip": lambda out: siglip(
-    out["image_features"], out["text_features"], out["logit_scale"], out["logit_bias"]
+  "siglip": lambda out, axes=(): tiled_siglip(
+    out["image_features"],
+    out["text_features"],
+    out["logit_scale"],
+    out["logit_bias"],
+    axes=axes,
   ),
 }
 
