@@ -124,7 +124,7 @@ def _exp_sums(image, texts, scale, first, shift, fits, *, by):
   Returns (shifts, sums, own logits, whether these are the largest) of the images, (shifts, sums)
   of the texts. `shift` serves all of them if it `fits`, else these are the largest logits.
   """
-  numbers = _numbers(image, texts, first)
+  numbers, factor = _numbers(image, texts, first), scale * unit(by)
   none = (jnp.full(len(image), -jnp.inf), jnp.full(len(texts), -jnp.inf))
 
   def constant():
@@ -132,11 +132,11 @@ def _exp_sums(image, texts, scale, first, shift, fits, *, by):
 
   def maxima():
     def block(y):
-      logits_of = _logits(y, scale, by)
+      products_of = _products(y, by)
 
       def tile(rows, row_maxima, column_maxima):
         x, number = rows
-        logits = logits_of(split(x, by))
+        logits = factor * products_of(split(x, by))
         real = jnp.where(number[:, None] >= 0, logits, -jnp.inf)
         column_maxima = jnp.maximum(column_maxima, jnp.max(real, axis=0))
         return jnp.maximum(row_maxima, jnp.max(logits, axis=1)), column_maxima
@@ -148,12 +148,12 @@ def _exp_sums(image, texts, scale, first, shift, fits, *, by):
   row_shifts, column_shifts = jax.lax.cond(fits, constant, maxima)
 
   def block(y, column, column_shift):
-    logits_of = _logits(y, scale, by)
+    products_of = _products(y, by)
 
     def tile(rows, of_rows, column_sums):
       x, number, row_shift = rows
       row_sums, *largest = of_rows
-      logits = logits_of(split(x, by))
+      logits = factor * products_of(split(x, by))
       row_sums += jnp.sum(jnp.exp(logits - row_shift[:, None]), axis=1)
       largest = _around_own(logits, number, column, largest)
       exp = jnp.where(number[:, None] >= 0, jnp.exp(logits - column_shift[None]), 0.0)
@@ -170,14 +170,15 @@ def _exp_sums(image, texts, scale, first, shift, fits, *, by):
 
 def _softmax_gradients(image, texts, scale, first, row_sums, column_sums, *, by):
   """Of the features, but for the factor scale / 2 B; the sums are logarithms."""
+  factor = scale * unit(by)
 
   def block(y, column, column_sum):
-    logits_of, y = _logits(y, scale, by), beside(split(y, by))
+    products_of, y = _products(y, by), beside(split(y, by))
 
     def tile(rows, d_image, d_texts):
       x, number, row_sum = rows
       x = split(x, by)
-      logits = logits_of(x)
+      logits = factor * products_of(x)
       g = jnp.exp(logits - row_sum[:, None]) + jnp.exp(logits - column_sum[None])
       g -= jnp.where(number[:, None] == column[None], 2.0, 0.0)
       return _add_gradients(g, number, x, y, d_image, d_texts, by)
@@ -219,21 +220,28 @@ def _siglip_sums(image, texts, scale, bias, first, *, by, with_gradients=False):
   """The loss of each image, and whether its own logit is the largest; with gradients also those
   of the bias, by image, and of the features but for the factor scale / B, B times each.
   """
+  factor = scale * unit(by)
+
+  def gradient(logits, own):
+    return jnp.where(own, -jax.nn.sigmoid(-logits), jax.nn.sigmoid(logits))
 
   def block(y, column):
-    logits_of, y = _logits(y, scale, by), beside(split(y, by))
+    products_of, y = _products(y, by), beside(split(y, by))
 
     def tile(rows, of_rows, d_texts):
       x, number = rows
       losses, largest, d_bias, d_image = of_rows
       x = split(x, by)
-      logits = logits_of(x) + bias
+      products = products_of(x)
+      logits = factor * products + bias
       own = number[:, None] == column[None]
       losses += jnp.sum(jax.nn.softplus(jnp.where(own, -logits, logits)), axis=1)
       largest = _around_own(logits, number, column, largest)
       if with_gradients:
-        g = jnp.where(own, -jax.nn.sigmoid(-logits), jax.nn.sigmoid(logits))
-        d_bias += jnp.sum(g, axis=1)
+        d_bias += jnp.sum(gradient(logits, own), axis=1)
+        # Without this XLA writes the gradient in float32 for the sum, and reads it to split it.
+        products = jax.lax.optimization_barrier(products)
+        g = gradient(factor * products + bias, own)
         d_image, d_texts = _add_gradients(g, number, x, y, d_image, d_texts, by)
       return (losses, largest, d_bias, d_image), d_texts
 
@@ -312,10 +320,10 @@ def _numbers(image, texts, first):
   return first + jnp.arange(len(image)), jnp.arange(len(texts))
 
 
-def _logits(texts, scale, by):
-  """The logits of images, given by their parts, with these texts."""
-  rhs, factor = operand(split(texts, by), 1), scale * unit(by)
-  return lambda image: factor * row_products(operand(image, 0), rhs)
+def _products(texts, by):
+  """The dot products of images, given by their parts, with these texts, in units of `unit(by)`."""
+  rhs = operand(split(texts, by), 1)
+  return lambda image: row_products(operand(image, 0), rhs)
 
 
 def _add_gradients(g, number, x, y, d_image, d_texts, by):
