@@ -2,12 +2,14 @@
 
 Both take L2-normalised features [B, E] of the *global* batch and the factor on their dot products
 (not its logarithm), and return the mean loss of a pair and metrics, all float32. They are plain
-jnp: with features sharded over the batch XLA gathers one side's [B, E], and each device holds its
-rows of the [B, B] logits.
+jnp, the definition: with features sharded over the batch XLA gathers one side's [B, E], and each
+device holds its rows of the [B, B] logits. Training computes them in tiles (`LOSSES`).
 """
 
 import jax
 import jax.numpy as jnp
+
+from train.tiled_loss import tiled_siglip, tiled_softmax
 
 
 def softmax_contrastive(
@@ -41,22 +43,19 @@ def siglip(
   return loss, {"accuracy": _accuracy(logits)}
 
 
-# By the config's name, of what CLIP returns.
-def _interim(function, *names):
-  def run(out, axes=()):
-    f = [out["image_features"], out["text_features"]]
-    if axes:
-      f = [jax.lax.all_gather(x, axes, axis=0, tiled=True) for x in f]
-    value, metrics = function(*f, *(out[n] for n in names))
-    share = value / (jax.lax.psum(1, axes) if axes else 1)
-    return jax.lax.stop_gradient(value) + (share - jax.lax.stop_gradient(share)), metrics
-
-  return run
-
-
+# By the config's name, of what CLIP returns for this device's rows of the batch: in tiles. `axes`
+# are the mesh axes that the batch is split over inside jax.shard_map, see train/tiled_loss.py.
 LOSSES = {
-  "softmax": _interim(softmax_contrastive, "logit_scale"),
-  "siglip": _interim(siglip, "logit_scale", "logit_bias"),
+  "softmax": lambda out, axes=(): tiled_softmax(
+    out["image_features"], out["text_features"], out["logit_scale"], axes=axes
+  ),
+  "siglip": lambda out, axes=(): tiled_siglip(
+    out["image_features"],
+    out["text_features"],
+    out["logit_scale"],
+    out["logit_bias"],
+    axes=axes,
+  ),
 }
 
 
