@@ -1,6 +1,7 @@
 """sbjax: 8-bit training of vision-language models in JAX."""
 
 from sbjax.formats import E4M3, E5M2, INT8
+from sbjax.fsdp import gather, gather_kernel
 from sbjax.fused import norm_dot, norm_mlp
 from sbjax.layers import LayerScale, NormDense, NormMLP, SwitchBackDense, SwitchBackLinear
 from sbjax.linear import Kernel, quantize_kernel
@@ -48,6 +49,8 @@ __all__ = [
   "SwitchBackDense",
   "SwitchBackLinear",
   "dequantize",
+  "gather",
+  "gather_kernel",
   "norm_dot",
   "norm_mlp",
   "quantize",

@@ -121,7 +121,9 @@ def _gather_kernel(how, recipe, backend, w):
   else:
     turned = _quantize_shards(w, fwd, axis_name, contracted=0)
   rows = jax.lax.axis_size(axis_name) * w.shape[0]
-  return Kernel(jnp.zeros((rows, w.shape[1]), w.dtype), turned, values)
+  master = jnp.zeros((rows, w.shape[1]), w.dtype)
+  # Each device has a gradient of its own for it, where types say so (check_vma=True).
+  return Kernel(jax.lax.pcast(master, axis_name, to="varying"), turned, values)
 
 
 def _gather_kernel_fwd(how, recipe, backend, w):

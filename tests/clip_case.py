@@ -49,13 +49,8 @@ def random_params(**options):
 
 
 # Compiling is most of these tests' time.
-compiled = functools.partial(
-  jax.jit,
-  compiler_options={
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-  },
-)
+CHEAP = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+compiled = functools.partial(jax.jit, compiler_options=CHEAP)
 
 
 @functools.cache

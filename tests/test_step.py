@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from clip_case import CHEAP
 from clip_case import compiled as jit
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding
@@ -51,8 +52,8 @@ def compiled(data: int, fsdp: int, recipe: str, loss: str = "softmax"):
     in_shardings=(shardings, batch_sharding(mesh)),
     out_shardings=(shardings, replicated(mesh), replicated(mesh)),
   )
-  state = jax.jit(init, out_shardings=shardings)()
-  step = step.lower(state, batch(mesh)).compile()
+  state = jit(init, out_shardings=shardings)()
+  step = step.lower(state, batch(mesh)).compile(compiler_options=CHEAP)
   return step, state, mesh, tensor_names(state.params, MICRO)
 
 

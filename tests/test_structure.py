@@ -19,7 +19,7 @@ ORDER = [
   ["sbjax.pallas"],
   ["sbjax.backends", "sbjax.token_sum"],
   ["sbjax.linear"],
-  ["sbjax.quantized_dot"],
+  ["sbjax.quantized_dot", "sbjax.fsdp"],
   ["sbjax.fused"],
   ["sbjax.layers"],
   ["sbjax.stable_adamw"],

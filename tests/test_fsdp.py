@@ -1,0 +1,126 @@
+"""Weights that devices share, gathered in 8 bits: the numbers of one device, in few bytes."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from mesh_case import make_mesh, put
+
+from sbjax import RECIPES, gather, gather_kernel, quantize_kernel, quantized_dot
+from sbjax.linear import Kernel
+
+K, N, ROWS = 64, 48, 32
+IN_8_BITS = [name for name in RECIPES if name != "full"]
+
+
+def case():
+  rng = np.random.default_rng(0)
+  x, w = rng.normal(size=(ROWS, K)), rng.normal(size=(K, N)) * np.exp(rng.normal(size=(K, 1)))
+  return x.astype(np.float32), w.astype(np.float32)
+
+
+def on_devices(function, in_specs, out_specs, **options):
+  """A function jitted over 2 x 4 devices, the weight's rows split over the four."""
+  return jax.jit(
+    jax.shard_map(function, mesh=make_mesh(), in_specs=in_specs, out_specs=out_specs, **options)
+  )
+
+
+def gradients(recipe, check_vma=False, **options):
+  """dx and dw of a linear layer: of one device, and of eight."""
+
+  def layer(x, kernel):
+    return quantized_dot(x, kernel, recipe)
+
+  def local(x, w):
+    axes = {} if check_vma else {"reduce_axes": "data"}
+
+    def loss(x, w):
+      kernel = gather_kernel(w, recipe, "fsdp", dtype=jnp.float32, **axes, **options)
+      return jnp.sum(jnp.sin(layer(x, kernel)))
+
+    return jax.grad(loss, (0, 1))(x, w)
+
+  x, w = case()
+  specs = P(("data", "fsdp")), P("fsdp")
+  many = on_devices(local, specs, specs, check_vma=check_vma)
+  arrays = put(make_mesh(), specs, x, w)
+  one = jax.jit(jax.grad(lambda x, w: jnp.sum(jnp.sin(layer(x, w))), (0, 1)))(x, w)
+  return one, many(*arrays), many.lower(*arrays).as_text()
+
+
+@pytest.mark.parametrize("name", IN_8_BITS)
+def test_gathered_shards_are_the_quantized_kernel(name):
+  _, w = case()
+  found = on_devices(lambda w: gather_kernel(w, name, "fsdp")[1:], P("fsdp"), P(), check_vma=False)(
+    w
+  )
+  expected = jax.jit(functools.partial(quantize_kernel, recipe=name))(w)[1:]
+  jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize("name", ["full", "switchback", "switchback_m", "switchback_q"])
+def test_devices_share_the_gradients_of_one(name):
+  one, many, text = gradients(name)
+  for a, b in zip(many, one, strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
+  gathered = re.findall(r'"stablehlo.all_gather".*? -> tensor<(\w+)>', text)
+  # One scale serves w and w.T, two sets of scales take two gathers, and one of row scales.
+  expected = {"full": [f"{K}x{N}xf32"], "switchback_q": [f"{K}x1xf32", *[f"{K}x{N}xi8"] * 2]}
+  assert sorted(gathered) == expected.get(name, [f"{K}x{N}xi8"])
+
+
+@pytest.mark.parametrize("name", ["full", "switchback", "switchback_q"])
+def test_gradients_are_right_where_types_say_what_varies(name):
+  one, many, _ = gradients(name, check_vma=True)
+  for a, b in zip(many, one, strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_a_gradient_travels_in_the_dtype_asked_for(dtype):
+  one, many, text = gradients("switchback", gradient_dtype=dtype)
+  error = np.linalg.norm(many[1] - one[1]) / np.linalg.norm(one[1])
+  assert many[1].dtype == jnp.float32
+  assert 2.0**-12 < error < 2.0**-7 if dtype == jnp.bfloat16 else error < 1e-6
+  scattered = re.findall(r'"stablehlo.reduce_scatter".*?\}\) : \(tensor<\w+?x(\w+)>\)', text, re.S)
+  assert scattered == ["bf16" if dtype == jnp.bfloat16 else "f32"]
+
+
+def test_a_weight_that_stays_in_16_bits_travels_in_16_bits():
+  _, w = case()
+  run = on_devices(lambda w: gather_kernel(w, "full", "fsdp"), P("fsdp"), P(), check_vma=False)
+  assert "bf16" in run.lower(w).as_text()
+  np.testing.assert_array_equal(run(w), w.astype(jnp.bfloat16).astype(np.float32))
+
+
+def test_a_kernel_on_every_device_is_quantized_as_ever():
+  _, w = case()
+  found = gather_kernel(w, "switchback", None)
+  assert isinstance(found, Kernel)
+  jax.tree.map(np.testing.assert_array_equal, found, quantize_kernel(w, "switchback"))
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_any_array_is_gathered_along_its_axis_and_its_gradient_split(axis):
+  x = np.random.default_rng(1).normal(size=(8, 12)).astype(np.float32)
+  spec = P(*[None] * axis, "fsdp")
+
+  def local(x):
+    def loss(x):
+      return jnp.sum(gather(x, "fsdp", axis=axis, reduce_axes=("data",)) ** 2) / 8
+
+    return jax.value_and_grad(loss)(x)
+
+  value, gradient = on_devices(local, spec, (P(), spec), check_vma=False)(x)
+  np.testing.assert_allclose(8 * value, np.sum(x**2), rtol=1e-6)
+  np.testing.assert_allclose(gradient, 2 * x, rtol=1e-6)
+
+
+def test_a_stack_of_kernels_is_an_error():
+  with pytest.raises(ValueError, match=r"a kernel \[K, N\], not \(2, 3, 4\)"):
+    gather_kernel(jnp.zeros((2, 3, 4)), "switchback", "fsdp")
