@@ -23,34 +23,31 @@ from train.watchdog import EXIT_CODE
 
 ROOT = Path(__file__).parents[1]
 HANGING = """
-import sys, threading
+import pathlib, sys, threading, time
 import loop_case
-from train import cli, data, loop
+from train import data, loop
+
+workdir = pathlib.Path(sys.argv[2])
 
 class Impatient(loop.Watchdog):
   def __init__(self, *args):
     super().__init__(*args)
     Impatient.watchdog = self
 
-def hang(*_):
+def hang():
+  while not (workdir / "checkpoints" / "2").exists():
+    time.sleep(0.1)
   Impatient.watchdog._wait.ticks = 10**6  # As if all these seconds were over.
   threading.Event().wait()
-
-def hanging_step(run):
-  step = loop_case.adding_step(run)
-  return lambda state, batch: hang() if int(state.step) == 2 else step(state, batch)
 
 def hanging_source(iterator, put, size, whole=data.prefetch_to_device):
   for i, batch in enumerate(whole(iterator, put, size)):
     yield batch if i < 2 else hang()
 
-loop_case.replace_model(setattr, **({"step": hanging_step} if "step" in sys.argv[1] else {}))
-if "batch" in sys.argv[1]:
-  data.prefetch_to_device = hanging_source
-if "evaluation" in sys.argv[1]:
-  loop.evaluate_run = hang
+loop_case.replace_model(setattr)
+data.prefetch_to_device = hanging_source
 loop.Watchdog = Impatient
-loop.train(loop_case.config(sys.argv[2]), loop.Path(sys.argv[3]))
+loop.train(loop_case.config(sys.argv[1]), workdir)
 """
 
 
@@ -171,18 +168,40 @@ def test_the_wait_for_data_is_the_worst_process_s(monkeypatch):
   assert len(gathered) == 1
 
 
-@pytest.mark.parametrize(
-  ("what", "message"),
-  [
-    ("step", "waited 600 s for step 3 to be compiled and started"),
-    ("batch", "waited 600 s for the batch of step 3"),
-    ("evaluation", "waited 3600 s for the evaluation after step 4"),
-  ],
-)
-def test_a_run_that_hangs_ends_and_says_for_what(data_dir, whole, tmp_path, what, message):
+def test_the_loop_says_what_it_waits_for(train, tmp_path, monkeypatch):
+  said = []
+
+  class Listening(loop.Watchdog):
+    def waits_for(self, what, *, first=False):
+      said.append((what, "first" if first else "step"))
+
+    def pauses_for(self, what):
+      said.append((what, "pause"))
+
+  monkeypatch.setattr(loop, "Watchdog", Listening)
+  train(tmp_path, steps=3)
+  assert said[:4] == [
+    ("the checkpoint to continue from", "pause"),
+    ("the initial state", "first"),
+    ("the batch of step 1", "first"),
+    ("step 1 to be compiled and started", "first"),
+  ]
+  last = said.index(("the batch of step 3", "step"))
+  assert said[last + 1 :] == [
+    ("step 3 to be compiled and started", "step"),
+    ("the result of step 2", "step"),
+    ("all processes to end step 3", "step"),
+    ("the result of step 3", "step"),
+    ("the evaluation after step 3", "pause"),
+    ("the checkpoint of step 3", "pause"),
+    ("the last checkpoint", "pause"),
+  ]
+
+
+def test_a_run_whose_data_hang_ends_and_says_so(data_dir, whole, tmp_path):
   environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
   run = subprocess.run(
-    [sys.executable, "-c", HANGING, what, data_dir, tmp_path],
+    [sys.executable, "-c", HANGING, data_dir, tmp_path],
     cwd=ROOT,
     env=environment,
     text=True,
@@ -190,7 +209,7 @@ def test_a_run_that_hangs_ends_and_says_for_what(data_dir, whole, tmp_path, what
     timeout=120,
   )
   assert run.returncode == EXIT_CODE, run.stderr
-  assert "Process 0 of 1 (pid " in run.stderr and message in run.stderr, run.stderr
+  assert re.search(r"Process 0 of 1 \(pid \d+\) waited 600 s for the batch of step 3", run.stderr)
   assert re.search(r"  MainThread\n(    .*\n)*    <string>:\d+ hang\n", run.stderr)
   assert f"the last good checkpoint is step 2 in {tmp_path / 'checkpoints'}" in run.stderr
 

@@ -75,7 +75,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict:
     # A shell of Slurm has its variables too; with these three they do not count.
     return given | {
       "cluster_detection_method": "deactivate",
-      "local_device_ids": meet(address, me),
+      "local_device_ids": meet(address, me, PATIENCE),
     }
   if "SLURM_LOCALID" in environment and chosen is None:
     given["local_device_ids"] = slurm_gpus(environment, visible)
@@ -165,7 +165,7 @@ def assign_gpus(processes: Iterable[Process]) -> dict[int, list[int] | None]:
   return assigned
 
 
-def meet(address: str, me: Process, patience: float = PATIENCE) -> list[int] | None:
+def meet(address: str, me: Process, patience: float) -> list[int] | None:
   """Waits at `address` (host:port) until all processes are there; returns this one's GPUs.
 
   Raises:
