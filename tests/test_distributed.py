@@ -16,7 +16,7 @@ from configs import quickstart
 from train.loop import train
 
 ROOT = Path(__file__).parents[1]
-TIMINGS = {"step_seconds", "data_wait_seconds", "images_per_second"}
+TIMINGS = {"step_seconds", "data_wait_seconds", "images_per_second", "mfu", "peak_gigabytes"}
 
 # A whole run, then the same from its first checkpoint, by the command line's way in.
 TWICE = """
