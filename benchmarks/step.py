@@ -28,6 +28,7 @@ from sbjax.models.clip import CLIP
 from sbjax.models.sizes import SIZES, CLIPConfig
 from sbjax.recipes import RECIPES
 from train.config import OptimizerConfig
+from train.flops import BF16_PEAK, model_flops
 from train.loss import LOSSES
 from train.optimizer import make_optimizer
 from train.step import make_init, make_train_step
@@ -55,13 +56,6 @@ CONTENDERS = {  # name: recipe, fused, layers compiled in a piece (0: all)
   "fp8_switchback": ("fp8_switchback", True, 0),
 }
 BASES = ("flax", "flax_loop")
-# Dense, NVIDIA's sheets. A chip that is not here gets no MFU.
-BF16_PEAK = {
-  "NVIDIA H200": 989.4e12,
-  "NVIDIA H100 80GB HBM3": 989.4e12,
-  "NVIDIA A100-SXM4-40GB": 312e12,
-  "NVIDIA A100-SXM4-80GB": 312e12,
-}
 
 
 def main() -> None:
@@ -189,21 +183,6 @@ def profile(step, state, batch, steps: int = 4):
 
   listed = kernels(run)
   return listed[-(len(listed) // steps) :], state
-
-
-def model_flops(config: CLIPConfig, batch_size: int) -> float:
-  """Of a step: 6 for each weight and token, 12 * length * width for each token's attention."""
-  total = 0.0
-  for tower, length in (
-    (config.vision, config.vision.patches + 1),
-    (config.text, config.text.context_length),
-  ):
-    weights = tower.width**2 * 4 + 2 * tower.width * int(tower.width * tower.mlp_ratio)
-    total += tower.layers * length * (6 * weights + 12 * length * tower.width)
-    total += 6 * tower.width * config.embed_dim
-  patches = config.vision.patches * 3 * config.vision.patch_size**2
-  total += 4 * patches * config.vision.width  # Pixels take no gradient.
-  return batch_size * (total + 6 * batch_size * config.embed_dim)
 
 
 def write_kernels(path: str, listed: list[Kernel], origins: dict[str, str]) -> None:

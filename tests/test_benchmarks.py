@@ -1,5 +1,6 @@
 """The benchmarks' bookkeeping: what they count and what they call a kernel."""
 
+import functools
 import json
 import math
 
@@ -13,7 +14,6 @@ from benchmarks import each_kernel, kernels, linear, matmul, tune
 from benchmarks import quantize as quantize_benchmark
 from benchmarks.kernels import Kernel, grouped, idle, origins_of
 from benchmarks.operands import Operands
-from benchmarks.step import model_flops
 from benchmarks.timing import Contender, contender
 from sbjax import quantized_dot
 from sbjax.backends import get_backend
@@ -23,6 +23,7 @@ from sbjax.models.clip import CLIP
 from sbjax.models.sizes import SIZES
 from sbjax.pallas.scaled_matmul_sm90 import NARROW, Config
 from sbjax.quantize import Spec, quantize
+from train.flops import model_flops
 
 
 def test_an_operation_s_origin_is_read_from_compiled_text():
@@ -96,15 +97,17 @@ def test_kernels_race_in_turns_for_their_medians(monkeypatch):
   assert raced == ["fast", "slow"] * 5
 
 
-def test_flops_of_a_step_are_three_times_those_of_the_matmuls_forward():
+@pytest.mark.parametrize("patch_dropout", [0.0, 0.5])
+def test_flops_of_a_step_are_three_times_those_of_the_matmuls_forward(patch_dropout):
   config, batch = SIZES["B/16"], 4
-  model = CLIP(config, scan=False, fused=False)
+  model = CLIP(config, scan=False, fused=False, patch_dropout=patch_dropout)
   image = jnp.zeros((batch, config.vision.image_size, config.vision.image_size, 3))
   text = jnp.zeros((batch, config.text.context_length), jnp.int32)
   params = jax.eval_shape(model.init, jax.random.key(0), image, text)
-  forward = dot_flops(jax.make_jaxpr(model.apply)(params, image, text).jaxpr)
+  run = functools.partial(model.apply, train=True, rngs={"dropout": jax.random.key(0)})
+  forward = dot_flops(jax.make_jaxpr(run)(params, image, text).jaxpr)
   # Pixels take no gradient: a third of the patch embedding is not there.
-  assert model_flops(config, batch) / 3 == pytest.approx(forward, rel=0.01)
+  assert model_flops(config, batch, patch_dropout) / 3 == pytest.approx(forward, rel=0.01)
 
 
 @pytest.mark.parametrize("dtype", [INT8, E4M3])

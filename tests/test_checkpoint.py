@@ -1,3 +1,4 @@
+import dataclasses
 import gc
 import resource
 import shutil
@@ -6,11 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from clip_case import MICRO
 
+from sbjax.models.clip import CLIP
 from train.checkpoint import Checkpointer
-from train.config import MeshConfig
+from train.config import MeshConfig, OptimizerConfig
 from train.errors import RunError
-from train.sharding import batch_sharding, make_mesh, replicated
+from train.optimizer import make_optimizer
+from train.sharding import batch_sharding, make_mesh, replicated, state_shardings
+from train.step import make_init
 
 # orbax does not await its other readers when one of them meets a damaged file.
 pytestmark = [
@@ -91,6 +96,44 @@ def test_a_restored_state_is_bit_equal_and_lives_where_it_did(tmp_path, state):
   for name, value in state.items():
     np.testing.assert_array_equal(restored.state[name], after(value, 5))
     assert restored.state[name].sharding == value.sharding
+
+
+MESHES = {  # devices, fsdp: before and after
+  "2 to 1": ((2, 1), (1, 1)),
+  "data to fsdp": ((2, 1), (2, 2)),
+  "1 to 8": ((1, 1), (8, 4)),
+  "8 to 2": ((8, 8), (2, 2)),
+}
+
+
+def micro_state(devices, fsdp):
+  """Parameters and optimizer state of a CLIP, random, laid out as training lays them out."""
+  mesh = make_mesh(MeshConfig(fsdp=fsdp), jax.devices()[:devices])
+  optimizer, _ = make_optimizer(OptimizerConfig(warmup_steps=1), 10)
+  model = CLIP(dataclasses.replace(MICRO, embed_dim=32))
+  abstract = jax.eval_shape(make_init(model, optimizer, 0))
+  shardings = state_shardings(abstract, abstract.params, mesh)
+  rng = np.random.default_rng(0)
+  return jax.tree.map(
+    lambda x, s: jax.device_put(rng.normal(size=x.shape).astype(x.dtype), s), abstract, shardings
+  )
+
+
+@pytest.mark.parametrize(("before", "after"), MESHES.values(), ids=MESHES)
+def test_a_state_is_restored_on_another_mesh_to_the_bit(tmp_path, before, after):
+  saved, like = micro_state(*before), micro_state(*after)
+  checkpointer = Checkpointer(tmp_path, 3)
+  checkpointer.save(7, saved, {"batches": 7})
+  checkpointer.close()
+  restored = restore(tmp_path, like)
+  assert (restored.step, restored.data) == (7, {"batches": 7})
+  assert jax.tree.structure(restored.state) == jax.tree.structure(saved)
+  split = 0
+  for there, here, place in zip(*map(jax.tree.leaves, (saved, restored.state, like)), strict=True):
+    np.testing.assert_array_equal(there, here)
+    assert here.sharding == place.sharding
+    split += here.sharding.shard_shape(here.shape) != here.shape
+  assert (split > 20) == (after[1] > 1)
 
 
 def test_an_empty_directory_restores_nothing(tmp_path, state):

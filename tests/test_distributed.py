@@ -16,7 +16,7 @@ from configs import quickstart
 from train.loop import train
 
 ROOT = Path(__file__).parents[1]
-TIMINGS = {"step_seconds", "data_wait_seconds", "images_per_second"}
+TIMINGS = {"step_seconds", "data_wait_seconds", "images_per_second", "mfu", "peak_gigabytes"}
 
 # A whole run, then the same from its first checkpoint, by the command line's way in.
 TWICE = """
@@ -84,6 +84,18 @@ def measured(path):
   return [{k: v for k, v in r.items() if k not in TIMINGS} for r in records]
 
 
+def test_a_process_that_is_missing_is_named_in_one_message(tmp_path):
+  program = "from train import cli, processes; processes.PATIENCE = 2; cli.run(print)"
+  config = ["--config=configs/quickstart.py", f"--workdir={tmp_path}", "--distributed"]
+  first, second = start_two(str(tmp_path / "compiled"), "-c", program, *config)
+  second.kill()
+  _, err = first.communicate(timeout=60)
+  second.communicate()
+  assert first.returncode == 1
+  assert "Of JAX_NUM_PROCESSES=2 processes 1 came" in err and "JAX_PROCESS_ID=1 did not" in err
+  assert "Traceback" not in err and "stack trace" not in err
+
+
 def test_two_processes_train_as_one_and_resume_exactly(tmp_path, monkeypatch):
   config = quickstart.get_config()
   config = dataclasses.replace(
@@ -130,3 +142,8 @@ def test_two_processes_train_as_one_and_resume_exactly(tmp_path, monkeypatch):
     assert set(together) == set(one)
     if "loss" in one:
       np.testing.assert_allclose(together["loss"], one["loss"], rtol=1e-4)
+  # Of the whole batch, not of a process's part of it; both wait for the slower one's data.
+  for record in map(json.loads, (both / "metrics.jsonl").read_text().splitlines()):
+    if "loss" in record:
+      np.testing.assert_allclose(record["images_per_second"] * record["step_seconds"], 16)
+      assert record["data_wait_seconds"] > 0

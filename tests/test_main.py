@@ -20,7 +20,7 @@ from train.errors import RunError
 from train.loop import train
 
 ROOT = Path(__file__).parents[1]
-TIMINGS = {"step_seconds", "data_wait_seconds", "images_per_second"}
+TIMINGS = {"step_seconds", "data_wait_seconds", "images_per_second", "mfu", "peak_gigabytes"}
 SMALL = {
   "data.name": "shapes/tiny",
   "batch_size": 16,

@@ -131,6 +131,12 @@ class Checkpointer:
       self._manager.wait_until_finished()
     return self._newest()
 
+  def describe_newest_on_disk(self) -> str:
+    """As `describe_last_good`, of what is there by now: waits for no write and no process."""
+    # orbax gives a step its name when it is complete.
+    steps = [int(path.name) for path in self.directory.iterdir() if path.name.isdecimal()]
+    return f"step {max(steps)} in {self.directory}" if steps else "none"
+
   def _newest(self) -> str:
     steps = self._manager.all_steps(read=True)
     return f"step {max(steps)} in {self.directory}" if steps else "none"

@@ -12,11 +12,10 @@ import re
 import sys
 from pathlib import Path
 
-import jax
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from train import config, xla_flags
+from train import config, processes, xla_flags
 from train.errors import RunError
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to run: a file of configs/.")
@@ -25,7 +24,7 @@ _DISTRIBUTED = flags.DEFINE_bool(
   "distributed",
   False,
   "Several processes: found in the environment of Slurm, Open MPI, Kubernetes or a TPU, or given"
-  " by JAX_COORDINATOR_ADDRESS=host:port, JAX_NUM_PROCESSES and JAX_PROCESS_ID.",
+  " by JAX_COORDINATOR_ADDRESS=host:port, JAX_NUM_PROCESSES and JAX_PROCESS_ID; docs/clusters.md.",
 )
 _DEBUG = flags.DEFINE_bool("debug", False, "Show the traceback of an explained error.")
 
@@ -44,7 +43,7 @@ def _run(job, argv) -> None:
   xla_flags.set_flags()
   try:
     if _DISTRIBUTED.value:
-      _join_processes()
+      processes.join()
     job(_CONFIG.value, Path(_WORKDIR.value))
   except (RunError, ValueError, NotImplementedError, OSError) as error:
     if _DEBUG.value:
@@ -57,26 +56,6 @@ def _excepthook(kind, error, traceback) -> None:
   # When a write fails, tensorstore reports the others to an event loop that orbax has closed.
   if not (kind is RuntimeError and str(error) == "Event loop is closed"):
     sys.__excepthook__(kind, error, traceback)
-
-
-def _join_processes() -> None:
-  # One that fails keeps the others waiting for a minute, not for JAX's five.
-  given = {"shutdown_timeout_seconds": 60}
-  # JAX itself reads the address alone from the environment.
-  for argument in ("num_processes", "process_id"):
-    name = f"JAX_{argument.upper()}"
-    if name in os.environ:
-      try:
-        given[argument] = int(os.environ[name])
-      except ValueError:
-        raise RunError(f"{name}={os.environ[name]!r} must be a number.") from None
-  try:
-    jax.distributed.initialize(**given)
-  except (ValueError, RuntimeError) as error:
-    raise RunError(
-      f"--distributed: {error} Outside of a cluster that JAX knows, set JAX_COORDINATOR_ADDRESS"
-      " (host:port of the first process), JAX_NUM_PROCESSES and JAX_PROCESS_ID (from 0)."
-    ) from error
 
 
 def _describe(error: Exception) -> str:

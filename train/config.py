@@ -5,6 +5,7 @@ Every field always exists; an empty string or a zero means "off" where the comme
 """
 
 import dataclasses
+import re
 from collections.abc import Sequence
 
 
@@ -89,10 +90,31 @@ class Config:
   checkpoint_every: int = 1000  # 0: at the end alone
   checkpoint_keep: int = 3
   wandb_project: str = ""  # "": no Weights & Biases
+  # A run that waits for longer ends, and says for what (train/watchdog.py). 0: it waits for ever.
+  step_timeout_seconds: int = 600  # for a step or its batch; the first, which compiles, has thrice
+  pause_timeout_seconds: int = 3600  # for an evaluation or a checkpoint
+  profile_steps: str = ""  # "a:b": workdir/profile holds a trace of the steps a to b. "": none
 
   def to_dict(self) -> dict:
     """The fields as JSON has them."""
     return dataclasses.asdict(self)
+
+  def profiled(self) -> tuple[int, int] | None:
+    """The first and the last step of `profile_steps`; None where it is empty.
+
+    Raises:
+      ValueError: it is not two steps of this run.
+    """
+    if not self.profile_steps:
+      return None
+    match = re.fullmatch(r"(\d+):(\d+)", self.profile_steps)
+    first, last = map(int, match.groups()) if match else (0, 0)
+    if not 1 <= first <= last <= self.steps:
+      raise ValueError(
+        f"profile_steps={self.profile_steps!r} must be 'first:last', two of the steps 1 to"
+        f" {self.steps} in their order, such as '10:12'."
+      )
+    return first, last
 
   def check(self) -> None:
     """Raises a ValueError that names the first field with a value that cannot be."""
@@ -104,6 +126,10 @@ class Config:
     for name in ("eval_every", "checkpoint_every"):
       if getattr(self, name) < 0:
         raise ValueError(f"{name}={getattr(self, name)} must be 0 (at the end alone) or more.")
+    for name in ("step_timeout_seconds", "pause_timeout_seconds"):
+      if getattr(self, name) < 0:
+        raise ValueError(f"{name}={getattr(self, name)} must be 0 (no limit) or more.")
+    self.profiled()
     if self.model.dtype not in ("bfloat16", "float32"):
       raise ValueError(f"model.dtype={self.model.dtype!r} must be 'bfloat16' or 'float32'.")
     if self.mesh.gradient_dtype not in ("bfloat16", "float32"):

@@ -18,12 +18,16 @@ from train import data
 from train.config import Config
 from train.errors import RunError
 from train.evaluate import evaluate_run
+from train.flops import BF16_PEAK, model_flops
 from train.loss import LOSSES
+from train.memory import explained
 from train.record import Recorder, read_metrics
 from train.report import write_report
 from train.run import Run, check_continues, make_run
 from train.sharding import batch_sharding, replicated
 from train.step import make_train_step, tensor_names
+from train.trace import Tracer
+from train.watchdog import Watchdog
 
 
 class Stopped(RunError):
@@ -49,7 +53,26 @@ def train(config: Config, workdir: Path) -> dict:
   if first:
     write_json(workdir / "config.json", config.to_dict())
   started = time.time()
+  watchdog = Watchdog(
+    config.step_timeout_seconds,
+    config.pause_timeout_seconds,
+    jax.process_index(),
+    jax.process_count(),
+    run.checkpointer.describe_newest_on_disk,
+  )
+  with watchdog, explained(run, lambda: watchdog.what):
+    _train(run, workdir, watchdog)
+  if not first:
+    return {}
+  result = _result(run, workdir, time.time() - started)
+  write_json(workdir / "result.json", result)
+  write_report(workdir, f"{config.model.size} on {config.data.name}, recipe {config.model.recipe}")
+  return result
 
+
+def _train(run: Run, workdir: Path, watchdog: Watchdog) -> None:
+  """Goes from the newest checkpoint, or step 0, to the last step and its checkpoint."""
+  config, checkpointer = run.config, run.checkpointer
   iterator = data.train_iterator(
     config,
     run.builder,
@@ -59,59 +82,83 @@ def train(config: Config, workdir: Path) -> dict:
     process_index=jax.process_index(),
     process_count=jax.process_count(),
   )
-  restored = run.checkpointer.restore(run.abstract_state)
+  watchdog.pauses_for("the checkpoint to continue from")
+  restored = checkpointer.restore(run.abstract_state)
   if restored is None:
+    watchdog.waits_for("the initial state", first=True)
     start, state = 0, run.new_state()
   else:
     start, state = restored.step, restored.state
     iterator.set_state(restored.data)
-    if first:
-      print(f"Continuing after step {start} of {config.steps}, from {run.checkpointer.directory}.")
+    if jax.process_index() == 0:
+      print(f"Continuing after step {start} of {config.steps}, from {checkpointer.directory}.")
 
   recorder = Recorder(workdir, config, start)
-  with contextlib.closing(run.checkpointer), contextlib.closing(recorder), Signals() as signals:
+  with contextlib.closing(checkpointer), contextlib.closing(recorder), Signals() as signals:
     describe(run, recorder, start)
-    state = _steps(run, state, start, iterator, recorder, signals)
-    run.checkpointer.wait()
-    if not first:
-      return {}
-    result = _result(run, workdir, time.time() - started)
-  write_json(workdir / "result.json", result)
-  write_report(workdir, f"{config.model.size} on {config.data.name}, recipe {config.model.recipe}")
-  return result
+    tracer = Tracer(workdir / "profile", config.profiled())
+    with contextlib.closing(tracer):
+      _steps(run, state, start, iterator, recorder, signals, watchdog, tracer)
+    watchdog.pauses_for("the last checkpoint")
+    checkpointer.wait()
 
 
-def _steps(run: Run, state, start: int, iterator, recorder: Recorder, signals: "Signals"):
-  """Takes the steps after `start`; returns the state after the last one."""
+def _steps(
+  run: Run,
+  state,
+  start: int,
+  iterator,
+  recorder: Recorder,
+  signals: "Signals",
+  watchdog: Watchdog,
+  tracer: Tracer,
+) -> None:
+  """Takes the steps after `start`."""
   config, checkpointer = run.config, run.checkpointer
   train_step = jit_train_step(run)
   batches = data.prefetch_to_device(iterator, batch_sharding(run.mesh), config.data.prefetch)
   meter = _Meter(run, state, recorder)
   with contextlib.closing(batches):
     for step in range(start + 1, config.steps + 1):
+      first = step <= start + 2  # The first step's result is read in the second.
+      watchdog.waits_for(f"the batch of step {step}", first=first)
       waiting = time.perf_counter()
       batch, position = next(batches)
       waited = time.perf_counter() - waiting
-      state, metrics, finite = train_step(state, batch)
+      if tracer.starts(step):
+        watchdog.waits_for(f"the result of step {step - 1}", first=first)
+        meter.flush()
+        tracer.start()
+      watchdog.waits_for(f"step {step} to be compiled and started", first=first)
+      with tracer.step(step):
+        state, metrics, finite = train_step(state, batch)
+      watchdog.waits_for(f"the result of step {max(step - 1, start + 1)}", first=first)
       meter.push(step, metrics, finite, waited)
 
+      watchdog.waits_for(f"all processes to end step {step}", first=first)
       last, stop = step == config.steps, signals.received(step, config.log_every)
       evaluating = last or _due(step, config.eval_every)
       saving = last or stop or _due(step, config.checkpoint_every)
-      if evaluating or saving:
+      traced = tracer.ends(step)
+      if evaluating or saving or traced:
+        watchdog.waits_for(f"the result of step {step}", first=first)
         meter.flush()  # Nothing is saved before it is known to be finite.
+      if traced:
+        watchdog.pauses_for(f"the trace of the steps up to {step} to be written")
+        tracer.close()
       if evaluating:
+        watchdog.pauses_for(f"the evaluation after step {step}")
         scores = evaluate_run(run, state.params)
         recorder.write(step, {f"eval/{name}": value for name, value in scores.items()})
         recorder.say(step, "  ".join(f"{name} {value:.3f}" for name, value in scores.items()))
       if saving:
+        watchdog.pauses_for(f"the checkpoint of step {step}")
         checkpointer.save(step, state, position)
       if stop and not last:
         checkpointer.wait()
         raise Stopped(stop, step, checkpointer.describe_last_good())
-      if evaluating or saving:
+      if evaluating or saving or traced:
         meter.restart_clock()
-  return state
 
 
 def jit_train_step(run: Run):
@@ -147,6 +194,10 @@ class _Meter:
   def __init__(self, run: Run, state, recorder: Recorder):
     self._run, self._recorder = run, recorder
     self._names = tensor_names(state.params, run.model.config)
+    config = run.config
+    self._flops = model_flops(run.model.config, config.batch_size, config.model.patch_dropout)
+    # 0 where it is not known.
+    self._peak_flops = run.mesh.size * BF16_PEAK.get(jax.devices()[0].device_kind, 0)
     self._pending = None
     self._first = True
     self.restart_clock()
@@ -155,7 +206,8 @@ class _Meter:
     self._since, self._steps, self._waited = time.perf_counter(), 0, 0.0
 
   def push(self, step, metrics, finite, waited) -> None:
-    pending, self._pending = self._pending, (step, metrics, finite, waited)
+    self._waited += waited  # Now, within the time that ends when the step before is read.
+    pending, self._pending = self._pending, (step, metrics, finite)
     self._read(pending)
 
   def flush(self) -> None:
@@ -165,12 +217,12 @@ class _Meter:
   def _read(self, pending) -> None:
     if pending is None:
       return
-    step, metrics, finite, waited = pending
+    step, metrics, finite = pending
     finite = np.asarray(finite)
     if not finite.all():
       raise self._not_finite(step, finite, float(metrics["loss"]))
     self._recorder.advance(step)
-    self._steps, self._waited = self._steps + 1, self._waited + waited
+    self._steps += 1
     config = self._run.config
     if step % config.log_every == 0 or step == config.steps:
       self._log(step, metrics)
@@ -184,20 +236,25 @@ class _Meter:
   def _log(self, step, metrics) -> None:
     config = self._run.config
     seconds = (time.perf_counter() - self._since) / self._steps
+    waited, peak_bytes = _largest_of_all_processes(self._waited / self._steps, _peak_bytes())
     scalars = {name: float(value) for name, value in jax.device_get(metrics).items()}
     scalars |= {
       "learning_rate": float(self._run.schedule(step - 1)),
       "step_seconds": seconds,
-      "data_wait_seconds": self._waited / self._steps,
+      "data_wait_seconds": waited,
       "images_per_second": config.batch_size / seconds,
     }
+    if self._peak_flops:
+      scalars["mfu"] = self._flops / seconds / self._peak_flops
+    if peak_bytes:
+      scalars["peak_gigabytes"] = peak_bytes / 1e9
     self._recorder.write(step, scalars)
     left = (config.steps - step) * seconds
     self._recorder.say(
       step,
       f"loss {scalars['loss']:.4f}  lr {scalars['learning_rate']:.2e}"
       f"  {scalars['images_per_second']:,.0f} images/s"
-      f"  waiting for data {self._waited / self._steps / seconds:.0%}"
+      f"  waiting for data {waited / seconds:.0%}"
       f"  {left // 60:.0f} min {left % 60:02.0f} s left",
     )
 
@@ -207,6 +264,19 @@ class _Meter:
       f"Step {step}: {wrong[0]} is not finite, and {len(wrong) - 1} tensors after it; the loss is"
       f" {loss}. The last good checkpoint is {self._run.checkpointer.describe_last_good()}."
     )
+
+
+def _largest_of_all_processes(*values: float) -> list[float]:
+  """Each value's largest. All processes call it at the same place among their steps."""
+  if jax.process_count() == 1:
+    return list(values)
+  return multihost_utils.process_allgather(np.array(values, np.float32)).max(axis=0).tolist()
+
+
+def _peak_bytes() -> int:
+  """The most that was in use so far of one of this process's devices; 0 where none counts it."""
+  stats = (device.memory_stats() or {} for device in jax.local_devices())
+  return max(each.get("peak_bytes_in_use", 0) for each in stats)
 
 
 class Signals:

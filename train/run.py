@@ -33,7 +33,7 @@ _MAY_CHANGE = {
   "steps", "log_every", "eval_every", "eval_batch_size", "checkpoint_every", "checkpoint_keep",
   "wandb_project", "mesh", "accumulate", "data.data_dir", "data.root", "data.prefetch",
   "model.backend", "model.remat", "model.unroll", "data.eval_split", "data.eval_shards",
-  "data.workers",
+  "data.workers", "step_timeout_seconds", "pause_timeout_seconds", "profile_steps",
 }  # fmt: skip
 
 
@@ -70,7 +70,8 @@ def make_run(config: Config, workdir: Path) -> Run:
   if config.batch_size % (mesh.size * config.accumulate):
     raise ValueError(
       f"batch_size={config.batch_size} must be a multiple of {mesh.size} devices"
-      f" x accumulate={config.accumulate}, which is {mesh.size * config.accumulate}."
+      f" x accumulate={config.accumulate}, which is {mesh.size * config.accumulate}"
+      f" (mesh.data={mesh.shape['data']} x mesh.fsdp={mesh.shape['fsdp']})."
     )
   builder = data.prepare(config.data)
   for split in (config.data.train_split, config.data.eval_split):

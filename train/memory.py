@@ -1,0 +1,136 @@
+"""A device that is out of memory, as one message: how much was asked for, and what takes less.
+
+XLA's own is a line amid hundreds on its allocator, and names none of the config's fields.
+"""
+
+import contextlib
+import math
+import os
+import re
+from collections.abc import Callable, Iterator
+
+import jax
+
+from train.config import Config
+from train.errors import RunError
+from train.run import Run
+
+# XLA's words on a GPU, on a TPU, and on a CPU. RESOURCE_EXHAUSTED is also what a kernel says that
+# wants too much shared memory, and a message that is too long.
+_OUT_OF_MEMORY = re.compile(r"out of memory|failed to allocate|exceeded hbm capacity", re.I)
+_ASKED = re.compile(r"allocat\w*\D{0,40}?(\d+(?:\.\d+)?) ?([KMGTP]?i?B\b|bytes)", re.I)
+_UNITS = {"b": 1, "bytes": 1} | {
+  f"{prefix}{i}b": (1024 if i else 1000) ** power
+  for power, prefix in enumerate("kmgtp", start=1)
+  for i in ("", "i")
+}
+
+
+def is_out_of_memory(error: Exception) -> bool:
+  """Whether a device had no room; XLA and its allocators say so in words only."""
+  return isinstance(error, jax.errors.JaxRuntimeError) and bool(_OUT_OF_MEMORY.search(str(error)))
+
+
+@contextlib.contextmanager
+def explained(run: Run, during: Callable[[], str]) -> Iterator[None]:
+  """Turns a device's being out of memory into a RunError that says what would help.
+
+  `during` names what the program was at.
+  """
+  try:
+    yield
+  except jax.errors.JaxRuntimeError as error:
+    if not is_out_of_memory(error):
+      raise
+    raise RunError(explain(str(error), run, during(), jax.local_devices()[0])) from error
+
+
+def explain(text: str, run: Run, during: str, device) -> str:
+  """What is known of an error with that text, and the fields that would help, the likeliest first.
+
+  device: a jax.Device, for its kind and `memory_stats()`.
+  """
+  stats = device.memory_stats() or {}
+  asked, limit, used = asked_bytes(text), stats.get("bytes_limit"), stats.get("bytes_in_use", 0)
+  params = _bytes_a_device(run.abstract_state.params)
+  optimizer = _bytes_a_device(run.abstract_state.opt_state)
+  lines = [
+    f"Out of memory on a device ({device.device_kind}), at {during}:"
+    + (
+      f" {_size(asked)} were asked for at once" if asked else " how much was asked for is not said"
+    )
+    + (f"; JAX may use {_size(limit)} there, and {_size(used)} were in use." if limit else "."),
+    f"Of the training state a device holds {_size(params)} of parameters and {_size(optimizer)} of"
+    f" optimizer state, and a step makes {_size(params)} of gradients. The rest are activations:"
+    f" batch_size={run.config.batch_size} is {run.config.batch_size // run.mesh.size} images a"
+    f" device, {run.config.batch_size // run.mesh.size // run.config.accumulate} at a time.",
+    "Each of these takes less:",
+  ]
+  state_is_large = limit is not None and 2 * params + optimizer > limit / 2
+  activations = _for_evaluation(run) if "evaluation" in during else _for_activations(run)
+  state = _for_state(run, 2 * params + optimizer)
+  choices = state + activations if state_is_large else activations + state
+  if device.platform == "gpu" and "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:
+    choices.append("XLA_PYTHON_CLIENT_MEM_FRACTION=0.95: JAX takes three quarters of a GPU else")
+  return "\n".join(lines + [f"  {choice}" for choice in choices])
+
+
+def asked_bytes(text: str) -> int | None:
+  """The bytes of the allocation that failed; None where the text does not say."""
+  found = _ASKED.search(text)
+  return int(float(found[1]) * _UNITS[found[2].lower()]) if found else None
+
+
+def _for_activations(run: Run) -> list[str]:
+  config, choices = run.config, []
+  if config.model.remat != "full":
+    choices.append(
+      f"--config.model.remat=full: a block keeps its input only, and computes the rest again (now"
+      f" {config.model.remat})"
+    )
+  if more := _next_accumulate(config, run.mesh.size):
+    choices.append(
+      f"--config.accumulate={more}: as many microbatches, the loss over all of them (now"
+      f" {config.accumulate})"
+    )
+  if config.model.recipe in ("full", "switchback", "switchback_q"):
+    choices.append(
+      "--config.model.recipe=switchback_m: keeps 8-bit operands for the backward pass (now"
+      f" {config.model.recipe}; a new run)"
+    )
+  choices.append(f"--config.batch_size: smaller than {config.batch_size} (a new run)")
+  return choices
+
+
+def _for_evaluation(run: Run) -> list[str]:
+  return [f"--config.eval_batch_size: smaller than {run.config.eval_batch_size}"]
+
+
+def _for_state(run: Run, state: int) -> list[str]:
+  fsdp, devices = run.mesh.shape["fsdp"], run.mesh.size
+  if devices == 1:
+    return ["more devices, with --config.mesh.fsdp: parameters and optimizer state are split"]
+  if fsdp == devices:
+    return [f"more devices than {devices}: mesh.fsdp={fsdp} splits the state over all there are"]
+  return [
+    f"--config.mesh.fsdp={devices}: parameters, gradients and optimizer state are split over"
+    f" {devices} devices, about {_size(state * fsdp / devices)} instead of {_size(state)} each (now"
+    f" {fsdp})"
+  ]
+
+
+def _next_accumulate(config: Config, devices: int) -> int | None:
+  """The next larger number of microbatches that divides what a device has of a batch."""
+  share = config.batch_size // devices
+  larger = (n for n in range(2 * config.accumulate, share + 1) if share % n == 0)
+  return next(larger, None)
+
+
+def _bytes_a_device(tree) -> int:
+  return sum(
+    math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
+  )
+
+
+def _size(count: float) -> str:
+  return f"{count / 1e9:,.1f} GB" if count >= 1e8 else f"{count / 1e6:,.1f} MB"

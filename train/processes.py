@@ -1,0 +1,294 @@
+"""Several processes as one program: which of them this is, and which GPUs it takes.
+
+A cluster that JAX knows (Slurm, Open MPI, Kubernetes, a TPU) tells a process its number. By hand,
+JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID do. Then the processes meet at that
+address before JAX lets them: where one is missing or two disagree, JAX ends each of them with a
+stack trace of C++ (jaxlib 0.10 to 0.12), and does not say which one it was.
+
+Of several processes on one machine each takes one GPU, in their order; a process that has its
+machine for itself takes all of them. docs/clusters.md has the commands.
+"""
+
+import collections
+import contextlib
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+
+from train.errors import RunError
+
+PATIENCE = 300.0  # seconds for all processes to come; JAX's own
+_BY_HAND = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+
+
+class Process(NamedTuple):
+  """One of `count` processes, as it presents itself to the first."""
+
+  index: int
+  count: int
+  host: str
+  visible: list[str]  # GPUs as CUDA counts them for this process: their names on the machine
+  chosen: list[int] | None  # JAX_LOCAL_DEVICE_IDS: places in `visible`
+
+
+def join() -> None:
+  """Makes this process one of several, as the environment says.
+
+  Raises:
+    RunError: the environment is wrong, a process is missing, or two of them disagree.
+  """
+  # One that fails keeps the others waiting for a minute, not for JAX's five.
+  given = {"shutdown_timeout_seconds": 60} | _from_environment(os.environ)
+  try:
+    jax.distributed.initialize(**given)
+    _check_devices(jax.devices())
+  except (ValueError, RuntimeError) as error:
+    raise RunError(
+      f"--distributed: {error} Outside of a cluster that JAX knows, set JAX_COORDINATOR_ADDRESS"
+      " (host:port of the first process), JAX_NUM_PROCESSES and JAX_PROCESS_ID (from 0)."
+    ) from error
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict:
+  """Arguments of jax.distributed.initialize that JAX would not find, or not find right."""
+  given = {}
+  if "JAX_NUM_PROCESSES" in environment:
+    given["num_processes"] = _number(environment, "JAX_NUM_PROCESSES", at_least=1)
+  if "JAX_PROCESS_ID" in environment:
+    given["process_id"] = _number(environment, "JAX_PROCESS_ID", at_least=0)
+  count, index = given.get("num_processes"), given.get("process_id")
+  if count is not None and index is not None and index >= count:
+    raise RunError(
+      f"JAX_PROCESS_ID={index} must be 0 to {count - 1}, since JAX_NUM_PROCESSES={count}."
+    )
+  visible, chosen = _visible_gpus(environment), _chosen(environment)
+  if all(name in environment for name in _BY_HAND):
+    me = Process(index, count, socket.gethostname(), visible, chosen)
+    address = environment["JAX_COORDINATOR_ADDRESS"]
+    # A shell of Slurm has its variables too; with these three they do not count.
+    return given | {
+      "cluster_detection_method": "deactivate",
+      "local_device_ids": meet(address, me, PATIENCE),
+    }
+  if "SLURM_LOCALID" in environment and chosen is None:
+    given["local_device_ids"] = slurm_gpus(environment, visible)
+  return given
+
+
+def _number(environment: Mapping[str, str], name: str, at_least: int) -> int:
+  text = environment[name]
+  if not text.isdecimal() or int(text) < at_least:
+    raise RunError(f"{name}={text!r} must be a whole number of at least {at_least}.")
+  return int(text)
+
+
+def _chosen(environment: Mapping[str, str]) -> list[int] | None:
+  text = environment.get("JAX_LOCAL_DEVICE_IDS", "")
+  if not text:
+    return None
+  if not re.fullmatch(r"\d+(,\d+)*", text):
+    raise RunError(f"JAX_LOCAL_DEVICE_IDS={text!r} must be numbers of GPUs, such as 0 or 0,1.")
+  return [int(number) for number in text.split(",")]
+
+
+def _visible_gpus(environment: Mapping[str, str]) -> list[str]:
+  """Names of the NVIDIA GPUs that CUDA would show this process, in its order; [] without one."""
+  platforms = environment.get("JAX_PLATFORMS", "")
+  if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
+    return []
+  there = sorted(
+    (path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*")), key=int
+  )
+  chosen = environment.get("CUDA_VISIBLE_DEVICES")
+  return there if chosen is None or not there else [name for name in chosen.split(",") if name]
+
+
+def slurm_gpus(environment: Mapping[str, str], visible: list[str]) -> list[int] | None:
+  """The places in `visible` that a task of Slurm takes; None leaves it to JAX.
+
+  JAX takes GPU SLURM_LOCALID. That one is not there where Slurm shows each task its own GPU only
+  (--gpus-per-task), and is one of several where a node has one task.
+  """
+  if not visible:
+    return None
+  task = int(environment["SLURM_LOCALID"])
+  if re.fullmatch(r"1(\(x\d+\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", "")):
+    return list(range(len(visible)))
+  if len(visible) == 1 and environment.get("SLURM_GPUS_ON_NODE", "") != "1":
+    return [0]
+  if task >= len(visible):
+    raise RunError(
+      f"Task {task} (from 0) of {socket.gethostname()} has no GPU: Slurm gave"
+      f" {len(visible)} to its tasks there. Ask for as many GPUs as tasks a node"
+      " (--ntasks-per-node, --gpus-per-node)."
+    )
+  return [task]
+
+
+def assign_gpus(processes: Iterable[Process]) -> dict[int, list[int] | None]:
+  """For each process (by index) its places in `visible`; None: all that it sees.
+
+  Raises:
+    RunError: a machine has more processes than GPUs, or two of them would take the same one.
+  """
+  by_host = collections.defaultdict(list)
+  for process in sorted(processes):
+    by_host[process.host].append(process)
+  assigned, owners = {}, {}
+  for host, group in by_host.items():
+    for rank, process in enumerate(group):
+      visible, places = process.visible, process.chosen
+      if places is None and len(group) > 1 and len(visible) > 1:
+        places = [rank]
+      if visible and places and max(places) >= len(visible):
+        raise RunError(
+          f"Process {process.index} would take GPU {max(places)} (from 0) of {host}, which has"
+          f" {len(visible)} for its {len(group)} processes: start at most one process a GPU there,"
+          " or say which it takes by JAX_LOCAL_DEVICE_IDS."
+        )
+      assigned[process.index] = places
+      for name in visible if places is None else (visible[i] for i in places if visible):
+        owner = owners.setdefault((host, name), process.index)
+        if owner != process.index:
+          raise RunError(
+            f"Processes {owner} and {process.index} would both take GPU {name} of {host}: give"
+            " each its own by JAX_LOCAL_DEVICE_IDS or CUDA_VISIBLE_DEVICES, or set neither, and"
+            " each takes one."
+          )
+  return assigned
+
+
+def meet(address: str, me: Process, patience: float) -> list[int] | None:
+  """Waits at `address` (host:port) until all processes are there; returns this one's GPUs.
+
+  Raises:
+    RunError: one has not come within `patience` seconds, or they disagree.
+  """
+  host, _, port = address.rpartition(":")
+  if not host or not port.isdecimal():
+    raise RunError(
+      f"JAX_COORDINATOR_ADDRESS={address!r} must be host:port, the machine of process 0 and a free"
+      " port there."
+    )
+  deadline = time.monotonic() + patience
+  if me.index == 0:
+    return _receive(int(port), me, deadline)
+  return _attend((host.strip("[]"), int(port)), me, deadline)
+
+
+def _receive(port: int, me: Process, deadline: float) -> list[int] | None:
+  """Process 0's part: hears all the others, then tells each what it takes, or what is wrong."""
+  present = {0: me}
+  with contextlib.ExitStack() as closing:
+    try:
+      server = closing.enter_context(_listen(port))
+    except OSError as error:
+      raise RunError(
+        f"Process 0 cannot listen at port {port} of JAX_COORDINATOR_ADDRESS: {error.strerror}."
+        " Choose another port."
+      ) from error
+    guests = []
+    try:
+      while len(present) < me.count:
+        guest, process = _next_guest(server, deadline, present)
+        guests.append((closing.enter_context(guest), process))
+        _check_newcomer(process, present)
+        present[process.index] = process
+      assigned = assign_gpus(present.values())
+    except RunError as error:
+      for guest, _ in guests:
+        _send(guest, {"error": str(error)})
+      raise
+    for guest, process in guests:
+      _send(guest, {"gpus": assigned[process.index]})
+  return assigned[0]
+
+
+def _listen(port: int) -> socket.socket:
+  if socket.has_dualstack_ipv6():
+    with contextlib.suppress(OSError):  # A machine may have IPv6 switched off.
+      return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+  return socket.create_server(("", port))
+
+
+def _next_guest(server: socket.socket, deadline: float, present: dict[int, Process]):
+  count = present[0].count
+  while (left := deadline - time.monotonic()) > 0:
+    server.settimeout(left)
+    with contextlib.suppress(TimeoutError):
+      guest, _ = server.accept()
+      guest.settimeout(10)
+      try:
+        return guest, Process(**json.loads(guest.makefile().readline()))
+      except (OSError, ValueError, TypeError):
+        guest.close()  # Not one of ours: ports are tried by many.
+  missing = ", ".join(str(i) for i in range(count) if i not in present)
+  raise RunError(
+    f"Of JAX_NUM_PROCESSES={count} processes {len(present)} came to JAX_COORDINATOR_ADDRESS in"
+    f" time; JAX_PROCESS_ID={missing} did not. Start all of them, with the same address."
+  )
+
+
+def _check_newcomer(process: Process, present: dict[int, Process]) -> None:
+  count = present[0].count
+  if process.count != count:
+    raise RunError(
+      f"Process 0 has JAX_NUM_PROCESSES={count}, process {process.index} on {process.host} has"
+      f" {process.count}: it must be the same for all."
+    )
+  if process.index in present:
+    raise RunError(
+      f"JAX_PROCESS_ID={process.index} came twice, from {present[process.index].host} and"
+      f" {process.host}: it must be another for each, from 0 to {count - 1}."
+    )
+
+
+def _attend(address: tuple[str, int], me: Process, deadline: float) -> list[int] | None:
+  """The part of the others: tell process 0 who this is, and wait for its answer."""
+  where = f"{address[0]}:{address[1]} (JAX_COORDINATOR_ADDRESS)"
+  reason = "no time left"
+  while (left := deadline - time.monotonic()) > 0:
+    try:
+      with socket.create_connection(address, timeout=min(left, 10)) as host:
+        _send(host, me._asdict())
+        host.settimeout(max(left, 1) + 10)  # Process 0's time ends first, so that it can say why.
+        answer = json.loads(host.makefile().readline())
+      break
+    except ValueError as error:
+      raise RunError(
+        f"Process {me.index}: process 0 at {where} ended, or something else answers there."
+      ) from error
+    except OSError as error:
+      reason = error.strerror or str(error)
+      time.sleep(min(0.3, left))
+  else:
+    raise RunError(
+      f"Process {me.index}: nobody answers at {where}: {reason}. Is process 0 started there, and"
+      " is that port open between the machines?"
+    )
+  if "error" in answer:
+    raise RunError(answer["error"])
+  return answer["gpus"]
+
+
+def _send(connection: socket.socket, message: dict) -> None:
+  with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # It will say so itself.
+    connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _check_devices(devices: Iterable[jax.Device]) -> None:
+  """Each process reads an equal share of a batch, so each needs as many devices."""
+  counts = collections.Counter(device.process_index for device in devices)
+  if len(set(counts.values())) > 1:
+    listed = ", ".join(f"process {index} has {count}" for index, count in sorted(counts.items()))
+    raise RunError(
+      f"All processes must have the same number of devices: {listed}. JAX_LOCAL_DEVICE_IDS or"
+      " CUDA_VISIBLE_DEVICES say which a process takes."
+    )
