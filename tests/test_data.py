@@ -12,7 +12,6 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import tensorflow_datasets as tfds
-from interop import import_open_clip
 from PIL import Image
 
 from train import data
@@ -311,62 +310,6 @@ def test_captions_come_from_labels_and_templates_where_there_are_none(config, bu
 
 def test_captions_are_all_those_of_the_train_split(config, builder):
   assert len(list(data.captions(config, builder))) == 240 * 5
-
-
-def test_crops_have_shares_and_ratios_in_range():
-  rng = np.random.default_rng(0)
-  boxes = np.array([data._random_box(100, 90, (0.5, 0.8), rng) for _ in range(500)])
-  left, top, right, bottom = boxes.T
-  assert left.min() == top.min() == 0
-  assert right.max() == 100
-  assert bottom.max() == 90
-  shares = (right - left) * (bottom - top) / 9000
-  np.testing.assert_allclose(np.quantile(shares, [0, 0.5, 1]), [0.5, 0.65, 0.8], atol=0.02)
-  ratios = (right - left) / (bottom - top)
-  np.testing.assert_allclose([ratios.min(), ratios.max()], [3 / 4, 4 / 3], atol=0.04)
-
-
-def test_a_crop_that_never_fits_is_the_largest_in_the_middle():
-  rng = np.random.default_rng(0)
-  assert data._random_box(100, 10, (0.9, 1.0), rng) == (43, 0, 56, 10)
-  assert data._random_box(10, 100, (0.9, 1.0), rng) == (0, 43, 10, 56)
-
-
-@pytest.mark.parametrize("flip", [False, True])
-def test_flips_are_off_unless_asked_for(flip):
-  array = np.zeros((8, 8, 3), np.uint8)
-  array[:, :4] = 255
-  example = {"where": "here", "image": _png(array), "captions": ["x"]}
-  rng = np.random.default_rng(0)
-  augment = data._Augment(8, (1.0, 1.0), flip)
-  left = [augment(example, rng)["image"][4, 0, 0] > 128 for _ in range(30)]
-  assert all(left) != flip
-
-
-@pytest.mark.parametrize("mode", ["L", "P", "RGBA", "CMYK", "1", "I;16"])
-def test_images_of_any_mode_become_rgb(mode):
-  file = io.BytesIO()
-  if mode == "I;16":
-    Image.fromarray(np.full((9, 8), 900, np.uint16)).save(file, "png")
-  else:
-    Image.new("RGB", (8, 9), (200, 40, 40)).convert(mode).save(file, "tiff")
-  example = {"where": "here", "image": file.getvalue(), "captions": ["x"], "label": 0}
-  assert data._CentreCrop(4)(example)["image"].shape == (4, 4, 3)
-
-
-@pytest.mark.interop
-@pytest.mark.parametrize("size", [(37, 53), (64, 48), (20, 90), (24, 24), (29, 24), (24, 27)])
-def test_evaluation_images_are_those_of_open_clip(size):
-  import_open_clip()
-  import torch
-  from open_clip.transform import image_transform
-
-  pixels = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), np.uint8)
-  example = {"where": "here", "image": _png(pixels), "captions": ["x"], "label": 0}
-  ours = data._CentreCrop(SIZE)(example)["image"]
-  reference = image_transform(SIZE, is_train=False, mean=(0, 0, 0), std=(1, 1, 1))
-  theirs = (reference(Image.fromarray(pixels)) * 255).round().to(torch.uint8)
-  np.testing.assert_array_equal(ours, theirs.permute(1, 2, 0).numpy())
 
 
 def test_a_batch_larger_than_the_data_is_an_error(stream, config):
