@@ -1,5 +1,6 @@
 """The stream of batches: what it holds, that it resumes, and what is said when it cannot be."""
 
+import contextlib
 import dataclasses
 import io
 import itertools
@@ -200,6 +201,39 @@ def test_worker_processes_change_nothing_and_state_crosses_over(stream, config):
   resumed = stream()
   resumed.set_state(state)
   assert_equal(take(resumed, 4), whole[5:])
+
+
+class Photos(Keys):
+  """JPEGs of noise, of which a batch takes crops."""
+
+  def as_data_source(self, split, decoders):
+    rng = np.random.default_rng(0)
+    source = super().as_data_source(split, decoders)
+    for i, record in enumerate(source):
+      file = io.BytesIO()
+      Image.fromarray(rng.integers(0, 256, (40 + i, 60, 3), np.uint8)).save(file, "jpeg")
+      record["image"] = file.getvalue()
+    return source
+
+
+def test_crops_of_photos_depend_on_seed_and_step_alone(config, tokenizer):
+  config.data.label_key, config.data.crop_scale, config.data.flip = "", (0.4, 1.0), True
+
+  def batches(steps, workers=0, prefetch=2, **kwargs):
+    config.data.workers, config.data.prefetch = workers, prefetch
+    with contextlib.closing(
+      data.train_iterator(config, Photos(48), tokenizer, image_size=10, context_length=8, **kwargs)
+    ) as iterator:
+      return take(iterator, steps)
+
+  whole = batches(5)
+  assert len(np.unique(np.concatenate([batch["image"] for batch in whole]), axis=0)) > 100
+  assert_equal(batches(5, workers=1), whole)
+  assert_equal(batches(5, prefetch=8), whole)  # Threads, each with a resizer
+  part = batches(5, process_index=1, process_count=2)
+  assert_equal(part, [{name: values[1::2] for name, values in batch.items()} for batch in whole])
+  config.seed += 1
+  assert not np.array_equal(batches(1)[0]["image"], whole[0]["image"])
 
 
 def test_an_error_in_a_worker_says_which_example(config, tokenizer):

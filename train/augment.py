@@ -1,15 +1,16 @@
 """An example's picture as pixels for CLIP: decoded, cropped and resized, on the host.
 
 Training draws a crop from the size in the picture's header, and then decodes. A grey or RGB JPEG
-takes the fast way: libjpeg-turbo (simplejpeg) decodes to what Pillow would, bit for bit, and a
-resizer with vector instructions (cykooz_resizer) computes the same antialiased bicubic. Against
-crop and resize by Pillow it differs by 0.1 to 0.25 of 255 levels on average and by one at the 99th
-percentile; both are 0.26 levels from the exact sum, on average. Everything else, and evaluation, is
-Pillow's.
+takes the fast way: libjpeg-turbo (simplejpeg) decodes to Pillow's bits, and a resizer with vector
+instructions (cykooz_resizer) computes the same antialiased bicubic. Crop and resize by Pillow differ
+from that by 0.1 to 0.25 of 255 levels on average, by one at the 99th percentile, and by 17 at most:
+at hard edges, where both cut off overshoots between their two passes. Either is 0.25 to 0.3 levels
+from the exact sum, most of it rounding. Everything else, and evaluation, is Pillow's.
 
 A crop of at least four times the size it is resized to is decoded at 1/2, 1/4 or 1/8 of the
 picture's size, by as many frequencies of its blocks, so that it keeps twice the pixels a side. That
-takes 0.3 to 0.7 of the time, and moves an average of 0.3 to 1 levels.
+takes 0.3 to 0.7 of the time and moves 0.3 to 1 levels on average (28 at most). With a crop's pixels
+all used it would be 1 to 4 levels (67).
 """
 
 import dataclasses
