@@ -43,6 +43,8 @@ def main() -> None:
   parser.add_argument("--batches", type=int, default=40, help="timed in each turn")
   parser.add_argument("--batch_size", type=int, default=128)
   parser.add_argument("--turns", type=int, default=3, help="of each contender")
+  parser.add_argument("--data", nargs="+", default=["shapes", "photos"], help="which of the two")
+  parser.add_argument("--workers", nargs="+", type=int, default=[0, 1, 2], help="processes")
   parser.add_argument("--open_clip", action="store_true", help="compare with open_clip's loader")
   options = parser.parse_args()
   with tempfile.TemporaryDirectory() as folder:
@@ -74,7 +76,7 @@ def _contenders(folder: str, options: argparse.Namespace) -> list:
   }
   found = []
   for image_size, data_config in sets.items():
-    for workers in (0, 1, 2):
+    for workers in options.workers if data_config.name in options.data else ():
       config = Config(
         model=ModelConfig(size=""),
         data=dataclasses.replace(data_config, workers=workers),
@@ -82,7 +84,7 @@ def _contenders(folder: str, options: argparse.Namespace) -> list:
       )
       row = {"data": data_config.name, "image_size": image_size, "workers": workers}
       found.append((row, functools.partial(measure, config, image_size, options.batches)))
-  for workers in (1, 2) if options.open_clip else ():
+  for workers in filter(None, options.workers if options.open_clip else ()):
     row = {"data": "photos", "loader": "open_clip", "image_size": 224, "workers": workers}
     shards = str(pathlib.Path(folder) / _SHARDS)
     found.append((row, functools.partial(_measure_open_clip, shards, workers, options)))

@@ -86,11 +86,18 @@ class Keys:
       {"train": None}, "keys/1.0.0", {}
     )
 
-  def as_data_source(self, split, decoders):
-    return [
-      {"image": _png(np.full((4, 4, 3), i, np.uint8)), "captions": [b"%d" % i, b"other %d" % i]}
+  def as_data_source(self, split):
+    stored = tfds.features.FeaturesDict(
+      {"image": tfds.features.Image(), "captions": tfds.features.Sequence(tfds.features.Text())}
+    )
+    records = [
+      stored.serialize_example({"image": self.image(i), "captions": [f"{i}", f"other {i}"]})
       for i in range(self.count)
     ]
+    return dataclasses.make_dataclass("Source", ["data_source"])(records)
+
+  def image(self, i):
+    return _png(np.full((4, 4, 3), i, np.uint8))
 
 
 def _png(array):
@@ -206,14 +213,11 @@ def test_worker_processes_change_nothing_and_state_crosses_over(stream, config):
 class Photos(Keys):
   """JPEGs of noise, of which a batch takes crops."""
 
-  def as_data_source(self, split, decoders):
-    rng = np.random.default_rng(0)
-    source = super().as_data_source(split, decoders)
-    for i, record in enumerate(source):
-      file = io.BytesIO()
-      Image.fromarray(rng.integers(0, 256, (40 + i, 60, 3), np.uint8)).save(file, "jpeg")
-      record["image"] = file.getvalue()
-    return source
+  def image(self, i):
+    file = io.BytesIO()
+    pixels = np.random.default_rng(i).integers(0, 256, (40 + i, 60, 3), np.uint8)
+    Image.fromarray(pixels).save(file, "jpeg")
+    return file.getvalue()
 
 
 def test_crops_of_photos_depend_on_seed_and_step_alone(config, tokenizer):
@@ -245,10 +249,8 @@ def test_an_error_in_a_worker_says_which_example(config, tokenizer):
 
 
 class Broken(Keys):
-  def as_data_source(self, split, decoders):
-    source = super().as_data_source(split, decoders)
-    source[7]["image"] = b"no image"
-    return source
+  def image(self, i):
+    return b"no image" if i == 7 else super().image(i)
 
 
 def test_the_position_is_saved_with_grains_orbax_handler(stream, tmp_path):
@@ -340,6 +342,21 @@ def test_captions_come_from_labels_and_templates_where_there_are_none(config, bu
     data.train_iterator(config, builder, tokenizer, image_size=SIZE, context_length=LENGTH)
   )["text"][0]
   assert tokenizer.decode(row).split()[0] in ("a", "one")
+
+
+def test_captions_may_be_a_feature_within_a_feature(config, tokenizer):
+  class Nested(Keys):
+    def as_data_source(self, split):
+      caption = {"text": tfds.features.Text(), "id": tfds.features.Scalar(np.int64)}
+      stored = tfds.features.FeaturesDict(
+        {"image": tfds.features.Image(), "captions": tfds.features.Sequence(caption)}
+      )
+      texts = [{"text": "first", "id": 1}, {"text": "second", "id": 2}]
+      records = [stored.serialize_example({"image": self.image(0), "captions": texts})]
+      return dataclasses.make_dataclass("Source", ["data_source"])(records)
+
+  config.data.label_key, config.data.text_key = "", "captions/text"
+  assert list(data.captions(config, Nested(1))) == ["first", "second"]
 
 
 def test_captions_are_all_those_of_the_train_split(config, builder):

@@ -2,8 +2,8 @@
 
 Training draws a crop from the size in the picture's header, and then decodes. A grey or RGB JPEG
 takes the fast way: libjpeg-turbo (simplejpeg) decodes to Pillow's bits, and a resizer with vector
-instructions (cykooz_resizer) computes the same antialiased bicubic. Crop and resize by Pillow differ
-from that by 0.1 to 0.25 of 255 levels on average, by one at the 99th percentile, and by 17 at most:
+instructions (cykooz_resizer) computes the same antialiased bicubic. Pillow's crop and resize differ
+from it by 0.1 to 0.25 of 255 levels on average, by one at the 99th percentile, and by 17 at most:
 at hard edges, where both cut off overshoots between their two passes. Either is 0.25 to 0.3 levels
 from the exact sum, most of it rounding. Everything else, and evaluation, is Pillow's.
 
