@@ -1,105 +1,140 @@
 """How many images a second does the input pipeline give?
 
-  python -m benchmarks.data
+  python -m benchmarks.data [--open_clip]
 
 Two data sets: `shapes` (PNG of 48x48, to 48 pixels) and photos (JPEG of 500x375, to 224 pixels,
 made here of smooth noise). A row of results/data.jsonl for each and for each number of worker
-processes, where 0 is threads of this process. `images_per_cpu_second` is what one core does when
-it does nothing else: images over the processor time of all threads, known for threads alone.
+processes, where 0 is threads of this process. `--open_clip` adds rows of open_clip's loader of tar
+shards on the same photos, where it is installed. The contenders take turns, and the median counts.
+`images_per_cpu_second` is what one core does when it does nothing else: images over the processor
+time of all threads and processes. It is the figure to trust where others use the machine too.
 """
 
 import argparse
+import dataclasses
+import functools
 import importlib.metadata
 import io
 import json
 import os
 import pathlib
 import platform
+import statistics
+import subprocess
 import sys
 import tarfile
 import tempfile
-import time
 
 import numpy as np
 from PIL import Image
 
+from benchmarks.host_rate import rate
 from train import data
 from train.config import Config, DataConfig, ModelConfig
 from train.tokenizer import make_tokenizer
 
 _RESULTS = pathlib.Path(__file__).parent / "results" / "data.jsonl"
 _PHOTOS = 512
+_SHARDS = "photos-{0..3}.tar"  # open_clip gives each worker shards of its own.
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-  parser.add_argument("--batches", type=int, default=40, help="timed in each row")
+  parser.add_argument("--batches", type=int, default=40, help="timed in each turn")
   parser.add_argument("--batch_size", type=int, default=128)
+  parser.add_argument("--turns", type=int, default=3, help="of each contender")
+  parser.add_argument("--data", nargs="+", default=["shapes", "photos"], help="which of the two")
+  parser.add_argument("--workers", nargs="+", type=int, default=[0, 1, 2], help="processes")
+  parser.add_argument("--open_clip", action="store_true", help="compare with open_clip's loader")
   options = parser.parse_args()
   with tempfile.TemporaryDirectory() as folder:
-    _write_photos(pathlib.Path(folder) / "photos.tar")
-    sets = {
-      48: DataConfig(name="shapes", data_dir=folder),
-      224: DataConfig(name="photos", data_dir=folder, root=folder, train_shards="photos.tar"),
+    _write_photos(pathlib.Path(folder))
+    contenders = _contenders(folder, options)
+    found = [[] for _ in contenders]
+    for _ in range(options.turns):
+      for (row, measured), turns in zip(contenders, found, strict=True):
+        turns.append(measured())
+        print(json.dumps(row | turns[-1]), flush=True)
+  for (row, _), turns in zip(contenders, found, strict=True):
+    medians = {
+      name: statistics.median(turn[name] for turn in turns)
+      for name in ("start_seconds", "images_per_second", "images_per_cpu_second")
     }
-    for image_size, data_config in sets.items():
-      for workers in (0, 1, 2):
-        data_config.workers = workers
-        config = Config(model=ModelConfig(size=""), data=data_config, batch_size=options.batch_size)
-        row = {
-          "data": data_config.name,
-          "image_size": image_size,
-          "workers": workers,
-          **measure(config, image_size, options.batches),
-        }
-        print(json.dumps(row), flush=True)
-        with _RESULTS.open("a") as file:
-          file.write(json.dumps(row | _circumstances()) + "\n")
+    row |= {"batch_size": options.batch_size, "turns": options.turns, **medians}
+    print(json.dumps(row), flush=True)
+    row |= _circumstances()
+    row["versions"] |= turns[0].get("versions", {})
+    with _RESULTS.open("a") as file:
+      file.write(json.dumps(row) + "\n")
+
+
+def _contenders(folder: str, options: argparse.Namespace) -> list:
+  """Pairs of what a row says and the function that measures it."""
+  sets = {
+    48: DataConfig(name="shapes", data_dir=folder),
+    224: DataConfig(name="photos", data_dir=folder, root=folder, train_shards=_SHARDS),
+  }
+  found = []
+  for image_size, data_config in sets.items():
+    for workers in options.workers if data_config.name in options.data else ():
+      config = Config(
+        model=ModelConfig(size=""),
+        data=dataclasses.replace(data_config, workers=workers),
+        batch_size=options.batch_size,
+      )
+      row = {"data": data_config.name, "image_size": image_size, "workers": workers}
+      found.append((row, functools.partial(measure, config, image_size, options.batches)))
+  for workers in filter(None, options.workers if options.open_clip else ()):
+    row = {"data": "photos", "loader": "open_clip", "image_size": 224, "workers": workers}
+    shards = str(pathlib.Path(folder) / _SHARDS)
+    found.append((row, functools.partial(_measure_open_clip, shards, workers, options)))
+  return found
 
 
 def measure(config: Config, image_size: int, batches: int) -> dict:
-  """Seconds to the first batch, then images a second over `batches` batches."""
+  """The rate of `train_iterator` over `batches` batches."""
   builder = data.prepare(config.data)
   tokenizer = make_tokenizer("bpe", data.captions(config, builder), 1024)
   iterator = data.train_iterator(
     config, builder, tokenizer, image_size=image_size, context_length=32
   )
-  began = time.perf_counter()
-  for _ in range(config.data.prefetch + 2):  # What was made while the workers started
-    next(iterator)
-  started, cpu = time.perf_counter(), time.process_time()
-  for _ in range(batches):
-    next(iterator)
-  seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu
+  warm_up = config.data.prefetch + 2
+  result = rate(lambda: next(iterator), config.batch_size, warm_up, batches)
   iterator.close()
-  images = batches * config.batch_size
-  return {
-    "batch_size": config.batch_size,
-    "start_seconds": round(started - began, 2),
-    "images_per_second": round(images / seconds),
-    "images_per_cpu_second": None if config.data.workers else round(images / cpu_seconds),
-  }
+  return result
 
 
-def _write_photos(path: pathlib.Path) -> None:
-  """Photos as Flickr gives them: 500x375, about 50 kB."""
+def _measure_open_clip(shards: str, workers: int, options: argparse.Namespace) -> dict:
+  command = [sys.executable, "-m", "benchmarks.data_open_clip", f"--shards={shards}"]
+  command += [f"--workers={workers}", f"--batches={options.batches}"]
+  command += [f"--batch_size={options.batch_size}"]
+  run = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+  return json.loads(run.stdout.splitlines()[-1])
+
+
+def _write_photos(folder: pathlib.Path) -> None:
+  """Photos of the size that Flickr gives: 500x375, 80 kB."""
   rng = np.random.default_rng(0)
-  with tarfile.open(path, "w") as tar:
-    for i in range(_PHOTOS):
-      coarse = Image.fromarray(rng.integers(0, 256, (75, 100, 3), np.uint8))
-      file = io.BytesIO()
-      coarse.resize((500, 375), Image.Resampling.BICUBIC).save(file, "jpeg", quality=90)
-      for name, content in (
-        (f"{i:06d}.jpg", file.getvalue()),
-        (f"{i:06d}.txt", b"A dog runs over the grass with a ball in its mouth ."),
-      ):
-        info = tarfile.TarInfo(name)
-        info.size = len(content)
-        tar.addfile(info, io.BytesIO(content))
+  for shard in range(4):
+    with tarfile.open(folder / f"photos-{shard}.tar", "w") as tar:
+      for i in range(shard * _PHOTOS // 4, (shard + 1) * _PHOTOS // 4):
+        coarse = Image.fromarray(rng.integers(0, 256, (75, 100, 3), np.uint8))
+        file = io.BytesIO()
+        coarse.resize((500, 375), Image.Resampling.BICUBIC).save(file, "jpeg", quality=90)
+        for name, content in (
+          (f"{i:06d}.jpg", file.getvalue()),
+          (f"{i:06d}.txt", b"A dog runs over the grass with a ball in its mouth ."),
+        ):
+          info = tarfile.TarInfo(name)
+          info.size = len(content)
+          tar.addfile(info, io.BytesIO(content))
 
 
 def _circumstances() -> dict:
-  packages = ("grain", "tensorflow-datasets", "array-record", "pillow", "numpy", "tokenizers")
+  packages = (
+    "grain", "tensorflow-datasets", "array-record", "simplejpeg", "cykooz-resizer", "pillow",
+    "numpy", "tokenizers",
+  )  # fmt: skip
   return {
     "command": " ".join(["python -m benchmarks.data", *sys.argv[1:]]),
     "versions": {name: importlib.metadata.version(name) for name in packages},

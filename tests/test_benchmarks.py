@@ -3,6 +3,8 @@
 import functools
 import json
 import math
+import multiprocessing
+import time
 
 import jax
 import jax.extend
@@ -12,6 +14,7 @@ import pytest
 
 from benchmarks import each_kernel, kernels, linear, matmul, tune
 from benchmarks import quantize as quantize_benchmark
+from benchmarks.host_rate import rate
 from benchmarks.kernels import Kernel, grouped, idle, origins_of
 from benchmarks.operands import Operands
 from benchmarks.timing import Contender, contender
@@ -221,3 +224,17 @@ def test_no_row_of_one_operand_is_a_row_of_the_other():
   (lhs, rhs), *_ = Operands(INT8, elements=2**24).sets(2**15, 256, 128, megabytes=1)
   rows = {row.tobytes() for row in np.asarray(lhs.values)}
   assert len(rows) == 2**15 and not any(row.tobytes() in rows for row in np.asarray(rhs.values))
+
+
+def test_the_rate_of_a_loader_counts_its_processes():
+  burn = "import time\nwhile time.process_time() < 1: pass\ntime.sleep(60)"
+  child = multiprocessing.get_context("spawn").Process(target=exec, args=(burn,), daemon=True)
+  child.start()
+  try:
+    # Three batches while the child computes for about a second: nearly all of it is the child's.
+    result = rate(lambda: time.sleep(0.6), images=100, warm_up=0, batches=3)
+  finally:
+    child.kill()
+    child.join()
+  assert result["images_per_second"] <= 100 / 0.6
+  assert 300 / 2.5 <= result["images_per_cpu_second"] <= 300 / 0.3

@@ -1,5 +1,6 @@
 """The stream of batches: what it holds, that it resumes, and what is said when it cannot be."""
 
+import contextlib
 import dataclasses
 import io
 import itertools
@@ -12,7 +13,6 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import tensorflow_datasets as tfds
-from interop import import_open_clip
 from PIL import Image
 
 from train import data
@@ -86,11 +86,18 @@ class Keys:
       {"train": None}, "keys/1.0.0", {}
     )
 
-  def as_data_source(self, split, decoders):
-    return [
-      {"image": _png(np.full((4, 4, 3), i, np.uint8)), "captions": [b"%d" % i, b"other %d" % i]}
+  def as_data_source(self, split):
+    stored = tfds.features.FeaturesDict(
+      {"image": tfds.features.Image(), "captions": tfds.features.Sequence(tfds.features.Text())}
+    )
+    records = [
+      stored.serialize_example({"image": self.image(i), "captions": [f"{i}", f"other {i}"]})
       for i in range(self.count)
     ]
+    return dataclasses.make_dataclass("Source", ["data_source"])(records)
+
+  def image(self, i):
+    return _png(np.full((4, 4, 3), i, np.uint8))
 
 
 def _png(array):
@@ -203,6 +210,36 @@ def test_worker_processes_change_nothing_and_state_crosses_over(stream, config):
   assert_equal(take(resumed, 4), whole[5:])
 
 
+class Photos(Keys):
+  """JPEGs of noise, of which a batch takes crops."""
+
+  def image(self, i):
+    file = io.BytesIO()
+    pixels = np.random.default_rng(i).integers(0, 256, (40 + i, 60, 3), np.uint8)
+    Image.fromarray(pixels).save(file, "jpeg")
+    return file.getvalue()
+
+
+def test_crops_of_photos_depend_on_seed_and_step_alone(config, tokenizer):
+  config.data.label_key, config.data.crop_scale, config.data.flip = "", (0.4, 1.0), True
+
+  def batches(steps, workers=0, prefetch=2, **kwargs):
+    config.data.workers, config.data.prefetch = workers, prefetch
+    with contextlib.closing(
+      data.train_iterator(config, Photos(48), tokenizer, image_size=10, context_length=8, **kwargs)
+    ) as iterator:
+      return take(iterator, steps)
+
+  whole = batches(5)
+  assert len(np.unique(np.concatenate([batch["image"] for batch in whole]), axis=0)) > 100
+  assert_equal(batches(5, workers=1), whole)
+  assert_equal(batches(5, prefetch=8), whole)  # Threads, each with a resizer
+  part = batches(5, process_index=1, process_count=2)
+  assert_equal(part, [{name: values[1::2] for name, values in batch.items()} for batch in whole])
+  config.seed += 1
+  assert not np.array_equal(batches(1)[0]["image"], whole[0]["image"])
+
+
 def test_an_error_in_a_worker_says_which_example(config, tokenizer):
   config.data.label_key, config.data.workers = "", 1
   iterator = data.train_iterator(config, Broken(24), tokenizer, image_size=4, context_length=LENGTH)
@@ -212,10 +249,8 @@ def test_an_error_in_a_worker_says_which_example(config, tokenizer):
 
 
 class Broken(Keys):
-  def as_data_source(self, split, decoders):
-    source = super().as_data_source(split, decoders)
-    source[7]["image"] = b"no image"
-    return source
+  def image(self, i):
+    return b"no image" if i == 7 else super().image(i)
 
 
 def test_the_position_is_saved_with_grains_orbax_handler(stream, tmp_path):
@@ -309,64 +344,23 @@ def test_captions_come_from_labels_and_templates_where_there_are_none(config, bu
   assert tokenizer.decode(row).split()[0] in ("a", "one")
 
 
+def test_captions_may_be_a_feature_within_a_feature(config, tokenizer):
+  class Nested(Keys):
+    def as_data_source(self, split):
+      caption = {"text": tfds.features.Text(), "id": tfds.features.Scalar(np.int64)}
+      stored = tfds.features.FeaturesDict(
+        {"image": tfds.features.Image(), "captions": tfds.features.Sequence(caption)}
+      )
+      texts = [{"text": "first", "id": 1}, {"text": "second", "id": 2}]
+      records = [stored.serialize_example({"image": self.image(0), "captions": texts})]
+      return dataclasses.make_dataclass("Source", ["data_source"])(records)
+
+  config.data.label_key, config.data.text_key = "", "captions/text"
+  assert list(data.captions(config, Nested(1))) == ["first", "second"]
+
+
 def test_captions_are_all_those_of_the_train_split(config, builder):
   assert len(list(data.captions(config, builder))) == 240 * 5
-
-
-def test_crops_have_shares_and_ratios_in_range():
-  rng = np.random.default_rng(0)
-  boxes = np.array([data._random_box(100, 90, (0.5, 0.8), rng) for _ in range(500)])
-  left, top, right, bottom = boxes.T
-  assert left.min() == top.min() == 0
-  assert right.max() == 100
-  assert bottom.max() == 90
-  shares = (right - left) * (bottom - top) / 9000
-  np.testing.assert_allclose(np.quantile(shares, [0, 0.5, 1]), [0.5, 0.65, 0.8], atol=0.02)
-  ratios = (right - left) / (bottom - top)
-  np.testing.assert_allclose([ratios.min(), ratios.max()], [3 / 4, 4 / 3], atol=0.04)
-
-
-def test_a_crop_that_never_fits_is_the_largest_in_the_middle():
-  rng = np.random.default_rng(0)
-  assert data._random_box(100, 10, (0.9, 1.0), rng) == (43, 0, 56, 10)
-  assert data._random_box(10, 100, (0.9, 1.0), rng) == (0, 43, 10, 56)
-
-
-@pytest.mark.parametrize("flip", [False, True])
-def test_flips_are_off_unless_asked_for(flip):
-  array = np.zeros((8, 8, 3), np.uint8)
-  array[:, :4] = 255
-  example = {"where": "here", "image": _png(array), "captions": ["x"]}
-  rng = np.random.default_rng(0)
-  augment = data._Augment(8, (1.0, 1.0), flip)
-  left = [augment(example, rng)["image"][4, 0, 0] > 128 for _ in range(30)]
-  assert all(left) != flip
-
-
-@pytest.mark.parametrize("mode", ["L", "P", "RGBA", "CMYK", "1", "I;16"])
-def test_images_of_any_mode_become_rgb(mode):
-  file = io.BytesIO()
-  if mode == "I;16":
-    Image.fromarray(np.full((9, 8), 900, np.uint16)).save(file, "png")
-  else:
-    Image.new("RGB", (8, 9), (200, 40, 40)).convert(mode).save(file, "tiff")
-  example = {"where": "here", "image": file.getvalue(), "captions": ["x"], "label": 0}
-  assert data._CentreCrop(4)(example)["image"].shape == (4, 4, 3)
-
-
-@pytest.mark.interop
-@pytest.mark.parametrize("size", [(37, 53), (64, 48), (20, 90), (24, 24), (29, 24), (24, 27)])
-def test_evaluation_images_are_those_of_open_clip(size):
-  import_open_clip()
-  import torch
-  from open_clip.transform import image_transform
-
-  pixels = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), np.uint8)
-  example = {"where": "here", "image": _png(pixels), "captions": ["x"], "label": 0}
-  ours = data._CentreCrop(SIZE)(example)["image"]
-  reference = image_transform(SIZE, is_train=False, mean=(0, 0, 0), std=(1, 1, 1))
-  theirs = (reference(Image.fromarray(pixels)) * 255).round().to(torch.uint8)
-  np.testing.assert_array_equal(ours, theirs.permute(1, 2, 0).numpy())
 
 
 def test_a_batch_larger_than_the_data_is_an_error(stream, config):

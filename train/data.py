@@ -8,8 +8,6 @@ in it is one number: a run resumes exactly, on another machine too.
 
 import contextlib
 import dataclasses
-import io
-import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,8 +16,9 @@ import grain
 import numpy as np
 import tensorflow_datasets as tfds
 from absl import flags
-from PIL import Image
+from tensorflow_datasets.proto import tf_example_pb2
 
+from train.augment import CentreCrop, RandomCrop
 from train.config import Config
 from train.datasets.prepared import feature, prepare
 from train.tokenizer import Tokenizer
@@ -81,7 +80,7 @@ def train_iterator(
     .seed(config.seed)
     .shuffle()
     # Before the deal, so that the random numbers go with the position in the stream.
-    .random_map(_Augment(image_size, tuple(config.data.crop_scale), config.data.flip))
+    .random_map(RandomCrop(image_size, tuple(config.data.crop_scale), config.data.flip))
     .slice(slice(process_index, count // batch_size * batch_size, process_count))
     .batch(batch_size // process_count, batch_fn=_Tokenize(tokenizer, context_length))
     .repeat()
@@ -104,7 +103,7 @@ def eval_batches(
   """
   batches = (
     grain.MapDataset.source(_Examples(config, builder, split))
-    .map(_CentreCrop(image_size))
+    .map(CentreCrop(image_size))
     .batch(batch_size, batch_fn=_stack)
     .to_iter_dataset(_threads(config.data.prefetch))
   )
@@ -147,19 +146,18 @@ class _Examples:
     check_split(builder, split)
     self._config, self._split = config, split
     self._names = class_names(config, builder)
-    self._source = builder.as_data_source(
-      split, decoders={config.data.image_key: tfds.decode.SkipDecoding()}
-    )
+    # The records as they are stored: tfds takes longer to decode one than ArrayRecord to read it.
+    self._records = builder.as_data_source(split).data_source
 
   def __len__(self) -> int:
-    return len(self._source)
+    return len(self._records)
 
   def __getitem__(self, index: int) -> dict[str, Any]:
-    record, keys, where = self._source[index], self._config.data, f"{self._split}[{index}]"
-    label = int(_value(record, keys.label_key)) if keys.label_key else -1
+    record = tf_example_pb2.Example.FromString(self._records[index]).features.feature
+    keys, where = self._config.data, f"{self._split}[{index}]"
+    label = record[keys.label_key].int64_list.value[0] if keys.label_key else -1
     if keys.text_key:
-      texts = _value(record, keys.text_key)
-      texts = [texts] if isinstance(texts, bytes) else texts
+      texts = record[keys.text_key].bytes_list.value
       texts = [text.decode("utf-8", errors="replace") for text in texts]
     else:
       texts = _prompts(self._config, self._names[label]) if label >= 0 else []
@@ -167,80 +165,14 @@ class _Examples:
       raise ValueError(f"{keys.name} {where} has no caption.")
     return {
       "where": f"{keys.name} {where}",
-      "image": _value(record, keys.image_key),
+      "image": record[keys.image_key].bytes_list.value[0],
       "captions": texts,
       "label": label,
     }
 
 
-def _value(record: dict, key: str) -> Any:
-  for name in key.split("/"):
-    record = record[name]
-  return record
-
-
 def _prompts(config: Config, name: str) -> list[str]:
   return [template.format(name) for template in config.data.templates]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Augment:
-  """A random crop of the image and one of the captions."""
-
-  image_size: int
-  crop_scale: tuple[float, float]
-  flip: bool
-
-  def __call__(self, example: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-    image = _decode(example)
-    image = image.crop(_random_box(*image.size, self.crop_scale, rng))
-    image = image.resize((self.image_size,) * 2, Image.Resampling.BICUBIC)
-    if self.flip and rng.random() < 0.5:
-      image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-    texts = example["captions"]
-    return {"image": np.asarray(image), "caption": texts[rng.integers(len(texts))]}
-
-
-@dataclasses.dataclass(frozen=True)
-class _CentreCrop:
-  """The shorter side scaled to the size, then the middle: open_clip's evaluation transform."""
-
-  image_size: int
-
-  def __call__(self, example: dict[str, Any]) -> dict[str, Any]:
-    image, size = _decode(example), self.image_size
-    shorter = min(image.size)
-    width, height = (size * side // shorter for side in image.size)
-    image = image.resize((width, height), Image.Resampling.BICUBIC)
-    left, top = round((width - size) / 2), round((height - size) / 2)
-    image = image.crop((left, top, left + size, top + size))
-    return {"image": np.asarray(image), "captions": example["captions"], "label": example["label"]}
-
-
-def _decode(example: dict[str, Any]) -> Image.Image:
-  try:
-    return Image.open(io.BytesIO(example["image"])).convert("RGB")
-  except Exception as error:  # Each of Pillow's decoders has its own errors.
-    raise ValueError(f"The image of {example['where']} cannot be decoded: {error}") from error
-
-
-def _random_box(
-  width: int, height: int, scale: Sequence[float], rng: np.random.Generator
-) -> tuple[int, int, int, int]:
-  """(left, top, right, bottom) with a share of the area in `scale` and a ratio of 3/4 to 4/3.
-
-  torchvision's RandomResizedCrop: ten draws, then the largest allowed box in the middle.
-  """
-  for _ in range(10):
-    area = width * height * rng.uniform(*scale)
-    ratio = math.exp(rng.uniform(math.log(3 / 4), math.log(4 / 3)))
-    w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
-    if 0 < w <= width and 0 < h <= height:
-      left, top = int(rng.integers(width - w + 1)), int(rng.integers(height - h + 1))
-      return left, top, left + w, top + h
-  w, h = min(width, round(height * 4 / 3)), min(height, round(width * 4 / 3))
-  left, top = (width - w) // 2, (height - h) // 2
-  return left, top, left + w, top + h
 
 
 @dataclasses.dataclass(frozen=True)

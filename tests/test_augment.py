@@ -1,0 +1,188 @@
+"""Pixels for CLIP: which part of the picture, and how near to Pillow's."""
+
+import io
+
+import numpy as np
+import pytest
+import simplejpeg
+from interop import import_open_clip
+from PIL import Image
+
+from train import augment
+from train.augment import CentreCrop, RandomCrop
+
+SIZE = 24
+
+
+def encoded(pixels, kind, mode="RGB", **options):
+  file = io.BytesIO()
+  Image.fromarray(pixels).convert(mode).save(file, kind, **options)
+  return file.getvalue()
+
+
+def picture(width, height, coarse=4, seed=0):
+  """Smooth noise with hard edges, as a photo has both: uint8 [height, width, 3]."""
+  rng = np.random.default_rng(seed)
+  small = rng.integers(0, 256, (-(-height // coarse), -(-width // coarse), 3), np.uint8)
+  pixels = np.asarray(Image.fromarray(small).resize((width, height), Image.BICUBIC)).copy()
+  for _ in range(5):
+    x, y = rng.integers(width), rng.integers(height)
+    pixels[y : y + height // 4, x : x + width // 4] = rng.integers(0, 256, 3)
+  return pixels
+
+
+def example(image):
+  return {"where": "here", "image": image, "captions": ["x", "y"], "label": 0}
+
+
+def drawn(image, size=SIZE, scale=(0.5, 1.0), flip=False, seed=0):
+  return RandomCrop(size, scale, flip)(example(image), np.random.default_rng(seed))["image"]
+
+
+def by_pillow(image, size=SIZE, scale=(0.5, 1.0), seed=0):
+  """The crop that `drawn` takes, of the whole picture decoded, by Pillow."""
+  image = Image.open(io.BytesIO(image)).convert("RGB")
+  box = augment._random_box(*image.size, scale, np.random.default_rng(seed))
+  return np.asarray(image.crop(box).resize((size, size), Image.BICUBIC))
+
+
+def test_crops_have_shares_and_ratios_in_range():
+  rng = np.random.default_rng(0)
+  boxes = np.array([augment._random_box(100, 90, (0.5, 0.8), rng) for _ in range(500)])
+  left, top, right, bottom = boxes.T
+  assert left.min() == top.min() == 0
+  assert right.max() == 100
+  assert bottom.max() == 90
+  shares = (right - left) * (bottom - top) / 9000
+  np.testing.assert_allclose(np.quantile(shares, [0, 0.5, 1]), [0.5, 0.65, 0.8], atol=0.02)
+  ratios = (right - left) / (bottom - top)
+  np.testing.assert_allclose([ratios.min(), ratios.max()], [3 / 4, 4 / 3], atol=0.04)
+
+
+def test_a_crop_that_never_fits_is_the_largest_in_the_middle():
+  rng = np.random.default_rng(0)
+  assert augment._random_box(100, 10, (0.9, 1.0), rng) == (43, 0, 56, 10)
+  assert augment._random_box(10, 100, (0.9, 1.0), rng) == (0, 43, 10, 56)
+
+
+@pytest.mark.parametrize("kind", ["png", "jpeg"])
+@pytest.mark.parametrize("flip", [False, True])
+def test_flips_are_off_unless_asked_for(flip, kind):
+  array = np.zeros((8, 8, 3), np.uint8)
+  array[:, :4] = 255
+  images = [drawn(encoded(array, kind), 8, (1.0, 1.0), flip, seed) for seed in range(30)]
+  assert all(image[4, 0, 0] > 128 for image in images) != flip
+  assert all((image[4, 0, 0] > 128) != (image[4, 7, 0] > 128) for image in images)
+
+
+# Crops that are enlarged, kept and reduced, but not by so much that less of a JPEG is decoded.
+@pytest.mark.parametrize("size", [24, 64, 150])
+@pytest.mark.parametrize("options", [{}, {"subsampling": 0}, {"progressive": True}, {"mode": "L"}])
+def test_a_jpeg_s_crop_is_pillow_s_within_rounding(size, options):
+  for seed in range(4):
+    image = encoded(picture(109, 93, seed=seed), "jpeg", **options)
+    away = np.abs(drawn(image, size, seed=seed).astype(int) - by_pillow(image, size, seed=seed))
+    assert away.mean() <= 0.3
+    assert np.quantile(away, 0.99) <= 1
+    assert away.max() <= 20  # At hard edges, where Pillow cuts off overshoots between its passes.
+
+
+def test_a_jpeg_is_decoded_as_pillow_decodes_it():
+  for options in ({}, {"subsampling": 0}, {"progressive": True}, {"mode": "L"}, {"quality": 30}):
+    image = encoded(picture(109, 93), "jpeg", **options)
+    pillow = np.asarray(Image.open(io.BytesIO(image)).convert("RGB"))
+    np.testing.assert_array_equal(simplejpeg.decode_jpeg(image, "RGB"), pillow)
+
+
+@pytest.mark.parametrize("reduced", [2, 4, 8])
+def test_a_jpeg_decoded_at_a_part_of_its_size_gives_nearly_the_same(reduced, monkeypatch):
+  made = []
+  decode = simplejpeg.decode_jpeg
+  monkeypatch.setattr(
+    simplejpeg, "decode_jpeg", lambda *a, **k: made.append(decode(*a, **k)) or made[-1]
+  )
+  height, width = 16 * reduced * 3 + 5, 16 * reduced * 4 + 3  # The last block is a part of one.
+  image = encoded(picture(width, height, coarse=12), "jpeg", quality=90)
+  for seed in range(3):
+    away = np.abs(drawn(image, 16, seed=seed).astype(int) - by_pillow(image, 16, seed=seed))
+    assert made[-1].shape == (-(-height // reduced), -(-width // reduced), 3)
+    assert away.mean() <= 1.5
+
+
+def test_what_is_decoded_of_a_crop_is_at_least_twice_its_new_size():
+  for width, height, size, reduced in [
+    (895, 2000, 224, 1),  # 447 pixels a side would be less than 448.
+    (896, 2000, 224, 2),
+    (2000, 1791, 224, 2),
+    (2000, 1792, 224, 4),
+    (9000, 9000, 224, 8),
+    (100, 100, 224, 1),
+  ]:
+    assert augment._reduction(width, height, size) == reduced
+
+
+@pytest.mark.parametrize("kind, mode", [("png", "RGB"), ("png", "P"), ("jpeg", "CMYK")])
+def test_what_is_no_usual_jpeg_is_as_pillow_makes_it(kind, mode):
+  image = encoded(picture(109, 93), kind, mode)
+  np.testing.assert_array_equal(drawn(image), by_pillow(image))
+
+
+def test_a_crop_does_not_see_beyond_its_box():
+  pixels = np.zeros((64, 64, 3), np.uint8)
+  image = encoded(pixels, "jpeg")
+  pixels[:, 32:] = 255
+  half = encoded(pixels, "jpeg")
+  ours = [augment._crop_jpeg(image, (64, 64), (0, 0, 32, 64), 20) for image in (image, half)]
+  np.testing.assert_array_equal(*ours)
+
+
+def test_the_same_is_drawn_of_a_jpeg_and_of_a_png():
+  pixels = picture(109, 93)
+  rngs = [np.random.default_rng(5) for _ in range(2)]
+  for kind, rng in zip(("png", "jpeg"), rngs, strict=True):
+    RandomCrop(SIZE, (0.5, 1.0), True)(example(encoded(pixels, kind)), rng)
+  assert rngs[0].random() == rngs[1].random()
+
+
+def test_a_damaged_jpeg_is_pillow_s_to_judge():
+  whole = encoded(picture(109, 93), "jpeg")
+  extra = whole[:-2] + b"\0" * 8 + whole[-2:]  # Pillow reads over it; libjpeg-turbo warns.
+  with pytest.raises(ValueError, match="extraneous bytes"):
+    simplejpeg.decode_jpeg(extra, "RGB")
+  np.testing.assert_array_equal(drawn(extra), by_pillow(whole))
+  for broken in (whole[: len(whole) // 2], whole[:10], b"\xff\xd8", b"", b"no image"):
+    with pytest.raises(ValueError, match="The image of here cannot be decoded"):
+      drawn(broken)
+
+
+def test_an_image_that_is_too_large_for_pillow_is_an_error(monkeypatch):
+  monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)  # Of twice as many it raises.
+  with pytest.raises(ValueError, match=r"image of here cannot be decoded: Image size \(10137"):
+    drawn(encoded(picture(109, 93), "jpeg"))
+
+
+@pytest.mark.parametrize("mode", ["L", "P", "RGBA", "CMYK", "1", "I;16"])
+def test_images_of_any_mode_become_rgb(mode):
+  if mode == "I;16":
+    image = encoded(np.full((9, 8), 900, np.uint16), "png", mode)
+  else:
+    image = encoded(np.full((9, 8, 3), (200, 40, 40), np.uint8), "tiff", mode)
+  assert CentreCrop(4)(example(image))["image"].shape == (4, 4, 3)
+  assert drawn(image, 4).shape == (4, 4, 3)
+
+
+@pytest.mark.interop
+@pytest.mark.parametrize("size", [(37, 53), (64, 48), (20, 90), (24, 24), (29, 24), (24, 27)])
+def test_evaluation_images_are_those_of_open_clip(size):
+  import_open_clip()
+  import torch
+  from open_clip.transform import image_transform
+
+  pixels = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), np.uint8)
+  for kind in ("png", "jpeg"):
+    image = encoded(pixels, kind)
+    ours = CentreCrop(SIZE)(example(image))["image"]
+    reference = image_transform(SIZE, is_train=False, mean=(0, 0, 0), std=(1, 1, 1))
+    theirs = reference(Image.open(io.BytesIO(image)).convert("RGB"))
+    theirs = (theirs * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
+    np.testing.assert_array_equal(ours, theirs)

@@ -1,0 +1,144 @@
+"""An example's picture as pixels for CLIP: decoded, cropped and resized, on the host.
+
+Training draws a crop from the size in the picture's header, and then decodes. A grey or RGB JPEG
+takes the fast way: libjpeg-turbo (simplejpeg) decodes to Pillow's bits, and a resizer with vector
+instructions (cykooz_resizer) computes the same antialiased bicubic. Pillow's crop and resize differ
+from it by 0.1 to 0.25 of 255 levels on average, by one at the 99th percentile, and by 17 at most:
+at hard edges, where both cut off overshoots between their two passes. Either is 0.25 to 0.3 levels
+from the exact sum, most of it rounding. Everything else, and evaluation, is Pillow's.
+
+A crop of at least four times the size it is resized to is decoded at 1/2, 1/4 or 1/8 of the
+picture's size, by as many frequencies of its blocks, so that it keeps twice the pixels a side. That
+takes 0.3 to 0.7 of the time and moves 0.3 to 1 levels on average (28 at most). With a crop's pixels
+all used it would be 1 to 4 levels (67).
+"""
+
+import dataclasses
+import io
+import math
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import cykooz_resizer
+import numpy as np
+import simplejpeg
+from PIL import Image
+
+_BICUBIC = cykooz_resizer.ResizeAlg.convolution(cykooz_resizer.FilterType.catmull_rom)
+_RGB = cykooz_resizer.PixelType.U8x3
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomCrop:
+  """A random crop of the image, uint8 [image_size, image_size, 3], and one of the captions."""
+
+  image_size: int
+  crop_scale: tuple[float, float]
+  flip: bool
+
+  def __call__(self, example: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    # What is drawn, and in which order, does not depend on how the image is decoded.
+    jpeg_size = _jpeg_size(example["image"])
+    image = None if jpeg_size else _decode(example)
+    box = _random_box(*(jpeg_size or image.size), self.crop_scale, rng)
+    mirror = self.flip and rng.random() < 0.5
+    caption = example["captions"][rng.integers(len(example["captions"]))]
+    pixels = _crop_jpeg(example["image"], jpeg_size, box, self.image_size) if jpeg_size else None
+    if pixels is None:
+      image = (image or _decode(example)).crop(box)
+      pixels = np.asarray(image.resize((self.image_size,) * 2, Image.Resampling.BICUBIC))
+    return {"image": pixels[:, ::-1] if mirror else pixels, "caption": caption}
+
+
+@dataclasses.dataclass(frozen=True)
+class CentreCrop:
+  """The shorter side scaled to the size, then the middle: open_clip's evaluation transform."""
+
+  image_size: int
+
+  def __call__(self, example: dict[str, Any]) -> dict[str, Any]:
+    image, size = _decode(example), self.image_size
+    shorter = min(image.size)
+    width, height = (size * side // shorter for side in image.size)
+    image = image.resize((width, height), Image.Resampling.BICUBIC)
+    left, top = round((width - size) / 2), round((height - size) / 2)
+    image = image.crop((left, top, left + size, top + size))
+    return {"image": np.asarray(image), "captions": example["captions"], "label": example["label"]}
+
+
+def _decode(example: dict[str, Any]) -> Image.Image:
+  try:
+    return Image.open(io.BytesIO(example["image"])).convert("RGB")
+  except Exception as error:  # Each of Pillow's decoders has its own errors.
+    raise ValueError(f"The image of {example['where']} cannot be decoded: {error}") from error
+
+
+def _random_box(
+  width: int, height: int, scale: Sequence[float], rng: np.random.Generator
+) -> tuple[int, int, int, int]:
+  """(left, top, right, bottom) with a share of the area in `scale` and a ratio of 3/4 to 4/3.
+
+  torchvision's RandomResizedCrop: ten draws, then the largest allowed box in the middle.
+  """
+  for _ in range(10):
+    area = width * height * rng.uniform(*scale)
+    ratio = math.exp(rng.uniform(math.log(3 / 4), math.log(4 / 3)))
+    w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+    if 0 < w <= width and 0 < h <= height:
+      left, top = int(rng.integers(width - w + 1)), int(rng.integers(height - h + 1))
+      return left, top, left + w, top + h
+  w, h = min(width, round(height * 4 / 3)), min(height, round(width * 4 / 3))
+  left, top = (width - w) // 2, (height - h) // 2
+  return left, top, left + w, top + h
+
+
+def _jpeg_size(image: bytes) -> tuple[int, int] | None:
+  """(width, height) of a grey or RGB JPEG; None of any other image."""
+  if not image.startswith(b"\xff\xd8"):
+    return None
+  try:
+    height, width, colours, _ = simplejpeg.decode_jpeg_header(image)
+  except ValueError:
+    return None
+  # Of an image that is too large, Pillow has a word to say.
+  usual = colours in ("YCbCr", "Gray", "RGB") and width * height <= Image.MAX_IMAGE_PIXELS
+  return (width, height) if usual else None
+
+
+def _crop_jpeg(
+  image: bytes, full: tuple[int, int], box: tuple[int, int, int, int], size: int
+) -> np.ndarray | None:
+  """`box` of a JPEG with `full` (width, height) as [size, size, 3]; None where it is damaged."""
+  left, top, right, bottom = box
+  reduced = _reduction(right - left, bottom - top, size)
+  width, height = (math.ceil(side / reduced) for side in full)
+  try:
+    pixels = simplejpeg.decode_jpeg(image, "RGB", min_width=width, min_height=height)
+  except ValueError:
+    return None  # Pillow decodes some of these, and says of the others why not.
+  # As Pillow's crop does, this keeps pixels beyond the box out of the filter.
+  left, top, right, bottom = (side / reduced for side in box)
+  x, y = math.floor(left), math.floor(top)
+  pixels = pixels[y : math.ceil(bottom), x : math.ceil(right)]
+  source = cykooz_resizer.ImageData(*pixels.shape[1::-1], _RGB, pixels.tobytes())
+  target = cykooz_resizer.ImageData(size, size, _RGB)
+  crop = cykooz_resizer.CropBox(left - x, top - y, right - left, bottom - top)
+  options = cykooz_resizer.ResizeOptions(_BICUBIC, use_alpha=False, crop_box=crop)
+  _LOCAL.resizer.resize(source, target, options)
+  return np.frombuffer(target.get_buffer(), np.uint8).reshape(size, size, 3)
+
+
+def _reduction(width: int, height: int, size: int) -> int:
+  """How many pixels a side to decode as one, of a crop that is to become [size, size]."""
+  return max((n for n in (2, 4, 8) if min(width, height) >= 2 * size * n), default=1)
+
+
+class _Local(threading.local):
+  """A resizer for each thread: one of them serves one call at a time."""
+
+  def __init__(self):
+    self.resizer = cykooz_resizer.Resizer()
+
+
+_LOCAL = _Local()
