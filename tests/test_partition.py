@@ -249,7 +249,7 @@ def test_an_axis_without_a_name_is_never_split():
   (x,) = put(mesh, [P("data", "fsdp")], np.arange(64.0, dtype=np.float32).reshape(8, 8))
   seen = []
 
-  def local(split, x):
+  def local(run, split, x):
     seen.append((split, x.shape))
     return (jnp.sum(x, axis=1),)
 
