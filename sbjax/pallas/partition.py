@@ -49,7 +49,10 @@ def over_shards(
   def run(*operands):
     mesh = jax.sharding.get_abstract_mesh()
     if any(kind == AxisType.Manual for kind in mesh.axis_types):
-      return local(_call, {}, *operands)  # Within a shard_map these are shards already.
+      # Within a shard_map these are shards already. Kernels know of no varying axes, a module of
+      # their own knows of no mesh.
+      axes = _varying(operands)
+      return _vary_over(axes, local(_call_lowered if axes else _call, {}, *operands))
     if any(kind == AxisType.Explicit for kind in mesh.axis_types):
       split = decide(mesh.shape, [(x.shape, jax.typeof(x).sharding.spec) for x in operands])
       in_specs, out_specs = _specs(split, inputs), _specs(split, outputs)
@@ -65,6 +68,28 @@ def is_explicit() -> bool:
   """Whether types carry shardings here (jax.set_mesh with explicit axes)."""
   kinds = jax.sharding.get_abstract_mesh().axis_types
   return any(kind == AxisType.Explicit for kind in kinds)
+
+
+def vary_alike(*arrays):
+  """The arrays (pytrees), all varying over each mesh axis that any of them varies over.
+
+  `jax.shard_map` with check_vma=True has this in types, and takes no gradient of another type than
+  the operand's. JAX sums a gradient over devices where it meets such a cast.
+  """
+  return _vary_over(_varying(arrays), arrays)
+
+
+def _varying(arrays) -> frozenset[str]:
+  kinds = (jax.typeof(a).manual_axis_type for a in jax.tree.leaves(arrays))
+  return frozenset().union(*(kind.varying for kind in kinds))
+
+
+def _vary_over(axes: frozenset[str], arrays):
+  def cast(array):
+    missing = axes - jax.typeof(array).manual_axis_type.varying
+    return jax.lax.pcast(array, tuple(sorted(missing)), to="varying") if missing else array
+
+  return jax.tree.map(cast, arrays)
 
 
 def _automatic(local, decide, inputs, outputs):
