@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from sbjax import linear
 from sbjax.backends import get_backend
 from sbjax.linear import Kernel
+from sbjax.pallas.partition import vary_alike
 from sbjax.quantize import Quantized
 from sbjax.quantized_dot import (
   DOT_NAME,
@@ -22,6 +23,7 @@ from sbjax.quantized_dot import (
   as_rows,
   check_bias,
   check_floating,
+  from_rows,
   named_dot,
   prepared,
   warn_where_inexact,
@@ -62,9 +64,10 @@ def norm_dot(
   columns = linear.master(w).shape[1]
   if parts is not None and (parts < 1 or columns % parts):
     raise ValueError(f"{parts=} must divide the {columns} columns of w.")
-  x_rows, ys = _norm_dot(recipe, backend, parts or 1, as_rows(x), norm, w, bias)
+  operands = vary_alike(as_rows(x), norm, w, bias)
+  x_rows, ys = _norm_dot(recipe, backend, parts or 1, *operands)
   ys = tuple(named_dot(y, x) for y in ys)
-  return x_rows.reshape(x.shape), ys if parts else ys[0]
+  return from_rows(x_rows, x), ys if parts else ys[0]
 
 
 def norm_mlp(
@@ -97,8 +100,9 @@ def norm_mlp(
   check_bias("b2", b2, w2)
   if add_input and linear.master(w2).shape[1] != x.shape[-1]:
     raise ValueError(f"add_input needs w2 [H, {x.shape[-1]}], not {linear.master(w2).shape}.")
-  x_rows, y = _norm_mlp(recipe, backend, add_input, as_rows(x), norm, w1, b1, w2, b2)
-  return named_dot(y, x) if add_input else (x_rows.reshape(x.shape), named_dot(y, x))
+  operands = vary_alike(as_rows(x), norm, w1, b1, w2, b2)
+  x_rows, y = _norm_mlp(recipe, backend, add_input, *operands)
+  return named_dot(y, x) if add_input else (from_rows(x_rows, x), named_dot(y, x))
 
 
 def _check_norm(x, norm):

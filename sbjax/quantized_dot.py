@@ -12,12 +12,14 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 
 from sbjax import linear
 from sbjax.backends import get_backend, warn_of_inexact_int8
 from sbjax.formats import INT8
 from sbjax.linear import Kernel
 from sbjax.matmul import check_addend
+from sbjax.pallas.partition import is_explicit, vary_alike
 from sbjax.quantize import Quantized, dequantize
 from sbjax.recipes import Recipe, as_recipe
 
@@ -42,7 +44,8 @@ def quantized_dot(
   master copy beside bfloat16 activations): it is quantized as it is, and dw is the float32
   accumulator of x.T @ dy in w's dtype, never rounded to x's. Bias and addend are added to a
   quantized product in float32, and the sum is rounded once; the bias's gradient is summed in
-  float32.
+  float32. Within `jax.shard_map` operands are a device's own, and so is a scale that tokens share:
+  one scale for all of x, and the scales of a weight gradient in 8 bits.
 
   Args:
     x: an array, or [rows, K] in the 8 bits that the recipe's forward takes: a constant then, that
@@ -76,18 +79,51 @@ def quantized_dot(
   check_addend(addend, (*values.shape[:-1], linear.master(w).shape[1]), dtype)
   addend = None if addend is None else as_rows(addend)
   added = None if addend is None else jax.typeof(addend).sharding
+  x, w, bias, addend = vary_alike(x, w, bias, addend)
   dot, x = (_constant_dot, x) if is_quantized else (_dot, as_rows(x))
   return named_dot(dot(recipe, backend, jnp.dtype(dtype), added, x, w, bias, addend), values)
 
 
 def as_rows(x: jax.Array) -> jax.Array:
   """x [..., K] as [rows, K]."""
-  return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+  *lead, last = _splits(x)
+  return _reshape(x, (math.prod(x.shape[:-1]), x.shape[-1]), [_merged(lead), last])
+
+
+def from_rows(y: jax.Array, x: jax.Array) -> jax.Array:
+  """y [rows, N] as [..., N] with the leading axes of x."""
+  rows, columns = _splits(y)
+  splits = [*_unmerged(rows, _splits(x)[:-1]), columns]
+  return _reshape(y, (*x.shape[:-1], y.shape[1]), splits)
 
 
 def named_dot(y: jax.Array, x: jax.Array) -> jax.Array:
-  """The product y of the rows of x with x's leading axes, and with the name that policies go by."""
-  return checkpoint_name(y.reshape(*x.shape[:-1], y.shape[1]), DOT_NAME)
+  """Restores x's leading axes and names y for checkpoint policies."""
+  return checkpoint_name(from_rows(y, x), DOT_NAME)
+
+
+# In JAX's explicit mode a reshape has to say how its result is split. Axes that become one are
+# split as all of them were; nothing moves if only the first was.
+
+
+def _reshape(x: jax.Array, shape, splits) -> jax.Array:
+  return jax.lax.reshape(x, shape, out_sharding=P(*splits)) if is_explicit() else x.reshape(shape)
+
+
+def _splits(x: jax.Array) -> list[tuple[str, ...]]:
+  """For each axis, the mesh axes that its type says it is split over."""
+  spec = jax.typeof(x).sharding.spec
+  entries = [*spec, *[None] * (x.ndim - len(spec))]
+  return [entry if isinstance(entry, tuple) else (entry,) if entry else () for entry in entries]
+
+
+def _merged(splits) -> tuple[str, ...]:
+  return tuple(name for split in splits for name in split)
+
+
+def _unmerged(merged, splits):
+  """How axes are split that were one; not at all where a product did not keep their split."""
+  return splits if _merged(splits) == merged else [()] * len(splits)
 
 
 def warn_where_inexact(recipe: Recipe, backend: str | None) -> None:
@@ -248,15 +284,25 @@ def quantized_dot_general(recipe: Recipe | str, *, backend: str | None = None) -
     rhs_free = [a for a in range(rhs.ndim) if a not in (*rhs_k, *rhs_b)]
     batch = [lhs.shape[a] for a in lhs_b]
     free = [*(lhs.shape[a] for a in lhs_free), *(rhs.shape[a] for a in rhs_free)]
-    k = math.prod(lhs.shape[a] for a in lhs_k)
-    x = lhs.transpose(*lhs_b, *lhs_free, *lhs_k).reshape(*batch, -1, k)
-    w = rhs.transpose(*rhs_b, *rhs_k, *rhs_free).reshape(*batch, k, -1)
+    x, w = _grouped(lhs, lhs_b, lhs_free, lhs_k), _grouped(rhs, rhs_b, rhs_k, rhs_free)
     dot = functools.partial(quantized_dot, recipe=recipe, backend=backend)
     for _ in batch:
       dot = jax.vmap(dot)
-    y = dot(x, w).reshape(*batch, *free)
+    y = dot(x, w)
+    *splits, rows, columns = _splits(y)
+    for merged, array, axes in ((rows, lhs, lhs_free), (columns, rhs, rhs_free)):
+      splits += _unmerged(merged, [_splits(array)[a] for a in axes])
+    y = _reshape(y, (*batch, *free), splits)
     if preferred_element_type is not None:
       y = y.astype(preferred_element_type)
     return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
 
   return dot_general
+
+
+def _grouped(x: jax.Array, batch, *groups) -> jax.Array:
+  """x with its batch axes first, then each group of axes as one."""
+  axes, splits = [*batch, *(a for group in groups for a in group)], _splits(x)
+  shape = [x.shape[a] for a in batch] + [math.prod(x.shape[a] for a in g) for g in groups]
+  of_groups = [_merged(splits[a] for a in group) for group in groups]
+  return _reshape(x.transpose(axes), shape, [splits[a] for a in batch] + of_groups)

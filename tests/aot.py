@@ -48,6 +48,7 @@ from sbjax import (
   quantized_dot,
   quantized_dot_general,
 )
+from sbjax.pallas import partition
 from sbjax.pallas import scaled_matmul_sm90 as sm90
 from sbjax.token_sum import token_sum
 
@@ -177,6 +178,31 @@ def compiled(capability):
         hlo = run.lower(*_arguments(mesh, *LAYOUTS[layout])).compile().as_text()
         meshes[f"{piece}, {name}, {layout}"] = _found(hlo)
   return {"layers": layers, "meshes": meshes}
+
+
+def stacks(capability):
+  """The gradient of a few layers on two devices: kernels newly lowered, and calls of kernels.
+
+  Under jit with shardings, and in a shard_map that checks what varies.
+  """
+
+  def loss(layers, x, w):
+    for _ in range(layers):
+      x = _mlp("switchback", None, _linear("switchback", None, x, w)[:, :K], w)
+    return jnp.mean(jnp.square(x.astype(jnp.float32)))
+
+  found = {}
+  for kind, layers in itertools.product(("jit", "shard_map"), (1, 3)):
+    before = partition._lowered.cache_info().misses
+    with _mesh(capability, (2,), ("data",)) as mesh:
+      run, specs = jax.grad(functools.partial(loss, layers), (0, 1)), (P("data"), P())
+      if kind == "shard_map":
+        run = jax.shard_map(run, in_specs=specs, out_specs=specs)
+      hlo = jax.jit(run).lower(*_arguments(mesh, P("data"), P())).compile().as_text()
+    calls = re.findall(r'custom_call_target="(?:mosaic|triton)', hlo)
+    count = partition._lowered.cache_info().misses - before
+    found[f"{kind}, {layers}"] = {"lowered": count, "calls": len(calls), **_found(hlo)}
+  return found
 
 
 def cuts(capability):
@@ -320,6 +346,7 @@ def main(capability, folder):
   found = {"lowered": lowered(capability, backends), **compiled(capability)}
   found["cuts"] = cuts(capability) if "mosaic" in backends else {}
   found["quantizers"] = quantizers(capability) if "mosaic" in backends else {}
+  found["stacks"] = stacks(capability)
   found["token_sums"] = token_sums(capability)
   return {**found, "kernels": kernels(folder)}
 

@@ -118,6 +118,16 @@ def test_gradients_of_gelu_and_layer_norm_are_written_where_they_come_from(chip,
   assert proof["meshes"]["mlp, switchback, batch, w over fsdp"]["in_place"] == 4
 
 
+def test_on_two_devices_no_layer_after_the_first_lowers_a_kernel(chip, proof):
+  found = proof["stacks"]
+  assert {name: stack["lowered"] > 0 for name, stack in found.items()} == {
+    "jit, 1": True, "jit, 3": False, "shard_map, 1": False, "shard_map, 3": False
+  }  # fmt: skip
+  for kind in ("jit", "shard_map"):
+    one, three = found[f"{kind}, 1"], found[f"{kind}, 3"]
+    assert one["calls"] < three["calls"] and own(three["targets"]) == KERNELS[chip]
+
+
 @pytest.mark.parametrize(("piece", "layout"), aot.SPLIT)
 @pytest.mark.parametrize("name", ["switchback", "switchback_m"])
 def test_on_four_devices_no_activation_is_gathered(chip, proof, piece, name, layout):

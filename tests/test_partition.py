@@ -249,10 +249,32 @@ def test_an_axis_without_a_name_is_never_split():
   (x,) = put(mesh, [P("data", "fsdp")], np.arange(64.0, dtype=np.float32).reshape(8, 8))
   seen = []
 
-  def local(split, x):
+  def local(run, split, x):
     seen.append((split, x.shape))
     return (jnp.sum(x, axis=1),)
 
   (y,) = jax.jit(lambda x: over_shards(local, [x], [("m", None)], [("m",)]))(x)
   np.testing.assert_array_equal(y, jnp.sum(np.asarray(x), axis=1))
   assert ({"m": ("data",)}, (4, 8)) in seen
+
+
+def test_layers_share_a_kernel_that_is_lowered_once():
+  mesh, lowered = make_mesh(), []
+
+  def kernel(x, factor):
+    lowered.append(x.shape)
+    return x * factor
+
+  def local(run, split, x):
+    return (run(kernel, x, 2.0),)
+
+  @functools.partial(jax.jit, static_argnums=1)
+  def model(x, layers):
+    for _ in range(layers):
+      (x,) = over_shards(local, [x], [("m", "k")], [("m", "k")])
+    return x
+
+  (x,) = put(mesh, [P("data", "fsdp")], np.ones((8, 8), np.float32))
+  for layers in (1, 3):
+    np.testing.assert_array_equal(model(x, layers), np.full((8, 8), 2.0**layers))
+  assert lowered.count((4, 2)) == 1

@@ -12,10 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 from jax.custom_batching import sequential_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
+from sbjax.pallas.chip import target
+
 Names = tuple[str | None, ...]  # An operand's axes; None for one that is never split.
+
+# What kernels are in StableHLO. JAX wants to be told that they are not stored for another JAX.
+_KERNEL_CALLS = ("mosaic_gpu_v2", "triton_kernel_call", "triton_kernel_call_ffi")
 
 
 def over_shards(
@@ -25,7 +30,7 @@ def over_shards(
   outputs: Sequence[Names],
   sixteens: str = "",
 ):
-  """`local({}, *operands)`, or on a mesh `local(split, *shards)` on every device.
+  """`local(run, {}, *operands)`, or on a mesh `local(run, split, *shards)` on every device.
 
   `split` maps the name of an axis to the mesh axes it is split over: what reduces along such an
   axis must go on over these. Where an axis is split is decided by the operands as they come, the
@@ -33,7 +38,8 @@ def over_shards(
   has, a size that does not divide evenly.
 
   Args:
-    local: gives a tuple of arrays.
+    local: gives a tuple of arrays. It calls each kernel as `run(kernel, *args, **options)`, outside
+      of which are its collectives; arguments are arrays, or hashable.
     inputs, outputs: the names of the operands' and the results' axes.
     sixteens: names whose shards must be multiples of 16.
   """
@@ -43,12 +49,15 @@ def over_shards(
   def run(*operands):
     mesh = jax.sharding.get_abstract_mesh()
     if any(kind == AxisType.Manual for kind in mesh.axis_types):
-      return local({}, *operands)  # Within a shard_map these are shards already.
+      # Within a shard_map these are shards already. Kernels know of no varying axes, a module of
+      # their own knows of no mesh.
+      axes = _varying(operands)
+      return _vary_over(axes, local(_call_lowered if axes else _call, {}, *operands))
     if any(kind == AxisType.Explicit for kind in mesh.axis_types):
       split = decide(mesh.shape, [(x.shape, jax.typeof(x).sharding.spec) for x in operands])
       in_specs, out_specs = _specs(split, inputs), _specs(split, outputs)
       operands = jax.tree.map(jax.sharding.reshard, operands, in_specs)
-      body = functools.partial(local, split)
+      body = functools.partial(local, _call, split)
       return jax.shard_map(body, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*operands)
     return _automatic(local, decide, inputs, outputs)(*operands)
 
@@ -61,9 +70,31 @@ def is_explicit() -> bool:
   return any(kind == AxisType.Explicit for kind in kinds)
 
 
+def vary_alike(*arrays):
+  """The arrays (pytrees), all varying over each mesh axis that any of them varies over.
+
+  `jax.shard_map` with check_vma=True has this in types, and takes no gradient of another type than
+  the operand's. JAX sums a gradient over devices where it meets such a cast.
+  """
+  return _vary_over(_varying(arrays), arrays)
+
+
+def _varying(arrays) -> frozenset[str]:
+  kinds = (jax.typeof(a).manual_axis_type for a in jax.tree.leaves(arrays))
+  return frozenset().union(*(kind.varying for kind in kinds))
+
+
+def _vary_over(axes: frozenset[str], arrays):
+  def cast(array):
+    missing = axes - jax.typeof(array).manual_axis_type.varying
+    return jax.lax.pcast(array, tuple(sorted(missing)), to="varying") if missing else array
+
+  return jax.tree.map(cast, arrays)
+
+
 def _automatic(local, decide, inputs, outputs):
   """For `jit` as most use it: XLA decides about shardings while it compiles, and asks then."""
-  whole = custom_partitioning(functools.partial(local, {}))
+  whole = custom_partitioning(functools.partial(local, _call, {}))
 
   def partition(mesh, operands, results):
     del results
@@ -72,10 +103,51 @@ def _automatic(local, decide, inputs, outputs):
       tuple(NamedSharding(mesh, spec) for spec in _specs(split, names))
       for names in (outputs, inputs)
     ]
-    return mesh, functools.partial(local, split), *shardings
+    return mesh, functools.partial(local, _call_lowered, split), *shardings
 
   whole.def_partition(partition, sharding_rule=_rule(inputs, outputs))
   return whole
+
+
+def _call(kernel, *args, **options):
+  return kernel(*args, **options)
+
+
+def _call_lowered(kernel, *args, **options):
+  """`kernel(*args, **options)`, by a module of its own that is lowered once a process.
+
+  XLA asks for each call of a kernel, so for each layer of a model, and takes a module for an
+  answer; to lower a kernel takes half a second, to copy what was lowered some milliseconds.
+  """
+  leaves, structure = jax.tree.flatten((args, options))
+  is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
+  arrays = [leaf for leaf, dynamic in zip(leaves, is_array, strict=True) if dynamic]
+  shapes = [
+    jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if dynamic else leaf
+    for leaf, dynamic in zip(leaves, is_array, strict=True)
+  ]
+  return _lowered(kernel, structure, tuple(shapes), target()).call(*arrays)
+
+
+@functools.cache
+def _lowered(kernel, structure, leaves: tuple, device) -> jax.export.Exported:
+  """The kernel as StableHLO for that device; of `leaves` ShapeDtypeStructs are arrays."""
+  places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
+
+  def run(*arrays):
+    filled = list(leaves)
+    for i, array in zip(places, arrays, strict=True):
+      filled[i] = array
+    args, options = jax.tree.unflatten(structure, filled)
+    return kernel(*args, **options)
+
+  here = jax.sharding.get_abstract_mesh().abstract_device
+  platform = "cuda" if device.platform == "gpu" else device.platform
+  checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in _KERNEL_CALLS]
+  # One device's: of the mesh only the device it stands for counts.
+  with use_abstract_mesh(AbstractMesh((), (), abstract_device=here)):
+    export = jax.export.export(jax.jit(run), platforms=[platform], disabled_checks=checks)
+    return export(*(leaves[i] for i in places))
 
 
 def _split(

@@ -24,12 +24,12 @@ def scaled_matmul(product, lhs, rhs, out_dtype, out_sharding=None, *, bias=None,
   added = {"bias": (bias, ("n",)), "addend": (addend, ("m", "n"))}
   added = {name: given for name, given in added.items() if given[0] is not None}
 
-  def local(split, lhs, rhs, lhs_scale, rhs_scale, *arrays):
+  def local(run, split, lhs, rhs, lhs_scale, rhs_scale, *arrays):
     parts = dict(zip(added, arrays, strict=True))
     if "k" not in split:
       lhs, rhs = Quantized(lhs, lhs_scale), Quantized(rhs, rhs_scale)
-      return (product.scaled_matmul(lhs, rhs, out_dtype, **parts),)
-    total = jax.lax.psum(product.accumulate(lhs, rhs), split["k"])
+      return (run(product.scaled_matmul, lhs, rhs, out_dtype, **parts),)
+    total = jax.lax.psum(run(product.accumulate, lhs, rhs), split["k"])
     return (apply_scales(total, lhs_scale, rhs_scale, out_dtype, **parts),)
 
   m, n = ("m" if lhs.scale.shape[0] > 1 else None), ("n" if rhs.scale.shape[0] > 1 else None)
@@ -45,16 +45,16 @@ def quantize(kernels, form, x, spec):
   per_row = spec.scaling == "rowwise"
   shared = ("k" if form == "quantize" else "m") if per_row else "mk"
 
-  def local(split, x):
+  def local(run, split, x):
     over = [axis for name in shared for axis in split.get(name, ())]
     if not over:
-      found = getattr(kernels, form)(x, spec)
+      found = run(getattr(kernels, form), x, spec)
       return tuple(jax.tree.leaves(found))
-    absmax = kernels.absmax(x, {"k": 1, "m": 0, "mk": None}[shared])
+    absmax = run(kernels.absmax, x, {"k": 1, "m": 0, "mk": None}[shared])
     absmax = jax.lax.pmax(absmax, tuple(over))
     scale = factor_and_scale(absmax, spec)[1]
     turn = {"quantize": False, "quantize_transposed": True, "quantize_both": "both"}[form]
-    values = kernels.cast_scaled(x, absmax, spec, transpose=turn)
+    values = run(kernels.cast_scaled, x, absmax, spec, transpose=turn)
     if form == "quantize_both":
       return values[0], scale, values[1], scale
     return values, scale.T if form == "quantize_transposed" else scale
@@ -86,11 +86,13 @@ def by_rows(operation, definition, *arrays, splits_rows=False):
   results, result_structure = jax.tree.flatten(jax.eval_shape(definition, *arrays))
   k, width = ("k" if splits_rows else None), leaves[0].shape[1]
 
-  def local(split, *leaves):
-    run = operation
+  def local(run, split, *leaves):
+    arrays = jax.tree.unflatten(structure, leaves)
     if "k" in split:
-      run = functools.partial(definition, quantize=functools.partial(_quantize_parts, split["k"]))
-    found = jax.tree.leaves(run(*jax.tree.unflatten(structure, leaves)))
+      quantize = functools.partial(_quantize_parts, split["k"])
+      found = jax.tree.leaves(definition(*arrays, quantize=quantize))
+    else:
+      found = jax.tree.leaves(run(operation, *arrays))
     over = split.get("m", ())
     return tuple(jax.lax.psum(a, over) if over and a.ndim == 1 else a for a in found)
 
