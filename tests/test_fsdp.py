@@ -87,7 +87,9 @@ def test_a_gradient_travels_in_the_dtype_asked_for(dtype):
   error = np.linalg.norm(many[1] - one[1]) / np.linalg.norm(one[1])
   assert many[1].dtype == jnp.float32
   assert 2.0**-12 < error < 2.0**-7 if dtype == jnp.bfloat16 else error < 1e-6
-  scattered = re.findall(r'"stablehlo.reduce_scatter".*?\}\) : \(tensor<\w+?x(\w+)>\)', text, re.S)
+  scattered = re.findall(
+    r'"stablehlo.reduce_scatter".*?\}\) : \(tensor<\d+x\d+x(\w+)>\)', text, re.S
+  )
   assert scattered == ["bf16" if dtype == jnp.bfloat16 else "f32"]
 
 

@@ -7,7 +7,6 @@ ends in one message; --debug shows its traceback.
 import dataclasses
 import difflib
 import functools
-import os
 import re
 import sys
 from pathlib import Path
