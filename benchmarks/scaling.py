@@ -260,30 +260,40 @@ def collectives(hlo: str) -> dict[str, dict[str, list[float]]]:
 
   Bytes are those of the whole array: of what is gathered, summed, or summed and split.
   """
-  kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
   found = defaultdict(lambda: defaultdict(lambda: [0.0, 0]))
-  pattern = rf"^\s*(?:ROOT )?%?\S+ = (.*?) ({kinds})(-done)?\(([^\n]*)"
-  starts = dict(re.findall(rf"^\s*%?(\S+) = [^\n]*? (?:{kinds})-start\(([^\n]*)", hlo, re.M))
-  for types, kind, done, rest in re.findall(pattern, hlo, re.M):
-    groups = starts.get(rest.partition(")")[0].lstrip("%"), "") if done else rest
-    times = _group_size(groups) if kind == "reduce-scatter" else 1
-    for dtype, sizes in re.findall(r"\b([a-z]+\d*)\[([\d,]*)\]", types):
-      count = math.prod(int(size) for size in sizes.split(",") if size)
-      entry = found[kind][dtype]
-      entry[0] += count * _BYTES.get(dtype, 4) * times / 1e6
-      entry[1] += 1
+  for kind, dtype, elements in moved(hlo):
+    entry = found[kind][dtype]
+    entry[0] += elements * _BYTES[dtype] / 1e6
+    entry[1] += 1
   return {
     kind: {dtype: [round(mb, 3), n] for dtype, (mb, n) in sorted(by_dtype.items())}
     for kind, by_dtype in sorted(found.items())
   }
 
 
+def moved(hlo: str) -> list[tuple[str, str, int]]:
+  """(kind of collective, dtype, elements) of each array that a compiled program moves."""
+  kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
+  starts = dict(re.findall(rf"^\s*%?(\S+) = [^\n]*? (?:{kinds})-start\(([^\n]*)", hlo, re.M))
+  pattern = rf"^\s*(?:ROOT )?%?\S+ = (.*?) ({kinds})(-done)?\(([^\n]*)"
+  found = []
+  for types, kind, done, rest in re.findall(pattern, hlo, re.M):
+    attributes = starts[rest.partition(")")[0].split()[-1].lstrip("%")] if done else rest
+    times = _group_size(attributes) if kind == "reduce-scatter" else 1
+    for dtype, sizes in re.findall(r"\b([a-z]+\d*)\[([\d,]*)\]", types):
+      elements = math.prod(int(size) for size in sizes.split(",") if size)
+      found.append((kind, dtype, elements * times))
+  return found
+
+
 def _group_size(attributes: str) -> int:
-  listed = re.search(r"replica_groups=\{\{([\d,]+)\}", attributes)
-  if listed:
+  """How many devices share a collective, as XLA writes it: in three ways."""
+  if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", attributes):
     return len(listed[1].split(","))
-  iota = re.search(r"replica_groups=\[\d+,(\d+)\]", attributes)
-  return int(iota[1]) if iota else 1
+  if named := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", attributes):
+    sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
+    return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", named[2]))
+  return int(re.search(r"replica_groups=\[\d+,(\d+)\]", attributes)[1])
 
 
 def _shown(result: dict) -> str:

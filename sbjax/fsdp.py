@@ -117,13 +117,13 @@ def _gather_kernel(how, recipe, backend, w):
   (_, fwd), (_, dgrad) = recipe.fwd, recipe.dgrad
   values = _quantize_shards(w, dgrad, axis_name, contracted=1)
   if fwd == dgrad and fwd.scaling != "rowwise":
-    turned = values.T
+    transposed = None  # The layer makes it of `values`, again for a backward pass that repeats it.
   else:
-    turned = _quantize_shards(w, fwd, axis_name, contracted=0)
+    transposed = _quantize_shards(w, fwd, axis_name, contracted=0)
   rows = jax.lax.axis_size(axis_name) * w.shape[0]
   master = jnp.zeros((rows, w.shape[1]), w.dtype)
   # Each device has a gradient of its own for it, where types say so (check_vma=True).
-  return Kernel(jax.lax.pcast(master, axis_name, to="varying"), turned, values)
+  return Kernel(jax.lax.pcast(master, axis_name, to="varying"), transposed, values)
 
 
 def _gather_kernel_fwd(how, recipe, backend, w):

@@ -25,7 +25,7 @@ class Kernel(NamedTuple):
   """
 
   master: jax.Array  # w [K, N]
-  fwd: Quantized | None  # w.T [N, K] as the forward pass takes it, or None
+  fwd: Quantized | None  # w.T [N, K] as the forward pass takes it; None: not, or as dgrad.T
   dgrad: Quantized | None  # w [K, N] as the input gradient takes it, or None
 
 

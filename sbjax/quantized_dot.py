@@ -140,10 +140,19 @@ def prepared(name: str, w, x_shape, recipe: Recipe, backend: str | None):
   if len(x_shape) < 1 or x_shape[-1] != array.shape[0]:
     raise ValueError(f"x [..., K] and {name} [K, N] must agree in K: {x_shape} and {array.shape}.")
   if isinstance(w, Kernel):
+    w = _with_transpose(w, recipe)
     _check_made_for(name, w, recipe)
   if recipe.residuals == "quantized" and not isinstance(w, Kernel):
     return linear.quantize_kernel(w, recipe, backend=backend)
   return w
+
+
+def _with_transpose(kernel: Kernel, recipe: Recipe) -> Kernel:
+  """The kernel with what `fwd` multiplies by, where that is the transpose of what dgrad does."""
+  shares = recipe.fwd and recipe.dgrad and recipe.fwd[1] == recipe.dgrad[1]
+  if not shares or kernel.fwd is not None or kernel.dgrad is None or kernel.dgrad.scale.size != 1:
+    return kernel
+  return kernel._replace(fwd=kernel.dgrad.T)
 
 
 def _check_made_for(name: str, kernel: Kernel, recipe: Recipe) -> None:

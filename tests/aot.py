@@ -347,6 +347,10 @@ def main(capability, folder):
   found["cuts"] = cuts(capability) if "mosaic" in backends else {}
   found["quantizers"] = quantizers(capability) if "mosaic" in backends else {}
   found["stacks"] = stacks(capability)
+  if capability == 90:
+    from tests import aot_step  # This file runs as tests.aot.
+
+    found["steps"] = aot_step.steps(functools.partial(_mesh, capability))
   found["token_sums"] = token_sums(capability)
   return {**found, "kernels": kernels(folder)}
 

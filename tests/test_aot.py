@@ -14,6 +14,7 @@ import sys
 import tempfile
 
 import aot
+import aot_step
 import jax
 import pytest
 
@@ -138,6 +139,45 @@ def test_on_four_devices_no_activation_is_gathered(chip, proof, piece, name, lay
   assert bool(gathered) == layout.endswith("w over fsdp")
   assert {dtype for dtype, _ in gathered} <= {"s8"}
   assert max((size for _, size in gathered), default=0) <= aot.K * aot.N
+
+
+@pytest.fixture
+def steps():
+  found = proofs()[90]
+  return pytest.fail(found) if isinstance(found, str) else found["steps"]
+
+
+def kernels_of_a_step():
+  """The elements of all the blocks' kernels."""
+  size, layers = aot_step.SIZE, aot_step.LAYERS
+  widths = [size.vision.width, size.text.width] * layers
+  return sorted(rows * width * width for width in widths for rows in (3, 1, 4, 4))
+
+
+@pytest.mark.parametrize("mesh", aot_step.MESHES)
+def test_a_step_on_several_gpus_gathers_each_kernel_once_in_8_bits(steps, mesh):
+  in_8_bits = [n for kind, dtype, n in steps[mesh] if (kind, dtype) == ("all-gather", "s8")]
+  assert sorted(in_8_bits) == (kernels_of_a_step() if "fsdp" in mesh else [])
+
+
+@pytest.mark.parametrize("mesh", aot_step.MESHES)
+def test_a_step_on_several_gpus_moves_no_activation(steps, mesh):
+  size, batch = aot_step.SIZE, aot_step.BATCH
+  largest = max(kernels_of_a_step()[-1], size.text.vocab_size * size.text.width)
+  assert batch * size.text.context_length * size.text.width > 2 * largest
+  assert {kind for kind, _, _ in steps[mesh]} <= {"all-gather", "all-reduce", "reduce-scatter"}
+  assert max(n for kind, _, n in steps[mesh] if kind != "all-reduce") <= largest
+  # XLA sums many gradients as one array. All are as many numbers as there are parameters; where
+  # both axes are split, shards are summed after they were scattered.
+  summed = sum(n for kind, _, n in steps[mesh] if kind == "all-reduce")
+  scattered = sum(n for kind, _, n in steps[mesh] if kind == "reduce-scatter")
+  share = 1.52 if mesh == "data=2 fsdp=2" else 1.02
+  assert summed + scattered < share * steps["parameters"] + batch * 4 * size.embed_dim
+
+
+def test_kernels_of_a_step_are_lowered_once_however_many_layers_there_are(steps):
+  layers = aot_step.LAYERS
+  assert steps[f"{layers} layers"] == steps[f"{layers + 1} layers"] > 0
 
 
 def test_a_sum_over_tokens_is_split_where_it_pays_and_moves_nothing(chip, proof):

@@ -56,11 +56,12 @@ def gradients(recipe, check_vma=False, **options):
 @pytest.mark.parametrize("name", IN_8_BITS)
 def test_gathered_shards_are_the_quantized_kernel(name):
   _, w = case()
-  found = on_devices(lambda w: gather_kernel(w, name, "fsdp")[1:], P("fsdp"), P(), check_vma=False)(
-    w
-  )
-  expected = jax.jit(functools.partial(quantize_kernel, recipe=name))(w)[1:]
-  jax.tree.map(np.testing.assert_array_equal, found, expected)
+  run = on_devices(lambda w: gather_kernel(w, name, "fsdp")[1:], P("fsdp"), P(), check_vma=False)
+  fwd, dgrad = run(w)
+  _, *expected = jax.jit(functools.partial(quantize_kernel, recipe=name))(w)
+  shared = RECIPES[name].fwd[1] == RECIPES[name].dgrad[1] and dgrad.scale.size == 1
+  assert (fwd is None) == shared
+  jax.tree.map(np.testing.assert_array_equal, [dgrad.T if shared else fwd, dgrad], expected)
 
 
 @pytest.mark.parametrize("name", ["full", "switchback", "switchback_m", "switchback_q"])

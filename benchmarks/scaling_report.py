@@ -1,0 +1,130 @@
+"""The table, the plot and the prediction of docs/scaling.md; benchmarks/report.py writes them."""
+
+import jax
+import matplotlib.pyplot as plt
+import optax
+
+from sbjax.models.clip import CLIP
+from sbjax.models.sizes import SIZES
+from sbjax.models.transformer import BLOCK_LINEARS
+from train.sharding import parameter_axes, path_name
+from train.step import make_init
+
+# Bytes a second that a device sends: two H200s sum 400 MB at 281 GB/s by NVLink; PCIe 4.0 x16 as
+# users report it.
+LINKS = {"NVLink": 281e9, "PCIe": 20e9}
+WAYS = {  # name: (bytes a parameter that is summed, bytes of a kernel's parameter that is gathered)
+  "data, float32": (4, None),
+  "data, bfloat16": (2, None),
+  "fsdp, int8 gathered, float32 summed": (4, 1),
+  "fsdp, int8, bfloat16": (2, 1),
+  "fsdp, bfloat16, float32 (16-bit recipes)": (4, 2),
+}
+
+
+def table(rows: list[dict]) -> list[str]:
+  lines = [
+    "| model | images a GPU | GPUs | recipe | ms | images/s | of so many single GPUs |"
+    " over plain Flax | GB a GPU | compiled in |",
+    "|" + "---|" * 10,
+  ]
+  for row in rows:
+    cases = [case for case in row["cases"] if "milliseconds" in case]
+    for case in cases:
+      mesh = f"{case['data'] * case['fsdp']}: data {case['data']}, fsdp {case['fsdp']}"
+      recipe = f"`{case['recipe']}`" if case["fused"] else "plain Flax"
+      if case["remat"] != "none":
+        recipe += ", blocks rematerialised"
+      if case["gradient_dtype"] != "float32":
+        recipe += f", {case['gradient_dtype']} gradients"
+      efficiency = f"**{case['efficiency']:.3f}**" if case["devices"] > 1 and case["fused"] else ""
+      gain = _over_flax(case, cases)
+      lines.append(
+        f"| {row['row']} | {case['batch_size']} | {mesh} | {recipe} | {case['milliseconds']:.0f} |"
+        f" {case['images_per_second']:,.0f} | {efficiency} | {gain and f'{gain:.2f}x'} |"
+        f" {case['gigabytes']:.0f} | {case['compile_seconds']:.0f} s |"
+      )
+  return lines
+
+
+def _over_flax(case, cases):
+  """Images a second over those of the fastest plain Flax on the same mesh."""
+  mesh = (case["data"], case["fsdp"])
+  flax = [
+    c["images_per_second"] for c in cases if not c["fused"] and (c["data"], c["fsdp"]) == mesh
+  ]
+  return case["images_per_second"] / max(flax) if flax and case["fused"] else ""
+
+
+def plot(rows: list[dict], path) -> None:
+  figure, axes = plt.subplots(1, len(rows), figsize=(3.2 * len(rows), 3.2), squeeze=False)
+  for axis, row in zip(axes[0], rows, strict=True):
+    cases = [case for case in row["cases"] if "milliseconds" in case]
+    for i, case in enumerate(cases):
+      color = "tab:blue" if case["fused"] else "tab:gray"
+      axis.bar(i, case["images_per_second"], color=color)
+    one = next((c for c in cases if c["data"] * c["fsdp"] == 1), None)
+    if one:
+      most = max(c["data"] * c["fsdp"] for c in cases)
+      axis.axhline(most * one["images_per_second"], color="tab:blue", ls=":", lw=1)
+    names = [f"{c['case']}".replace(" ", "\n") for c in cases]
+    axis.set_xticks(range(len(cases)), names, fontsize=6)
+    axis.set_title(row["row"])
+  axes[0][0].set_ylabel("images/s")
+  figure.tight_layout()
+  figure.savefig(path, dpi=80)
+
+
+def parameters(size: str) -> dict[str, int]:
+  """How many parameters of a CLIP are in kernels of blocks, in others that are split, and else."""
+  state = jax.eval_shape(make_init(CLIP(SIZES[size]), optax.identity(), 0))
+  found = {"kernels": 0, "split": 0, "whole": 0}
+  for path, leaf in jax.tree_util.tree_leaves_with_path(state.params):
+    name = path_name(path)
+    of_block = name.endswith("/kernel") and name.split("/")[-2] in BLOCK_LINEARS
+    kind = "kernels" if of_block else "split" if "fsdp" in parameter_axes(name) else "whole"
+    found[kind] += leaf.size
+  return found
+
+
+def sent(size: str, devices: int, summed: int, gathered: int | None) -> float:
+  """Bytes that each device sends in a step.
+
+  An array of S bytes takes S (n - 1) / n to gather or to sum and scatter, and twice that to sum on
+  all devices. What is no block's kernel is summed and gathered in float32.
+  """
+  count, share = parameters(size), (devices - 1) / devices
+  others = count["split"] + count["whole"]
+  if gathered is None:
+    return 2 * share * (summed * count["kernels"] + 4 * others)
+  split = (summed + gathered) * count["kernels"] + (4 + 4) * count["split"]
+  return share * (split + 2 * 4 * count["whole"])
+
+
+def prediction(milliseconds: dict[str, float]) -> list[str]:
+  """What the links cost where nothing is hidden, for one GPU's milliseconds by size."""
+  lines = [
+    "| model | way | GB that each of 2, 4, 8 GPUs sends | NVLink: ms | efficiency |"
+    " PCIe: ms | efficiency |",
+    "|" + "---|" * 7,
+  ]
+  for size, one in milliseconds.items():
+    for way, bytes_of in WAYS.items():
+      moved = [sent(size, n, *bytes_of) for n in (2, 4, 8)]
+      cells = [", ".join(f"{b / 1e9:.2f}" for b in moved)]
+      for rate in LINKS.values():
+        times = [b / rate * 1e3 for b in moved]
+        cells.append(", ".join(f"{t:.0f}" if t >= 10 else f"{t:.1f}" for t in times))
+        cells.append(", ".join(f"{one / (one + t):.3f}" for t in times))
+      lines.append(f"| {size} | {way} | {' | '.join(cells)} |")
+  return lines
+
+
+def one_gpu(rows: list[dict]) -> dict[str, float]:
+  """Milliseconds of the first GPU by itself, by size."""
+  found = {}
+  for row in rows:
+    for case in row["cases"]:
+      if case["data"] * case["fsdp"] == 1 and "milliseconds" in case:
+        found.setdefault(row["row"], case["milliseconds"])
+  return found

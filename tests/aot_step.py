@@ -1,0 +1,68 @@
+"""The training step, compiled for several GPUs that are not there."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from benchmarks.scaling import moved
+from sbjax.models import CLIP, SIZES
+from sbjax.recipes import SWITCHBACK
+from train.config import OptimizerConfig
+from train.loss import LOSSES
+from train.optimizer import make_optimizer
+from train.sharding import batch_sharding, replicated, state_shardings
+from train.step import make_init, make_train_step
+
+MESHES = {"data=2": (2, 1), "fsdp=2": (1, 2), "data=2 fsdp=2": (2, 2)}
+BATCH, LAYERS = 128, 1  # BATCH images a device: an activation has more elements than any weight.
+SIZE = SIZES["tiny"]
+
+
+def steps(mesh_for) -> dict:
+  """What a step moves between devices on each mesh, and how many kernels it lowers.
+
+  mesh_for: a context manager from sizes and names of axes to a mesh of devices that are not there.
+  """
+  found = {}
+  with pytest.MonkeyPatch.context() as patch:
+    # cuDNN is not here to compile its attention.
+    patch.setattr("sbjax.models.attention.cudnn_runs", lambda *_: False)
+    for name, sizes in MESHES.items():
+      found[name] = sorted(moved(_hlo(mesh_for, sizes, LAYERS, compiled=True)))
+    for layers in (LAYERS, LAYERS + 1):
+      text = _hlo(mesh_for, (2, 1), layers, compiled=False)
+      found[f"{layers} layers"] = text.count("@mosaic_gpu") + text.count("@triton_kernel_call")
+    state = jax.eval_shape(make_init(_model(LAYERS), optax.identity(), 0))
+    found["parameters"] = sum(x.size for x in jax.tree.leaves(state.params))
+  return found
+
+
+def _model(layers: int) -> CLIP:
+  vision = dataclasses.replace(SIZE.vision, layers=layers)
+  text = dataclasses.replace(SIZE.text, layers=layers)
+  return CLIP(dataclasses.replace(SIZE, vision=vision, text=text), recipe=SWITCHBACK, unroll=0)
+
+
+def _hlo(mesh_for, sizes, layers: int, *, compiled: bool) -> str:
+  """The step on a mesh, lowered and maybe compiled."""
+  model, (optimizer, _) = _model(layers), make_optimizer(OptimizerConfig(warmup_steps=1), 10)
+  with mesh_for(sizes, ("data", "fsdp")) as mesh:
+    state = jax.eval_shape(make_init(model, optimizer, 0))
+    shardings = state_shardings(state, state.params, mesh)
+    rows, everywhere, count = batch_sharding(mesh), replicated(mesh), BATCH * mesh.size
+    image = (count, SIZE.vision.image_size, SIZE.vision.image_size, 3)
+    batch = {
+      "image": jax.ShapeDtypeStruct(image, jnp.uint8),
+      "text": jax.ShapeDtypeStruct((count, SIZE.text.context_length), jnp.int32),
+    }
+    mesh_here = jax.sharding.get_abstract_mesh()  # With the kind of device on it.
+    step = jax.jit(
+      make_train_step(model, optimizer, LOSSES["softmax"], 0, mesh=mesh_here),
+      in_shardings=(shardings, {"image": rows, "text": rows}),
+      out_shardings=(shardings, everywhere, everywhere),
+    )
+    lowered = step.lower(state, batch)
+    return lowered.compile().as_text() if compiled else lowered.as_text()
