@@ -1,10 +1,10 @@
-"""Makes README's tables of speeds and the plots beside the result files.
+"""Makes the tables of README and docs/scaling.md, and the plots beside the result files.
 
   python -m benchmarks.report
 
-Reads benchmarks/results/{step,matmul,quantize,linear}.jsonl; where a case was measured more than
-once on a chip, the last line counts. Writes the tables between README's markers, and a plot of CHIP
-for each file.
+Reads benchmarks/results/{step,matmul,quantize,linear,scaling}.jsonl; where a case was measured more
+than once on a chip, the last line counts. Writes the tables between markers, and a plot of CHIP for
+each file.
 """
 
 import json
@@ -17,8 +17,11 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from benchmarks import scaling_report
+
 RESULTS = Path(__file__).with_name("results")
 README = RESULTS.parent.parent / "README.md"
+SCALING = README.parent / "docs/scaling.md"
 CHIP = "NVIDIA H200"  # What was measured on another has a line that says so.
 OURS = ("switchback", "switchback_loop")
 MARKERS = "<!-- {}: made by python -m benchmarks.report -->", "<!-- end of {} -->"
@@ -41,15 +44,20 @@ def main() -> None:
   plot_operations(linear)
   write("steps", step_table(step, steps_elsewhere))
   write("speeds", table(matmul, matmuls_elsewhere, raced, quantize, linear))
+  scaling = [row for row in read("scaling") if row["benchmark"] == "scaling"]
+  scaling, _ = by_chip(last(scaling, "chip", "row"))
+  scaling_report.plot(scaling, RESULTS / "scaling.png")
+  write("scaling", scaling_report.table(scaling), SCALING)
+  write("links", scaling_report.prediction(scaling_report.one_gpu(scaling)), SCALING)
 
 
-def write(name: str, lines: list[str]) -> None:
-  """Puts the lines between README's markers of that name."""
+def write(name: str, lines: list[str], page: Path = README) -> None:
+  """Puts the lines between a page's markers of that name."""
   begin, end = (marker.format(name) for marker in MARKERS)
-  before, rest = README.read_text().split(begin)
+  before, rest = page.read_text().split(begin)
   _, after = rest.split(end)
   text = "\n".join(lines)
-  README.write_text(f"{before}{begin}\n{text}\n{end}{after}")
+  page.write_text(f"{before}{begin}\n{text}\n{end}{after}")
   print(text)
 
 

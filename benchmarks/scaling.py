@@ -6,7 +6,7 @@ Whole training steps as train.main compiles them, in the cases of ROWS: on each 
 `data` x `fsdp` GPUs, and plain Flax (recipe "full", fused=False) in the same step on the same GPUs.
 Each case is a process. The processes of a row compile at the same time and are then timed in turns,
 while the others wait. Adds a line a row to results/scaling.jsonl: milliseconds, images a second,
-efficiency (images a second over the number of GPUs times those of the first GPU), memory, compile
+efficiency (images a second over those of so many single GPUs, the mean of two), memory, compile
 time, where the time goes, and the collectives of the compiled step by kind and dtype.
 """
 
@@ -16,9 +16,11 @@ import json
 import math
 import os
 import re
+import select
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections import defaultdict
 
@@ -53,8 +55,13 @@ class Case:
 
 
 def _row(size, batch_size, meshes, remat="none", flax=()):
-  ours = [Case(size, batch_size, *mesh, remat=remat) for mesh in ((1, 1), *meshes)]
-  return ours + [
+  singles = [Case(size, batch_size, remat=remat, gpus=gpu) for gpu in ("0", "1")]
+  ours = [
+    Case(size, batch_size, *mesh, remat=remat, gradient_dtype=dtype)
+    for mesh in meshes
+    for dtype in ("float32", "bfloat16")
+  ]
+  return [*singles, *ours] + [
     Case(size, batch, *mesh, "full", False, remat) for mesh in meshes for batch, remat in flax
   ]
 
@@ -94,7 +101,7 @@ def main() -> None:
 
 def _on_meshes(cases, meshes):
   """The cases of one device, and each kind of the others on all of the meshes."""
-  kinds = dict.fromkeys(dataclasses.replace(c, data=1, fsdp=1) for c in cases)
+  kinds = dict.fromkeys(dataclasses.replace(c, data=1, fsdp=1, gpus="") for c in cases)
   on = [dataclasses.replace(k, data=d, fsdp=f) for k in kinds for d, f in meshes]
   return [c for c in cases if c.devices == 1] + on
 
@@ -115,13 +122,17 @@ def run_row(cases: list[Case]) -> list[dict]:
     child["process"].kill()
     child["process"].wait()
     found.append({"case": case.name, **dataclasses.asdict(case), **result})
-  one = next((r for r in found if r["data"] * r["fsdp"] == 1 and "milliseconds" in r), None)
+  singles = [r["images_per_second"] for r in found if _devices(r) == 1 and "milliseconds" in r]
   for result in found:
-    if one and result["fused"] and "images_per_second" in result:
-      of_one = result["data"] * result["fsdp"] * one["images_per_second"]
-      result["efficiency"] = round(result["images_per_second"] / of_one, 4)
+    if singles and result["fused"] and "images_per_second" in result:
+      of_singles = _devices(result) * statistics.mean(singles)
+      result["efficiency"] = round(result["images_per_second"] / of_singles, 4)
     print(_shown(result), flush=True)
   return found
+
+
+def _devices(result: dict) -> int:
+  return result["data"] * result["fsdp"]
 
 
 def _start(case: Case) -> dict:
@@ -134,7 +145,7 @@ def _start(case: Case) -> dict:
     "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.97",
   }
   command = [sys.executable, "-m", "benchmarks.scaling", "--case"]
-  errors = open(f"/tmp/scaling-{os.getpid()}-{len(os.listdir('/tmp'))}", "w+")  # noqa: SIM115
+  errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # As long as the process.
   process = subprocess.Popen(
     [*command, json.dumps(dataclasses.asdict(case))],
     env=environment,
@@ -148,8 +159,6 @@ def _start(case: Case) -> dict:
 
 def _read(child: dict, kind: str, seconds: float):
   """The next line of that kind that a child prints; None, with its `error` set, if none comes."""
-  import select
-
   deadline = time.perf_counter() + max(seconds, 1)
   out = child["process"].stdout
   while child["error"] is None and time.perf_counter() < deadline:

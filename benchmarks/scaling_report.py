@@ -37,7 +37,8 @@ def table(rows: list[dict]) -> list[str]:
         recipe += ", blocks rematerialised"
       if case["gradient_dtype"] != "float32":
         recipe += f", {case['gradient_dtype']} gradients"
-      efficiency = f"**{case['efficiency']:.3f}**" if case["devices"] > 1 and case["fused"] else ""
+      several = case["data"] * case["fsdp"] > 1
+      efficiency = f"**{case['efficiency']:.3f}**" if several and case["fused"] else ""
       gain = _over_flax(case, cases)
       lines.append(
         f"| {row['row']} | {case['batch_size']} | {mesh} | {recipe} | {case['milliseconds']:.0f} |"

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from sbjax.matmul import full_dot
 from sbjax.pallas.chip import compute_capability, multiprocessors, target
-from sbjax.pallas.partition import is_explicit
+from sbjax.pallas.partition import is_explicit, is_manual
 
 # What cuBLAS cuts float32 outputs of bfloat16 products into on Hopper.
 _TILES = ((128, 256), (256, 128), (128, 160), (160, 128), (128, 320), (320, 128))
@@ -55,7 +55,8 @@ def parts_for(tokens: int, k: int, n: int) -> int:
     return 1
   if tokens < _FEWEST_TOKENS or math.ceil(k / 128) * math.ceil(n / 256) <= cores:
     return 1
-  fitting = [p for p in range(1, _MOST_PARTS + 1) if tokens % (p * jax.device_count()) == 0]
+  devices = 1 if is_manual() else jax.device_count()
+  fitting = [p for p in range(1, _MOST_PARTS + 1) if tokens % (p * devices) == 0]
   busy = {p: _busy(p, k, n, cores) for p in fitting or [1]}
   return next(p for p, share in busy.items() if share > max(busy.values()) - _WORTHWHILE)
 

@@ -101,12 +101,12 @@ def test_a_step_gathers_kernels_in_int8_and_no_activation(accumulate):
   size = dataclasses.replace(size, embed_dim=embed_dim, vision=vision, text=text)
   mesh = make_mesh(MeshConfig(data=2, fsdp=4))
   split = batch_sharding(mesh)
-  model = CLIP(size, recipe=SWITCHBACK, dtype=jnp.float32, activation_sharding=split)
+  model = CLIP(size, recipe=SWITCHBACK, dtype=jnp.float32)
   optimizer, _ = make_optimizer(OptimizerConfig(warmup_steps=1), 10)
   with jax.numpy_dtype_promotion("standard"):  # optax mixes integer steps with floating rates.
     state = jax.eval_shape(make_init(model, optimizer, 0))
     step = jax.jit(
-      make_train_step(model, optimizer, LOSSES["softmax"], 0, accumulate),
+      make_train_step(model, optimizer, LOSSES["softmax"], 0, accumulate, mesh=mesh),
       in_shardings=(state_shardings(state, state.params, mesh), split),
     )
     image = jax.ShapeDtypeStruct((batch, vision.image_size, vision.image_size, 3), jnp.uint8)

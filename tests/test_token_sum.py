@@ -89,3 +89,16 @@ def test_tokens_split_over_devices_stay_where_they_are():
   )
   assert "all-reduce" in text
   assert not any(moving in text for moving in ("all-gather", "all-to-all", "collective-permute"))
+
+
+def test_a_device_of_a_shard_map_splits_its_own_tokens(h200, monkeypatch):
+  monkeypatch.setattr(jax, "device_count", lambda: 5)
+  found = []
+
+  def local(x):
+    found.append(parts_for(66048, 1280, 5120))
+    return x
+
+  everywhere, mesh = jax.sharding.PartitionSpec(), jax.make_mesh((8,), ("data",))
+  jax.shard_map(local, mesh=mesh, in_specs=everywhere, out_specs=everywhere)(jnp.zeros(8))
+  assert found == [2]

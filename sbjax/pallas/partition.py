@@ -48,12 +48,12 @@ def over_shards(
   @sequential_vmap
   def run(*operands):
     mesh = jax.sharding.get_abstract_mesh()
-    if any(kind == AxisType.Manual for kind in mesh.axis_types):
+    if is_manual():
       # Within a shard_map these are shards already. Kernels know of no varying axes, a module of
       # their own knows of no mesh.
       axes = _varying(operands)
       return _vary_over(axes, local(_call_lowered if axes else _call, {}, *operands))
-    if any(kind == AxisType.Explicit for kind in mesh.axis_types):
+    if is_explicit():
       split = decide(mesh.shape, [(x.shape, jax.typeof(x).sharding.spec) for x in operands])
       in_specs, out_specs = _specs(split, inputs), _specs(split, outputs)
       operands = jax.tree.map(jax.sharding.reshard, operands, in_specs)
@@ -66,8 +66,12 @@ def over_shards(
 
 def is_explicit() -> bool:
   """Whether types carry shardings here (jax.set_mesh with explicit axes)."""
-  kinds = jax.sharding.get_abstract_mesh().axis_types
-  return any(kind == AxisType.Explicit for kind in kinds)
+  return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+
+
+def is_manual() -> bool:
+  """Whether arrays are a device's own here (jax.shard_map)."""
+  return AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
 
 
 def vary_alike(*arrays):
