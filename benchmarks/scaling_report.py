@@ -68,12 +68,21 @@ def plot(rows: list[dict], path) -> None:
     if one:
       most = max(c["data"] * c["fsdp"] for c in cases)
       axis.axhline(most * one["images_per_second"], color="tab:blue", ls=":", lw=1)
-    names = [f"{c['case']}".replace(" ", "\n") for c in cases]
-    axis.set_xticks(range(len(cases)), names, fontsize=6)
+    axis.set_xticks(range(len(cases)), [_label(case) for case in cases], fontsize=6)
     axis.set_title(row["row"])
   axes[0][0].set_ylabel("images/s")
   figure.tight_layout()
   figure.savefig(path, dpi=80)
+
+
+def _label(case: dict) -> str:
+  parts = [case["recipe"] if case["fused"] else "plain Flax"]
+  parts += [f"{axis} {case[axis]}" for axis in ("data", "fsdp") if case[axis] > 1] or ["one GPU"]
+  if case["remat"] != "none":
+    parts.append("remat")
+  if case["gradient_dtype"] != "float32":
+    parts.append("bf16 grads")
+  return "\n".join(parts)
 
 
 def parameters(size: str) -> dict[str, int]:
