@@ -41,6 +41,7 @@ from sbjax import (
   Quantized,
   SwitchBackDense,
   SwitchBackLinear,
+  gather_kernel,
   norm_dot,
   norm_mlp,
   quantize,
@@ -292,10 +293,16 @@ def _with_quantized_kernel(backend, x, w):
   return quantized_dot(x, kernel, SWITCHBACK, backend=backend)
 
 
+def _with_gathered_kernel(backend, x, w):
+  kernel = gather_kernel(w, SWITCHBACK, None, backend=backend)
+  return quantized_dot(x, kernel, SWITCHBACK, backend=backend)
+
+
 OPERATIONS = {
   "quantized_dot": functools.partial(_linear, "switchback"),
   "quantized_dot of 8 bits": _of_8_bits,
   "quantize_kernel": _with_quantized_kernel,
+  "gather_kernel": _with_gathered_kernel,
   "norm_mlp": functools.partial(_mlp, "switchback"),
   "norm_dot": functools.partial(_qkv, "switchback"),
   "NormDense": _norm_dense,
