@@ -89,7 +89,7 @@ def test_a_process_that_is_missing_is_named_in_one_message(tmp_path):
   config = ["--config=configs/quickstart.py", f"--workdir={tmp_path}", "--distributed"]
   first, second = start_two(str(tmp_path / "compiled"), "-c", program, *config)
   second.kill()
-  _, err = first.communicate(timeout=60)
+  _, err = first.communicate(timeout=180)
   second.communicate()
   assert first.returncode == 1
   assert "Of JAX_NUM_PROCESSES=2 processes 1 came" in err and "JAX_PROCESS_ID=1 did not" in err
@@ -127,7 +127,7 @@ def test_two_processes_train_as_one_and_resume_exactly(tmp_path, monkeypatch):
     *flags(config),
   )
   try:
-    (out, err), (second_out, second_err) = (p.communicate(timeout=250) for p in processes)
+    (out, err), (second_out, second_err) = (p.communicate(timeout=600) for p in processes)
   finally:
     for process in processes:
       process.kill()

@@ -206,7 +206,7 @@ def test_a_run_whose_data_hang_ends_and_says_so(data_dir, whole, tmp_path):
     env=environment,
     text=True,
     capture_output=True,
-    timeout=120,
+    timeout=300,
   )
   assert run.returncode == EXIT_CODE, run.stderr
   assert re.search(r"Process 0 of 1 \(pid \d+\) waited 600 s for the batch of step 3", run.stderr)

@@ -63,7 +63,7 @@ class Program:
 
   def run(self, workdir, **options) -> tuple[int, str, str]:
     process = self.start(workdir, **options)
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=600)
     return process.returncode, out, err
 
   def run_until(self, step, signum, workdir, **options) -> tuple[int, str, str]:
@@ -75,7 +75,7 @@ class Program:
       assert process.poll() is None, process.communicate()
       time.sleep(0.05)
     process.send_signal(signum)
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=600)
     return process.returncode, out, err
 
 
