@@ -31,6 +31,7 @@ from jax.sharding import (
 )
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.scaling import moved
 from sbjax import (
   E4M3,
   RECIPES,
@@ -147,11 +148,7 @@ SPLIT = [  # Layer norm takes whole rows, and its product in parts gives whole o
 
 def gathered(hlo):
   """The arrays that all-gathers give, as {(dtype, elements)}."""
-  found = set()
-  for results in re.findall(r"= (.*?) all-gather(?:-start)?\(", hlo):
-    for dtype, sizes in re.findall(r"(\w+)\[([\d,]*)\]", results):
-      found.add((dtype, math.prod(int(size) for size in sizes.split(",") if size)))
-  return found
+  return {(dtype, size) for kind, dtype, size in moved(hlo) if kind == "all-gather"}
 
 
 def _found(hlo):

@@ -1,6 +1,4 @@
 import dataclasses
-import math
-import re
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +7,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 
+from benchmarks.scaling import moved
 from sbjax.models.clip import CLIP
 from sbjax.models.sizes import SIZES
 from sbjax.recipes import SWITCHBACK
@@ -92,8 +91,10 @@ def test_any_optax_state_is_covered(state):
   assert np.all([s.mesh == mesh for s in split])
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_step_gathers_kernels_in_int8_and_no_activation(accumulate):
+@pytest.mark.parametrize(
+  ("accumulate", "by"), [(1, "shard_map"), (2, "shard_map"), (1, "jit"), (2, "jit")]
+)
+def test_a_step_gathers_kernels_in_int8_and_no_activation(accumulate, by):
   batch, width, embed_dim = 128 * accumulate, 256, 64
   size = SIZES["tiny"]
   vision = dataclasses.replace(size.vision, layers=2, width=width)
@@ -101,20 +102,21 @@ def test_a_step_gathers_kernels_in_int8_and_no_activation(accumulate):
   size = dataclasses.replace(size, embed_dim=embed_dim, vision=vision, text=text)
   mesh = make_mesh(MeshConfig(data=2, fsdp=4))
   split = batch_sharding(mesh)
-  model = CLIP(size, recipe=SWITCHBACK, dtype=jnp.float32)
+  held = {"activation_sharding": split} if by == "jit" else {}
+  model = CLIP(size, recipe=SWITCHBACK, dtype=jnp.float32, **held)
+  on = mesh if by == "shard_map" else None
   optimizer, _ = make_optimizer(OptimizerConfig(warmup_steps=1), 10)
   with jax.numpy_dtype_promotion("standard"):  # optax mixes integer steps with floating rates.
     state = jax.eval_shape(make_init(model, optimizer, 0))
     step = jax.jit(
-      make_train_step(model, optimizer, LOSSES["softmax"], 0, accumulate, mesh=mesh),
+      make_train_step(model, optimizer, LOSSES["softmax"], 0, accumulate, mesh=on),
       in_shardings=(state_shardings(state, state.params, mesh), split),
     )
     image = jax.ShapeDtypeStruct((batch, vision.image_size, vision.image_size, 3), jnp.uint8)
     captions = jax.ShapeDtypeStruct((batch, text.context_length), jnp.int32)
     hlo = step.lower(state, {"image": image, "text": captions}).compile().as_text()
-  moved = re.findall(r"= (.*?) (?:all-gather|all-to-all|collective-permute)(?:-start)?\(", hlo)
-  shapes = [found for types in moved for found in re.findall(r"(\w+)\[([\d,]+)\]", types)]
-  sizes = {(dtype, math.prod(map(int, shape.split(",")))) for dtype, shape in shapes}
+  kinds = ("all-gather", "all-to-all", "collective-permute")
+  sizes = {(dtype, elements) for kind, dtype, elements in moved(hlo) if kind in kinds}
   kernels = {("s8", rows * width * width) for rows in (1, 3, 4)}
   others = {
     ("f32", 3 * vision.patch_size**2 * width),  # the patch embedding
