@@ -155,11 +155,16 @@ def in_float64(name: str, image, text, scale, bias=0.0):
   image, text, scale, bias = (np.float64(x) for x in (image, text, scale, bias))
   products, own = image @ text.T, np.eye(len(image))
   logits = scale * products + bias
+
+  def softmax(axis):
+    exp = np.exp(logits - logits.max(axis, keepdims=True))
+    total = exp.sum(axis, keepdims=True)
+    return exp / total, np.log(total) + logits.max(axis, keepdims=True)
+
   if name == "softmax":
-    exp = np.exp(logits)  # At a scale of 100 it is in float64's range.
-    rows, columns = exp.sum(1, keepdims=True), exp.sum(0, keepdims=True)
-    loss = np.mean((np.log(rows[:, 0]) + np.log(columns[0])) / 2 - np.diag(logits))
-    g = (exp / rows + exp / columns - 2 * own) / 2
+    (p, rows), (q, columns) = softmax(1), softmax(0)
+    loss = np.mean((rows[:, 0] + columns[0]) / 2 - np.diag(logits))
+    g = (p + q - 2 * own) / 2
   else:
     sign = 2 * own - 1
     loss = np.logaddexp(0, -sign * logits).sum() / len(image)

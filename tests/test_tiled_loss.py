@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.loss import in_float64
 from train import tiled_loss
 from train.loss import siglip, softmax_contrastive
 from train.split_product import (
@@ -89,29 +90,6 @@ def eight_devices(name, products):
 
 
 DEVICES = {1: one_device, 8: eight_devices}
-
-
-def in_float64(name, image, text, scale, bias=0.0):
-  """Loss and gradients by their formulas."""
-  image, text, scale, bias = (np.float64(x) for x in (image, text, scale, bias))
-  products, own = image @ text.T, np.eye(len(image))
-  logits = scale * products + bias
-
-  def softmax(axis):
-    exp = np.exp(logits - logits.max(axis, keepdims=True))
-    total = exp.sum(axis, keepdims=True)
-    return exp / total, np.log(total) + logits.max(axis, keepdims=True)
-
-  if name == "softmax":
-    (p, rows), (q, columns) = softmax(1), softmax(0)
-    loss = np.mean((rows[:, 0] + columns[0]) / 2 - np.diag(logits))
-    g = (p + q - 2 * own) / 2
-  else:
-    sign = 2 * own - 1
-    loss = np.logaddexp(0, -sign * logits).sum() / len(image)
-    g = -sign / (1 + np.exp(sign * logits))
-  g /= len(image)
-  return loss, (scale * g @ text, scale * g.T @ image, np.sum(g * products), np.sum(g))
 
 
 def assert_close(got, wanted, rtol):
