@@ -181,11 +181,12 @@ def measure(case: Case) -> None:
   import jax
 
   from benchmarks.kernels import exposed, grouped, idle, origins_of
-  from benchmarks.step import BF16_PEAK, draw, model_flops, profile, write_kernels
+  from benchmarks.step import draw, profile, write_kernels
   from sbjax.models.clip import CLIP
   from sbjax.models.sizes import SIZES
   from sbjax.recipes import RECIPES
   from train.config import MeshConfig, OptimizerConfig
+  from train.flops import BF16_PEAK, model_flops
   from train.loss import LOSSES
   from train.optimizer import make_optimizer
   from train.sharding import batch_sharding, make_mesh, replicated, state_shardings
@@ -212,7 +213,7 @@ def measure(case: Case) -> None:
     optimizer,
     LOSSES["softmax"],
     0,
-    mesh=mesh if mesh.size > 1 else None,
+    mesh=mesh,
     gradient_dtype=jax.numpy.dtype(case.gradient_dtype),
   )
   everywhere = replicated(mesh)

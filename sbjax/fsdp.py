@@ -58,7 +58,6 @@ def gather_kernel(
   if w.ndim != 2:
     raise ValueError(f"gather_kernel takes a shard of a kernel [K, N], not {w.shape}.")
   recipe = as_recipe(recipe)
-  reduce_axes = (reduce_axes,) if isinstance(reduce_axes, str) else tuple(reduce_axes)
   how = (axis_name, 0, reduce_axes, jnp.dtype(gradient_dtype))
   if recipe.fwd is None and recipe.dgrad is None:
     return _gather(*how, jnp.dtype(dtype), w)
@@ -86,7 +85,6 @@ def gather(
     dtype: in which x travels; None is its own.
     gradient_dtype: in which devices add up the gradient.
   """
-  reduce_axes = (reduce_axes,) if isinstance(reduce_axes, str) else tuple(reduce_axes)
   dtype = jnp.dtype(x.dtype if dtype is None else dtype)
   return _gather(axis_name, axis, reduce_axes, jnp.dtype(gradient_dtype), dtype, x)
 

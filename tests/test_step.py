@@ -119,9 +119,7 @@ def accumulating(
   init = make_init(model, optax.trace(0.0), seed=0)
   abstract = jax.eval_shape(init)
   shardings = state_shardings(abstract, abstract.params, mesh)
-  step = make_train_step(
-    model, optax.trace(0.0), LOSSES[loss], 0, accumulate, mesh=mesh if mesh.size > 1 else None
-  )
+  step = make_train_step(model, optax.trace(0.0), LOSSES[loss], 0, accumulate, mesh=mesh)
   return model, step, jit(init, out_shardings=shardings)(), mesh
 
 

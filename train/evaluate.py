@@ -28,7 +28,7 @@ from train.errors import RunError
 from train.gather import gather_parameters
 from train.images import normalize
 from train.run import Run, make_run
-from train.sharding import batch_sharding, parameter_shardings, replicated
+from train.sharding import batch_sharding, parameter_specs, replicated
 
 
 def evaluate_run(run: Run, params) -> dict[str, float]:
@@ -80,7 +80,7 @@ def _on_rows(encode: Callable, model: CLIP, mesh: Mesh) -> Callable:
   def run(params, x):
     if mesh.size == 1:
       return encode({"params": params}, x)
-    shards = jax.tree.map(lambda s: s.spec, parameter_shardings(params, mesh))
+    shards = parameter_specs(params, mesh)
     return jax.shard_map(
       lambda params, x: encode(gather_parameters(model, params, mesh), x),
       mesh=mesh,

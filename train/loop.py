@@ -171,7 +171,7 @@ def jit_train_step(run: Run):
     loss,
     config.seed,
     config.accumulate,
-    mesh=run.mesh if run.mesh.size > 1 else None,
+    mesh=run.mesh,
     gradient_dtype=jnp.dtype(config.mesh.gradient_dtype),
   )
   shardings = jax.tree.map(lambda x: x.sharding, run.abstract_state)

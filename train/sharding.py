@@ -90,6 +90,11 @@ def parameter_shardings(params, mesh: Mesh):
   return jax.tree_util.tree_map_with_path(sharding, params)
 
 
+def parameter_specs(params, mesh: Mesh):
+  """As `parameter_shardings`, the PartitionSpecs that a `shard_map` takes."""
+  return jax.tree.map(lambda sharding: sharding.spec, parameter_shardings(params, mesh))
+
+
 def state_shardings(state, params, mesh: Mesh):
   """Shardings for any tree that holds copies of `params`, such as an optimizer's state.
 

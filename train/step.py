@@ -15,7 +15,7 @@ from sbjax.models.transformer import quantize_kernels
 from sbjax.stable_adamw import tensor_rms
 from train.gather import gather_parameters
 from train.images import normalize
-from train.sharding import BATCH_AXES, parameter_shardings, path_name
+from train.sharding import BATCH_AXES, parameter_specs, path_name
 
 
 class TrainState(NamedTuple):
@@ -59,12 +59,13 @@ def make_train_step(
   loss: one of train.loss.LOSSES.
   accumulate: how many microbatches a batch goes through the model in; the loss is over all of it.
   mesh: computes on the devices of a mesh, each on its rows of the batch, with the state split as
-    `train.sharding.state_shardings` says. None: one device.
+    `train.sharding.state_shardings` says. None, or a mesh of one device: without a `shard_map`.
   gradient_dtype: in which the devices of a mesh add up gradients of kernels.
   batch: image uint8 [B, S, S, 3] and text int32 [B, L], B being the global batch.
   metrics: float32 scalars by name.
   finite: a bool for each of `tensor_names`: the first False is where trouble began.
   """
+  mesh = None if mesh is None or mesh.size == 1 else mesh
   differentiate = functools.partial(_differentiate, model, loss, accumulate, mesh, gradient_dtype)
 
   def train_step(state: TrainState, batch):
@@ -147,7 +148,7 @@ def _on_each_device(differentiate, params, mesh: Mesh):
 
   `jit` with shardings would ask Python about every kernel of every layer, and move activations.
   """
-  shards = jax.tree.map(lambda s: s.spec, parameter_shardings(params, mesh))
+  shards = parameter_specs(params, mesh)
   rows, everywhere = PartitionSpec(BATCH_AXES), PartitionSpec()
   return jax.shard_map(
     differentiate,
