@@ -181,7 +181,7 @@ def measure(case: Case) -> None:
   import jax
 
   from benchmarks.kernels import exposed, grouped, idle, origins_of
-  from benchmarks.step import draw, profile, write_kernels
+  from benchmarks.step import draw, profile, race, write_kernels
   from sbjax.models.clip import CLIP
   from sbjax.models.sizes import SIZES
   from sbjax.recipes import RECIPES
@@ -198,49 +198,34 @@ def measure(case: Case) -> None:
   model = CLIP(config, recipe=recipe, fused=case.fused, remat=case.remat, unroll=0)
   optimizer, _ = make_optimizer(OptimizerConfig(), steps=20_000)
   init = make_init(model, optimizer, seed=0)
-  abstract = jax.eval_shape(init)
-  shardings = state_shardings(abstract, abstract.params, mesh)
-  state = jax.tree.map(
-    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings
+  state = jax.eval_shape(init)
+  shardings, rows = state_shardings(state, state.params, mesh), batch_sharding(mesh)
+  make_batch = jax.jit(lambda: draw(config, batch_size), out_shardings=rows)
+  dtype = jax.numpy.dtype(case.gradient_dtype)
+  step = make_train_step(model, optimizer, LOSSES["softmax"], 0, mesh=mesh, gradient_dtype=dtype)
+  step = jax.jit(
+    step,
+    in_shardings=(shardings, rows),
+    out_shardings=(shardings, replicated(mesh), replicated(mesh)),
+    donate_argnums=0,
   )
-  make_batch = jax.jit(lambda: draw(config, batch_size), out_shardings=batch_sharding(mesh))
-  batch = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=batch_sharding(mesh)),
-    jax.eval_shape(make_batch),
-  )
-  step = make_train_step(
-    model,
-    optimizer,
-    LOSSES["softmax"],
-    0,
-    mesh=mesh,
-    gradient_dtype=jax.numpy.dtype(case.gradient_dtype),
-  )
-  everywhere = replicated(mesh)
-  step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, everywhere, everywhere))
   started = time.perf_counter()
-  lowered = step.lower(state, batch)
+  lowered = step.lower(state, jax.eval_shape(make_batch))
   lowering = time.perf_counter() - started
   step = lowered.compile()
+  memory = step.memory_analysis()
   found = {
     "lower_seconds": round(lowering, 1),
     "compile_seconds": round(time.perf_counter() - started, 1),  # Lowering included.
     "collectives": collectives(step.as_text()),
+    "gigabytes": round((memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 1e9, 2),
   }
-  memory = step.memory_analysis()
-  found["gigabytes"] = round((memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 1e9, 2)
   print("compiled " + json.dumps(found), flush=True)
   sys.stdin.readline()
 
   state, batch = jax.jit(init, out_shardings=shardings)(), make_batch()
-  times = []
-  for _ in range(6):
-    started = time.perf_counter()
-    for _ in range(4):
-      state, metrics, _ = step(state, batch)
-    jax.block_until_ready(metrics)
-    times.append((time.perf_counter() - started) / 4)
-  times = times[1:]  # The first warms up.
+  times, state, losses = race({case.name: step}, state, batch, rounds=5)
+  times = times[case.name]
   seconds = statistics.median(times)
   stats = jax.devices()[0].memory_stats() or {}
   peak = BF16_PEAK.get(jax.devices()[0].device_kind)
@@ -251,7 +236,7 @@ def measure(case: Case) -> None:
     "images_per_second": round(batch_size / seconds, 1),
     "mfu_of_bf16_peak": round(flops / seconds / peak, 4) if peak else None,
     "peak_gigabytes": round(stats.get("peak_bytes_in_use", 0) / 1e9, 2),
-    "last_loss": round(float(metrics["loss"]), 5),
+    "last_loss": round(losses[case.name], 5),
     "chip": jax.devices()[0].device_kind,
   }
   listed, state = profile(step, state, batch)
