@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.timing import Contender, append, provenance, race
+from train import tiled_loss
 from train.loss import siglip, softmax_contrastive
 from train.tiled_loss import tiled_siglip, tiled_softmax
 
@@ -40,7 +41,12 @@ def main() -> None:
   parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=CONTENDERS)
   parser.add_argument("--small", type=int, default=SMALL)
   parser.add_argument("--rounds", type=int, default=5)
+  parser.add_argument(
+    "--tile", type=int, nargs=2, metavar=("LOGITS", "COLUMNS"), help="of tiled_loss.TILE, COLUMNS"
+  )
   args = parser.parse_args()
+  if args.tile:
+    tiled_loss.TILE, tiled_loss.COLUMNS = args.tile
   mesh = Mesh(np.array(jax.devices()[: args.devices]), ("data",))
   for name in args.losses:
     line = errors(name, mesh, args.small, args.widths[0], args.contenders)

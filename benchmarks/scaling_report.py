@@ -1,5 +1,7 @@
 """The table, the plot and the prediction of docs/scaling.md; benchmarks/report.py writes them."""
 
+import statistics
+
 import jax
 import matplotlib.pyplot as plt
 import optax
@@ -58,19 +60,19 @@ def _over_flax(case, cases):
 
 
 def plot(rows: list[dict], path) -> None:
-  figure, axes = plt.subplots(1, len(rows), figsize=(3.2 * len(rows), 3.2), squeeze=False)
-  for axis, row in zip(axes[0], rows, strict=True):
+  """A panel a model: a bar a case, and a dotted line where the single GPUs together would be."""
+  figure, axes = plt.subplots(2, -(-len(rows) // 2), figsize=(9, 5), squeeze=False)
+  for axis, row in zip(axes.flat, rows, strict=False):
     cases = [case for case in row["cases"] if "milliseconds" in case]
-    for i, case in enumerate(cases):
-      color = "tab:blue" if case["fused"] else "tab:gray"
-      axis.bar(i, case["images_per_second"], color=color)
-    one = next((c for c in cases if c["data"] * c["fsdp"] == 1), None)
-    if one:
+    singles = [c["images_per_second"] for c in cases if c["data"] * c["fsdp"] == 1]
+    colors = ["tab:blue" if case["fused"] else "tab:gray" for case in cases]
+    axis.barh(range(len(cases)), [case["images_per_second"] for case in cases], color=colors)
+    if singles:
       most = max(c["data"] * c["fsdp"] for c in cases)
-      axis.axhline(most * one["images_per_second"], color="tab:blue", ls=":", lw=1)
-    axis.set_xticks(range(len(cases)), [_label(case) for case in cases], fontsize=6)
-    axis.set_title(row["row"])
-  axes[0][0].set_ylabel("images/s")
+      axis.axvline(most * statistics.mean(singles), color="tab:blue", ls=":", lw=1)
+    axis.set_yticks(range(len(cases)), [_label(case) for case in cases], fontsize=7)
+    axis.invert_yaxis()
+    axis.set_title(f"{row['row']}, images/s", fontsize=9)
   figure.tight_layout()
   figure.savefig(path, dpi=80)
 
@@ -78,11 +80,13 @@ def plot(rows: list[dict], path) -> None:
 def _label(case: dict) -> str:
   parts = [case["recipe"] if case["fused"] else "plain Flax"]
   parts += [f"{axis} {case[axis]}" for axis in ("data", "fsdp") if case[axis] > 1] or ["one GPU"]
+  if not case["fused"]:
+    parts.append(f"{case['batch_size']} images")
   if case["remat"] != "none":
     parts.append("remat")
   if case["gradient_dtype"] != "float32":
-    parts.append("bf16 grads")
-  return "\n".join(parts)
+    parts.append("bfloat16 gradients")
+  return ", ".join(parts)
 
 
 def parameters(size: str) -> dict[str, int]:

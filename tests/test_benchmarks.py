@@ -1,5 +1,6 @@
 """The benchmarks' bookkeeping: what they count and what they call a kernel."""
 
+import argparse
 import functools
 import json
 import math
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import each_kernel, kernels, linear, matmul, tune
+from benchmarks import each_kernel, kernels, linear, matmul, meshes, tune
 from benchmarks import quantize as quantize_benchmark
 from benchmarks.host_rate import rate
 from benchmarks.kernels import Kernel, grouped, idle, origins_of
@@ -238,3 +239,11 @@ def test_the_rate_of_a_loader_counts_its_processes():
     child.join()
   assert result["images_per_second"] <= 1 + 100 / 0.6  # It is rounded.
   assert 300 / 2.5 <= result["images_per_cpu_second"] <= 300 / 0.3
+
+
+def test_a_way_to_train_is_its_mesh_and_its_processes():
+  assert meshes.way("1x2") == ("1x2", 1, 2, 1)
+  assert meshes.way("2x4:8") == ("2x4:8", 2, 4, 8)
+  with pytest.raises(argparse.ArgumentTypeError, match="DATAxFSDP"):
+    meshes.way("2")
+  assert meshes.largest_difference([1.0, 2.2], [1.0, 2.0]) == pytest.approx(0.1)
