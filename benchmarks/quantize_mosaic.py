@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sbjax.formats import INT8
-from sbjax.quantize import Quantized
+from sbjax.quantize import Quantized, Spec
 
 LONG_ROW = 2048  # Up to here a warp has a row of its own, above four share one.
 
@@ -49,7 +49,7 @@ def quantize(x: jax.Array, *, interpret=False) -> Quantized:
     kernel_name="sbjax_quantize_mosaic",
     interpret=interpret,
   )(x)
-  return Quantized(values, scale[:, None])
+  return Quantized(values, scale[:, None], Spec(INT8, "rowwise"))
 
 
 def store(ref, at, value) -> None:

@@ -186,7 +186,7 @@ def in_tiles(x: jax.Array, spec: Spec, tile: int | None, key: jax.Array | None =
 
 def kept_apart(x: Quantized) -> Quantized:
   """x. XLA may drop a cast to 8 bits and back, but not around this."""
-  return Quantized(jax.lax.optimization_barrier(x.values), x.scale)
+  return Quantized(jax.lax.optimization_barrier(x.values), x.scale, x.spec)
 
 
 def quantize_stochastic(x: jax.Array, spec: Spec, key: jax.Array) -> Quantized:
@@ -194,7 +194,7 @@ def quantize_stochastic(x: jax.Array, spec: Spec, key: jax.Array) -> Quantized:
   factor, scale = factor_and_scale(largest(x, spec), spec)
   limit = max_value(spec.dtype)
   values = jnp.floor(x.astype(jnp.float32) * factor + jax.random.uniform(key, x.shape))
-  return Quantized(jnp.clip(values, -limit, limit).astype(spec.dtype), scale)
+  return Quantized(jnp.clip(values, -limit, limit).astype(spec.dtype), scale, spec)
 
 
 def statistics(x: jax.Array, dy: jax.Array) -> dict[str, jax.Array]:

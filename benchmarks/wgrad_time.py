@@ -48,7 +48,11 @@ def measure(tokens: int, k: int, n: int, layer: str, parts: list[int]) -> dict:
     for key, w in zip(keys[:2], (k, n), strict=True)
   )
   x_q, dy_q = (
-    Quantized(jax.random.randint(key, (w, tokens), -127, 128, jnp.int8), jnp.ones((w, 1)))
+    Quantized(
+      jax.random.randint(key, (w, tokens), -127, 128, jnp.int8),
+      jnp.ones((w, 1)),
+      Spec(jnp.int8, "rowwise"),
+    )
     for key, w in zip(keys[2:], (k, n), strict=True)
   )
 

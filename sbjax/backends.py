@@ -230,9 +230,9 @@ def _rows_lack(name: str, args) -> str | None:
   """Which rows the kernel of that operation takes, if these are not such; else None."""
   if name not in _ROWS or name == "quantize_sum":
     return None
-  m, width = jax.tree.leaves(args)[0].shape
-  has_one_scale = any(isinstance(a, Quantized) and len(a.scale) != m for a in args)
-  if has_one_scale or any(spec.scaling != "rowwise" for spec in _specs(args)):
+  width = jax.tree.leaves(args)[0].shape[1]
+  specs = [*_specs(args), *(a.spec for a in args if isinstance(a, Quantized))]
+  if not all(spec.is_rowwise for spec in specs):
     return "for a scale a row, not one for all rows"
   if width > rows.MAX_ROW:
     return f"for rows of at most {rows.MAX_ROW:,}, which stay in registers, not {width:,}"

@@ -138,7 +138,8 @@ def _norm_dot_bwd(recipe, backend, parts, residuals, gradients):
   dn = linear.dgrad(ops, recipe, dy_q, w, dy.dtype, jax.typeof(x).sharding)
   dx, d_norm, n = ops.norm_backward(x, norm, dn, dx)
   dw = linear.wgrad(ops, recipe, n, dy, w)
-  return dx, jax.tree.map(linear.like, norm, d_norm), linear.cotangent(w, dw), d_bias
+  d_norm = jax.tree.map(linear.like, norm, d_norm)
+  return linear.gradients(recipe, (dx, d_norm, linear.cotangent(w, dw), d_bias))
 
 
 _norm_dot.defvjp(_norm_dot_fwd, _norm_dot_bwd)
@@ -176,7 +177,7 @@ def _norm_mlp_bwd(recipe, backend, add_input, residuals, gradients):
   dw1 = linear.wgrad(ops, recipe, n, dh, w1)
   dw1, dw2 = linear.cotangent(w1, dw1), linear.cotangent(w2, dw2)
   d_norm, db1 = jax.tree.map(linear.like, (norm, b1), (d_norm, None if b1 is None else db1))
-  return dx, d_norm, dw1, db1, dw2, db2
+  return linear.gradients(recipe, (dx, d_norm, dw1, db1, dw2, db2))
 
 
 _norm_mlp.defvjp(_norm_mlp_fwd, _norm_mlp_bwd)

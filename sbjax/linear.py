@@ -41,7 +41,7 @@ def quantize_kernel(
     return w
   ops, constant = get_backend(backend), jax.lax.stop_gradient(w)
   fwd, dgrad = (pair and pair[1] for pair in (recipe.fwd, recipe.dgrad))
-  if fwd == dgrad and fwd.scaling != "rowwise":
+  if fwd == dgrad and not fwd.is_rowwise:
     straight, turned = ops.quantize_both(constant, fwd)
     return Kernel(w, turned, straight)
   turned = None if fwd is None else ops.quantize_transposed(constant, fwd)
@@ -71,12 +71,14 @@ def columns(ops: Backend, recipe: Recipe, w, bias, parts: int) -> list[tuple]:
   if recipe.fwd is None:
     kernels = [master(w)[:, cut] for cut in cuts]
   else:
-    values, scale = w.fwd
-    scales = [scale if len(scale) == 1 else scale[cut] for cut in cuts]
-    kernels = [w._replace(fwd=Quantized(values[c], s)) for c, s in zip(cuts, scales, strict=True)]
+    kernels = [w._replace(fwd=_rows_of(w.fwd, cut)) for cut in cuts]
   return [
     (kernel, None if bias is None else bias[cut]) for kernel, cut in zip(kernels, cuts, strict=True)
   ]
+
+
+def _rows_of(x: Quantized, rows: slice) -> Quantized:
+  return Quantized(x.values[rows], x.scale[rows] if x.spec.is_rowwise else x.scale, x.spec)
 
 
 def kept(w):
@@ -133,6 +135,25 @@ def wgrad(ops: Backend, recipe: Recipe, x, dy, w):
   x_spec, dy_spec = recipe.wgrad
   x_q, dy_q = ops.quantize_transposed(x, x_spec), ops.quantize_transposed(dy, dy_spec)
   return ops.scaled_matmul(x_q, dy_q, dtype, sharding)
+
+
+def gradients(recipe: Recipe, arrays):
+  """What a backward pass returns; an error where that is differentiated once more."""
+  rounds = recipe.fwd or recipe.dgrad or recipe.wgrad
+  return _differentiated_once(arrays) if rounds else arrays
+
+
+@jax.custom_jvp
+def _differentiated_once(arrays):
+  return arrays
+
+
+@_differentiated_once.defjvp
+def _differentiated_twice(primals, tangents):
+  raise NotImplementedError(
+    "Gradients of gradients are not defined for a recipe that rounds: rounding has no second"
+    " derivative. Take recipe 'full' for what is differentiated twice."
+  )
 
 
 def master(w):

@@ -34,7 +34,7 @@ def scaled_matmul(
       another shape or dtype than the result's.
   """
   check_operands(lhs.values, rhs.values)
-  check_addend(addend, (len(lhs.values), len(rhs.values)), out_dtype)
+  check_addend(addend, (lhs.values.shape[0], rhs.values.shape[0]), out_dtype)
   total = jax.lax.dot_general(
     lhs.values,
     rhs.values,

@@ -5,9 +5,9 @@ layer, each with its own quantization (Wortsman et al. 2023, https://arxiv.org/a
 Algorithm 1 and its variants).
 """
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +68,7 @@ def quantized_dot(
   values = x.values if is_quantized else x
   if is_quantized:
     _check_quantized(x, recipe, dtype)
-    x = Quantized(values, _constant(x.scale))
+    x = Quantized(values, _constant(x.scale), x.spec)
   else:
     check_floating("x", x)
     if dtype is not None:
@@ -150,7 +150,7 @@ def prepared(name: str, w, x_shape, recipe: Recipe, backend: str | None):
 def _with_transpose(kernel: Kernel, recipe: Recipe) -> Kernel:
   """The kernel with what `fwd` multiplies by, where that is the transpose of what dgrad does."""
   shares = recipe.fwd and recipe.dgrad and recipe.fwd[1] == recipe.dgrad[1]
-  if not shares or kernel.fwd is not None or kernel.dgrad is None or kernel.dgrad.scale.size != 1:
+  if not shares or kernel.fwd is not None or kernel.dgrad is None or kernel.dgrad.spec.is_rowwise:
     return kernel
   return kernel._replace(fwd=kernel.dgrad.T)
 
@@ -158,9 +158,7 @@ def _with_transpose(kernel: Kernel, recipe: Recipe) -> Kernel:
 def _check_made_for(name: str, kernel: Kernel, recipe: Recipe) -> None:
   for matmul in ("fwd", "dgrad"):
     pair, found = getattr(recipe, matmul), getattr(kernel, matmul)
-    specs = None if pair is None else (pair[1].dtype, pair[1].scaling == "rowwise")
-    here = None if found is None else (found.values.dtype, found.scale.shape[0] > 1)
-    if specs != here:
+    if (pair and pair[1]) != (found and found.spec):
       raise ValueError(
         f"{name} was quantized for another recipe: its {matmul} is not what {recipe} takes."
         " Use quantize_kernel with the same recipe."
@@ -182,11 +180,9 @@ def _check_quantized(x: Quantized, recipe: Recipe, dtype) -> None:
   if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
     raise ValueError(f"{dtype=} must be floating point: a Quantized x does not say what y is.")
   spec, values = recipe.fwd[0], x.values
-  scales = (len(values), 1) if spec.scaling == "rowwise" else (1, 1)
-  if values.ndim != 2 or values.dtype != spec.dtype or x.scale.shape != scales:
+  if values.ndim != 2 or x.spec != spec:
     raise ValueError(
-      f"x {values.dtype.name} {values.shape} with scale {x.scale.shape} is not what the recipe"
-      f" takes: [rows, K] as {spec}."
+      f"x {values.shape} as {x.spec} is not what the recipe takes: [rows, K] as {spec}."
     )
 
 
@@ -206,6 +202,8 @@ def _constant_jvp(primals, tangents):
 
 
 def check_floating(name: str, operand: jax.Array) -> None:
+  if not hasattr(operand, "dtype"):
+    raise TypeError(f"{name} must be an array, not a {type(operand).__name__}.")
   if not jnp.issubdtype(operand.dtype, jnp.floating):
     raise ValueError(f"{name} must be floating point, not {operand.dtype.name}.")
 
@@ -234,7 +232,7 @@ def _dot_bwd(recipe, backend, dtype, added, residuals, dy):
   dy, dy_q, d_bias = linear.gradient(ops, recipe, (dy,), bias)
   dx = linear.dgrad(ops, recipe, dy_q, w, dtype, x_sharding)
   dw = linear.wgrad(ops, recipe, x, dy, w)
-  return dx, linear.cotangent(w, dw), d_bias, d_addend
+  return linear.gradients(recipe, (dx, linear.cotangent(w, dw), d_bias, d_addend))
 
 
 _dot.defvjp(_dot_fwd, _dot_bwd)
@@ -254,13 +252,14 @@ def _constant_dot_bwd(recipe, backend, dtype, added, residuals, dy):
   x, w, bias = residuals
   dw = linear.wgrad(get_backend(backend), recipe, dequantize(x, dtype), dy, w)
   d_addend = None if added is None else linear.split_as(added, dy)
-  return None, linear.cotangent(w, dw), linear.bias_gradient(dy, bias), d_addend
+  d_bias = linear.bias_gradient(dy, bias)
+  return linear.gradients(recipe, (None, linear.cotangent(w, dw), d_bias, d_addend))
 
 
 _constant_dot.defvjp(_constant_dot_fwd, _constant_dot_bwd)
 
 
-def quantized_dot_general(recipe: Recipe | str, *, backend: str | None = None) -> Callable:
+def quantized_dot_general(recipe: Recipe | str, *, backend: str | None = None) -> "DotGeneral":
   """A `dot_general=` for Flax layers: `nn.Dense(features, dot_general=quantized_dot_general(r))`.
 
   Serves linen's Dense, DenseGeneral and MultiHeadDotProductAttention (`qkv_dot_general`,
@@ -269,11 +268,30 @@ def quantized_dot_general(recipe: Recipe | str, *, backend: str | None = None) -
   their kernel to the compute dtype before they multiply; SwitchBackDense and SwitchBackLinear
   do not, and get the weight gradient in float32.
   """
-  recipe = as_recipe(recipe)
-  get_backend(backend)  # An error belongs here rather than in a layer.
+  return DotGeneral(as_recipe(recipe), backend)
 
-  def dot_general(
-    lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, out_sharding=None
+
+@dataclasses.dataclass(frozen=True)
+class DotGeneral:
+  """What `quantized_dot_general` gives: a function that is compared, hashed and pickled by value.
+
+  Called as `jax.lax.dot_general`.
+  """
+
+  recipe: Recipe
+  backend: str | None
+
+  def __post_init__(self):
+    get_backend(self.backend)  # An error belongs here rather than in a layer.
+
+  def __call__(
+    self,
+    lhs,
+    rhs,
+    dimension_numbers,
+    precision=None,
+    preferred_element_type=None,
+    out_sharding=None,
   ):
     if precision is not None:
       raise ValueError(
@@ -294,7 +312,7 @@ def quantized_dot_general(recipe: Recipe | str, *, backend: str | None = None) -
     batch = [lhs.shape[a] for a in lhs_b]
     free = [*(lhs.shape[a] for a in lhs_free), *(rhs.shape[a] for a in rhs_free)]
     x, w = _grouped(lhs, lhs_b, lhs_free, lhs_k), _grouped(rhs, rhs_b, rhs_k, rhs_free)
-    dot = functools.partial(quantized_dot, recipe=recipe, backend=backend)
+    dot = functools.partial(quantized_dot, recipe=self.recipe, backend=self.backend)
     for _ in batch:
       dot = jax.vmap(dot)
     y = dot(x, w)
@@ -305,8 +323,6 @@ def quantized_dot_general(recipe: Recipe | str, *, backend: str | None = None) -
     if preferred_element_type is not None:
       y = y.astype(preferred_element_type)
     return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
-
-  return dot_general
 
 
 def _grouped(x: jax.Array, batch, *groups) -> jax.Array:

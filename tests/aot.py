@@ -40,6 +40,7 @@ from sbjax import (
   NormDense,
   NormMLP,
   Quantized,
+  Spec,
   SwitchBackDense,
   SwitchBackLinear,
   gather_kernel,
@@ -211,7 +212,9 @@ def cuts(capability):
 
   def product(config, lhs, rhs, scale, bias, addend):
     # No recipe has fp8 with a scale a row on both sides, a bias and an addend.
-    lhs, rhs = Quantized(lhs, scale), Quantized(rhs, scale[: n if lhs.dtype == jnp.int8 else 1])
+    rhs_spec = Spec(rhs.dtype, "rowwise" if lhs.dtype == jnp.int8 else "tensorwise")
+    lhs = Quantized(lhs, scale, Spec(lhs.dtype, "rowwise"))
+    rhs = Quantized(rhs, scale[: n if rhs_spec.is_rowwise else 1], rhs_spec)
     return sm90.scaled_matmul(lhs, rhs, addend.dtype, bias=bias, addend=addend, config=config)
 
   def sums(config, lhs, rhs, *_):

@@ -1,5 +1,6 @@
 """A backend is found by name, and one that was named is never swapped for another."""
 
+import dataclasses
 import importlib.util
 import logging
 
@@ -239,7 +240,7 @@ def test_none_leaves_to_xla_the_int8_that_is_faster_there(
     scaled_matmul_sm90, "is_slower_than_xla", lambda *sizes: seen.append(sizes) or is_slower
   )
   lhs, rhs = quantize(draw(4, 32), Spec(dtype, "rowwise")), quantize(draw(48, 32), TENSORWISE)
-  rhs = rhs._replace(values=rhs.values.astype(dtype))
+  rhs = dataclasses.replace(rhs, values=rhs.values.astype(dtype), spec=Spec(dtype, "tensorwise"))
   with triton_case.chip(90):
     jax.eval_shape(lambda *q: get_backend(None).scaled_matmul(*q, jnp.bfloat16), lhs, rhs)
   assert ("scaled_matmul" not in installed.calls) == goes_to_xla

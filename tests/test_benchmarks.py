@@ -1,6 +1,7 @@
 """The benchmarks' bookkeeping: what they count and what they call a kernel."""
 
 import argparse
+import dataclasses
 import functools
 import json
 import math
@@ -174,7 +175,9 @@ def test_what_differs_from_the_definition_is_counted():
   found = quantize(x, spec)
   expected = quantize_benchmark.on_cpu(quantize, x, spec)
   assert quantize_benchmark.differing(found, expected) == 0
-  wrong = found._replace(values=found.values.at[2, 3:5].add(1), scale=found.scale.at[7].mul(2))
+  wrong = dataclasses.replace(
+    found, values=found.values.at[2, 3:5].add(1), scale=found.scale.at[7].mul(2)
+  )
   assert quantize_benchmark.differing(wrong, expected) == 3
 
 
@@ -201,7 +204,9 @@ def test_tuning_keeps_the_fastest_and_what_xla_reached(monkeypatch):
   monkeypatch.setattr(tune, "contender", lambda function, sets, **_: function(*sets[0]))
   monkeypatch.setattr(tune, "kernel_race", lambda results: [r.size * 1e-12 for r in results])
   q = quantize(jnp.ones((32, 16)), Spec(INT8, "rowwise"))
-  row, rates = tune.tune([(q, q._replace(values=q.values[:16], scale=q.scale[:16]))], 32, 16, 16)
+  row, rates = tune.tune(
+    [(q, dataclasses.replace(q, values=q.values[:16], scale=q.scale[:16]))], 32, 16, 16
+  )
   config = Config(**row["config"])
   assert config.block_m * config.block_n == 64 * 64 < NARROW.block_m * NARROW.block_n
   assert (row["m"], row["n"], row["k"]) == (32, 16, 16)

@@ -86,7 +86,7 @@ def test_a_name_stands_for_its_recipe():
   assert as_recipe(SWITCHBACK) is SWITCHBACK
 
 
-@pytest.mark.parametrize("unknown", ["int4", "", "SwitchBack", None, 8])
+@pytest.mark.parametrize("unknown", ["int4", "", "SwitchBack"])
 def test_an_unknown_recipe_is_answered_with_the_known(unknown):
   with pytest.raises(ValueError, match=f"{unknown!r}.*{', '.join(RECIPES)}"):
     as_recipe(unknown)
@@ -121,8 +121,6 @@ ROWS = (INT8_ROW, INT8_ROW)
     ({"wgrad": ("int8", "int8")}, r"wgrad=.*'int8'.*pair of Specs.*a function"),
     ({"fwd": (INT8_ROW, Spec(E4M3, "tensorwise"))}, r"fwd: .*int8 with float8_e4m3fn"),
     ({"fwd": (INT8_ROW, Spec(jnp.float8_e4m3fn, "tensorwise"))}, r"fwd: .*int8 with float8_e4m3fn"),
-    ({"fwd": (INT8_ROW, Spec(INT8, "colwise"))}, r"'colwise'.*rowwise, tensorwise, static"),
-    ({"fwd": (INT8_ROW, Spec(jnp.float16, "rowwise"))}, r"float16.*int8, float8_e4m3fn"),
     ({"residuals": "int8"}, r"residuals='int8'.*'full' or 'quantized'"),
     ({"fwd": None, "residuals": "quantized"}, r"'quantized' needs a quantized fwd and dgrad"),
     ({"dgrad": None, "residuals": "quantized"}, r"'quantized' needs a quantized fwd and dgrad"),

@@ -19,7 +19,7 @@ from sbjax.linear import quantize_kernel
 from sbjax.models.attention import attention, length_for
 from sbjax.models.sizes import TextConfig, VisionConfig
 from sbjax.quantized_dot import DOT_NAME, RESIDUAL_NAME, quantized_dot
-from sbjax.recipes import Recipe
+from sbjax.recipes import Recipe, as_recipe
 from sbjax.rows import NORM_EPSILON
 
 # What a rematerialised block keeps besides its input. Policies go by name, since JAX's own
@@ -177,13 +177,17 @@ def blocks(
   return x_BLD[:, :length], jnp.stack(outputs)
 
 
-def quantize_kernels(params, recipe: Recipe, *, backend: str | None = None) -> dict:
+def quantize_kernels(params, recipe: Recipe | str, *, backend: str | None = None) -> dict:
   """The collection "quantized" that goes with a CLIP's `params`: its block kernels in 8 bits.
 
   `model.apply({"params": params, "quantized": quantize_kernels(params, recipe)}, ...)` quantizes a
   kernel once, however often a step uses it: forward, rematerialised, backward, for each microbatch.
   The result is the same without it.
+
+  Raises:
+    ValueError: none of the parameters is a block's kernel.
   """
+  recipe = as_recipe(recipe)
   if recipe.fwd is None and recipe.dgrad is None:
     return {}
 
@@ -196,6 +200,8 @@ def quantize_kernels(params, recipe: Recipe, *, backend: str | None = None) -> d
     if path[-1] == "kernel" and path[-2] in BLOCK_LINEARS:
       stacked = w.ndim == 3  # [layers, K, N] of a scan.
       found[path] = jax.tree.map(lambda *a: jnp.stack(a), *map(once, w)) if stacked else once(w)
+  if not found:
+    raise ValueError(f"No kernel of {', '.join(BLOCK_LINEARS)} is among the parameters of a CLIP.")
   return unflatten_dict(found)
 
 
