@@ -101,7 +101,7 @@ def _chosen(device) -> Backend:
       )
     return _XLA
   _log.debug("sbjax: backend %r on %s", usable[0], device.device_kind)
-  return _guarded(_kernels(usable[0]), device.device_kind, has_fp8=capability >= 89)
+  return _guarded(_kernels(usable[0]), device.device_kind, has_fp8=(capability or 0) >= 89)
 
 
 def _guarded(kernels: Backend, chip: str, has_fp8: bool) -> Backend:
@@ -192,7 +192,9 @@ def _kernels(name: str) -> Backend:
 
 def _on_shards(name: str, product, quantizers, by_rows: dict[str, Callable]) -> Backend:
   """A backend of two modules' kernels, and of those for the operations of sbjax.rows."""
-  operations = {form: functools.partial(shards.quantize, quantizers, form) for form in _QUANTIZERS}
+  operations: dict[str, Callable] = {
+    form: functools.partial(shards.quantize, quantizers, form) for form in _QUANTIZERS
+  }
   operations |= {n: _row_operation(kernel, name, n) for n, kernel in by_rows.items()}
   operations["quantize_sum"] = _quantize_sum(by_rows["quantize_sum"], operations["quantize"])
   multiply = functools.partial(shards.scaled_matmul, product)

@@ -87,7 +87,7 @@ class SwitchBackLinear(nnx.Linear):
     self.backend = backend
 
   def __call__(self, inputs: jax.Array | Quantized, out_sharding=None) -> jax.Array:
-    bias = self.bias[...] if self.use_bias else None
+    bias = None if self.bias is None else self.bias[...]
     y = _linear(self, inputs, self.kernel[...], bias)
     return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
 
@@ -145,7 +145,8 @@ class NormDense(nn.Module):
     norm = LayerNorm(name="norm")(width)
     dense = SwitchBackDense(self.features, use_bias=self.use_bias, name="dense")
     kernel, bias = dense.parameters(width)
-    return norm_dot(x, norm, kernel, self.recipe, bias=bias, backend=self.backend)
+    x, y = norm_dot(x, norm, kernel, self.recipe, bias=bias, backend=self.backend, parts=1)
+    return x, y[0]
 
 
 class NormMLP(nn.Module):

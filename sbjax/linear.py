@@ -41,7 +41,7 @@ def quantize_kernel(
     return w
   ops, constant = get_backend(backend), jax.lax.stop_gradient(w)
   fwd, dgrad = (pair and pair[1] for pair in (recipe.fwd, recipe.dgrad))
-  if fwd == dgrad and not fwd.is_rowwise:
+  if fwd is not None and fwd == dgrad and not fwd.is_rowwise:
     straight, turned = ops.quantize_both(constant, fwd)
     return Kernel(w, turned, straight)
   turned = None if fwd is None else ops.quantize_transposed(constant, fwd)
@@ -71,14 +71,18 @@ def columns(ops: Backend, recipe: Recipe, w, bias, parts: int) -> list[tuple]:
   if recipe.fwd is None:
     kernels = [master(w)[:, cut] for cut in cuts]
   else:
-    kernels = [w._replace(fwd=_rows_of(w.fwd, cut)) for cut in cuts]
+    kernels = [_columns_of(w, cut) for cut in cuts]
   return [
     (kernel, None if bias is None else bias[cut]) for kernel, cut in zip(kernels, cuts, strict=True)
   ]
 
 
-def _rows_of(x: Quantized, rows: slice) -> Quantized:
-  return Quantized(x.values[rows], x.scale[rows] if x.spec.is_rowwise else x.scale, x.spec)
+def _columns_of(w: Kernel, columns: slice) -> Kernel:
+  """w with those columns of what the forward pass takes."""
+  q = w.fwd
+  assert q is not None  # The forward pass is quantized.
+  scale = q.scale[columns] if q.spec.is_rowwise else q.scale
+  return w._replace(fwd=Quantized(q.values[columns], scale, q.spec))
 
 
 def kept(w):
@@ -125,9 +129,8 @@ def dgrad(ops: Backend, recipe: Recipe, dy, w, dtype, out_sharding):
 
 def wgrad(ops: Backend, recipe: Recipe, x, dy, w):
   """`x.T @ dy` [K, N] in the dtype of w, which is what was `kept` of it."""
-  has_values = isinstance(w, Kernel) and w.dgrad is not None
-  dtype = master(w).dtype
-  sharding = jax.typeof(w.dgrad.values if has_values else master(w)).sharding
+  values = w.dgrad.values if isinstance(w, Kernel) and w.dgrad is not None else master(w)
+  dtype, sharding = master(w).dtype, jax.typeof(values).sharding
   if recipe.wgrad is None:
     return token_sum(x, dy, dtype, sharding)
   if callable(recipe.wgrad):

@@ -5,7 +5,7 @@ Letters in shapes: B batch, L length, D width, H heads.
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from sbjax.fused import norm_dot, norm_mlp
 from sbjax.layers import LayerNorm, LayerScale, SwitchBackDense
-from sbjax.linear import quantize_kernel
+from sbjax.linear import Kernel, quantize_kernel
 from sbjax.models.attention import attention, length_for
 from sbjax.models.sizes import TextConfig, VisionConfig
 from sbjax.quantized_dot import DOT_NAME, RESIDUAL_NAME, quantized_dot
@@ -120,7 +120,7 @@ class Block(nn.Module):
     norm = LayerNorm(name="ln_2")(width)
     kernels = *fc1.parameters(width), *fc2.parameters(self.mlp_width)
     options = {"backend": self.backend, "add_input": self._adds}
-    found = norm_mlp(x_BLD, norm, *kernels, self.recipe, **options)
+    found: Any = norm_mlp(x_BLD, norm, *kernels, self.recipe, **options)
     return found if self._adds else found[0] + self._layer_scale("ls_2", found[1])
 
   def _linear(self, name, features, kernel_init, bias_init):
@@ -193,10 +193,12 @@ def quantize_kernels(params, recipe: Recipe | str, *, backend: str | None = None
 
   def once(w):
     kernel = quantize_kernel(jax.lax.stop_gradient(w), recipe, backend=backend)
+    assert isinstance(kernel, Kernel)  # The recipe rounds it.
     return kernel.fwd, kernel.dgrad
 
   found = {}
-  for path, w in flatten_dict(params).items():
+  kernels: dict[tuple[str, ...], jax.Array] = flatten_dict(params)  # pyright: ignore
+  for path, w in kernels.items():
     if path[-1] == "kernel" and path[-2] in BLOCK_LINEARS:
       stacked = w.ndim == 3  # [layers, K, N] of a scan.
       found[path] = jax.tree.map(lambda *a: jnp.stack(a), *map(once, w)) if stacked else once(w)

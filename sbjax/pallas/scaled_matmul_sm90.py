@@ -333,7 +333,8 @@ def _kernel(lhs, rhs, *refs, config: Config, adds: bool):
           plgpu.barrier_arrive(free.at[lax.rem(first + steps - 1, stages)])
           return acc[...]
 
-        total = pl.run_scoped(sums, plgpu.ACC((part_m, part_n), accumulator_dtype(lhs.dtype)))
+        acc = plgpu.ACC((part_m, part_n), accumulator_dtype(lhs.dtype))  # pyright: ignore
+        total = pl.run_scoped(sums, acc)
         pieces.store(total, scaled)
 
       @_for_each_block(grid, config)

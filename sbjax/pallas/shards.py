@@ -67,8 +67,10 @@ def quantize(kernels, form, x, spec):
   }[form]  # fmt: skip
   found = over_shards(local, [x], [("m", "k")], outputs)
   if form == "quantize_both":
-    return Quantized(*found[:2], spec), Quantized(*found[2:], spec)
-  return Quantized(*found, spec)
+    values, scale, transposed, transposed_scale = found
+    return Quantized(values, scale, spec), Quantized(transposed, transposed_scale, spec)
+  values, scale = found
+  return Quantized(values, scale, spec)
 
 
 def by_rows(operation, definition, *arrays, splits_rows=False):
