@@ -128,8 +128,6 @@ def wgrad(ops: Backend, recipe: Recipe, x, dy, w):
   sharding = jax.typeof(w.dgrad.values if has_values else master(w)).sharding
   if recipe.wgrad is None:
     return token_sum(x, dy, dtype, sharding)
-  if callable(recipe.wgrad):
-    return split_as(sharding, recipe.wgrad(x, dy).astype(dtype))
   x_spec, dy_spec = recipe.wgrad
   x_q, dy_q = ops.quantize_transposed(x, x_spec), ops.quantize_transposed(dy, dy_spec)
   return ops.scaled_matmul(x_q, dy_q, dtype, sharding)
