@@ -235,19 +235,6 @@ def cuts(capability):
   return found
 
 
-def quantizers(capability):
-  """The Mosaic quantizer that benchmarks/quantize.py races, at that file's widths."""
-  from benchmarks import quantize, quantize_mosaic
-
-  found = {}
-  with _mesh(capability, (1,), ("data",)) as mesh:
-    for k in quantize.WIDTHS:
-      run = jax.jit(quantize_mosaic.quantize)
-      hlo = run.lower(_argument(mesh, (M, k), jnp.bfloat16, P())).compile().as_text()
-      found[k] = _found(hlo)["targets"]
-  return found
-
-
 def token_sums(capability):
   """What cuBLAS is asked for, and all that is gathered or turned, where tokens are on 4 devices."""
   with _mesh(capability, (4,), ("data",)) as mesh:
@@ -349,7 +336,6 @@ def main(capability, folder):
     backends.append("mosaic")
   found = {"lowered": lowered(capability, backends), **compiled(capability)}
   found["cuts"] = cuts(capability) if "mosaic" in backends else {}
-  found["quantizers"] = quantizers(capability) if "mosaic" in backends else {}
   found["stacks"] = stacks(capability)
   if capability == 90:
     from tests import aot_step  # This file runs as tests.aot.
