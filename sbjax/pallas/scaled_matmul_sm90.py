@@ -133,7 +133,7 @@ def tuned_configs() -> set[Config]:
 
 @functools.cache
 def _tuned() -> list[dict]:
-  """What `python -m benchmarks.tune` found, a dict a shape: what it is, `config`, rates."""
+  """The `config` that `python -m benchmarks.tune` found fastest for each chip, m, n and k."""
   lines = Path(__file__).with_name("scaled_matmul_sm90.jsonl").read_text().splitlines()
   return [json.loads(line) for line in lines]
 
