@@ -93,12 +93,7 @@ def gradient(ops: Backend, recipe: Recipe, dys, bias):
     dy, dy_q, summed = ops.quantize_sum(dys, recipe.dgrad[0])
     return dy, dy_q, like(bias, summed)
   dy = jnp.concatenate(dys, axis=1)
-  return dy, dy, bias_gradient(dy, bias)
-
-
-def bias_gradient(dy, bias):
-  """The gradient of bias [N] or None: the sum of dy [M, N] in float32."""
-  return None if bias is None else like(bias, jnp.sum(dy.astype(jnp.float32), axis=0))
+  return dy, dy, None if bias is None else like(bias, jnp.sum(dy.astype(jnp.float32), axis=0))
 
 
 def like(array, gradient):

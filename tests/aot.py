@@ -45,7 +45,6 @@ from sbjax import (
   gather_kernel,
   norm_dot,
   norm_mlp,
-  quantize,
   quantize_kernel,
   quantized_dot,
   quantized_dot_general,
@@ -267,11 +266,6 @@ def _norm_mlp(backend, x, w):
   return NormMLP(N, backend=backend, add_input=True).apply({"params": params}, x)
 
 
-def _of_8_bits(backend, x, w):
-  x = quantize(jax.lax.stop_gradient(x), SWITCHBACK.fwd[0])
-  return quantized_dot(x, w, SWITCHBACK, dtype=jnp.bfloat16, backend=backend)
-
-
 def _with_quantized_kernel(backend, x, w):
   kernel = quantize_kernel(w, SWITCHBACK, backend=backend)
   return quantized_dot(x, kernel, SWITCHBACK, backend=backend)
@@ -284,7 +278,6 @@ def _with_gathered_kernel(backend, x, w):
 
 OPERATIONS = {
   "quantized_dot": functools.partial(_linear, "switchback"),
-  "quantized_dot of 8 bits": _of_8_bits,
   "quantize_kernel": _with_quantized_kernel,
   "gather_kernel": _with_gathered_kernel,
   "norm_mlp": functools.partial(_mlp, "switchback"),
