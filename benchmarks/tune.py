@@ -2,11 +2,13 @@
 
   python -m benchmarks.tune
 
-Every candidate runs at every shape of CLIP's linear layers, with int8 normals; the fastest is kept,
-and beside it the rate of the cut that would be taken without the table (`rule_tops`). With few rows
-there are other candidates, the kernels' own time counts, and what XLA reaches is noted too
-(`xla_tops`). Rows of other chips and sizes stay in the file. What every candidate reached is added
-to the results.
+Every candidate runs at every shape of CLIP's linear layers, with int8 normals, and the fastest goes
+into the table; rows of other chips and sizes stay there. With few rows there are other candidates,
+and the kernels' own time counts.
+
+Adds a line a shape to benchmarks/results/tuning.jsonl: the rate of the fastest (`tops`), of the cut
+that would be taken without the table (`rule_tops`), of XLA where rows are few (`xla_tops`), and of
+every candidate (`cuts`; those of older runs are in cuts.jsonl).
 """
 
 import argparse
@@ -36,6 +38,7 @@ from sbjax.pallas.scaled_matmul_sm90 import (
   scaled_matmul,
 )
 
+KEY = ("chip", "m", "n", "k")
 CANDIDATES = [
   Config(),
   WIDE,
@@ -58,21 +61,21 @@ FOR_FEW_ROWS = [
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--out", default="sbjax/pallas/scaled_matmul_sm90.jsonl")
-  parser.add_argument("--rates", default="benchmarks/results/cuts.jsonl")
+  parser.add_argument("--rates", default="benchmarks/results/tuning.jsonl")
   parser.add_argument("--tokens", type=int, nargs="+", default=[256, 1024, 16384, 65536])
   parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
   args = parser.parse_args()
   operands = Operands(INT8)
   for m in args.tokens:
     for n, k in shapes(args.widths):
-      row, rates = tune(operands.sets(m, n, k, megabytes=100), m, n, k)
-      write(Path(args.out), row)
-      line = {"benchmark": "cuts", "m": m, "n": n, "k": k, "tops": rates, "data": DISTRIBUTION}
+      found = tune(operands.sets(m, n, k, megabytes=100), m, n, k)
+      write(Path(args.out), found)
+      line = {"benchmark": "tuning", **found, "data": DISTRIBUTION}
       append(args.rates, [line | provenance()])
 
 
-def tune(sets, m: int, n: int, k: int) -> tuple[dict, list]:
-  """The table's row, and every candidate with the rate that it reached."""
+def tune(sets, m: int, n: int, k: int) -> dict:
+  """The fastest candidate, and the rate of each."""
 
   def build(config):
     # Under its own jit it is lowered once, not once a set.
@@ -105,8 +108,8 @@ def tune(sets, m: int, n: int, k: int) -> tuple[dict, list]:
   }
   print(f"{m:6} x {n:5} x {k:5} ", *rates, found["config"], flush=True)
   # XLA's rate, if there is one, comes last.
-  every = [[in_short(one), rate] for one, rate in zip(candidates, rates, strict=False)]
-  return found | ({"xla_tops": rates[-1]} if few else {}), every
+  found["cuts"] = [[in_short(one), rate] for one, rate in zip(candidates, rates, strict=False)]
+  return found | ({"xla_tops": rates[-1]} if few else {})
 
 
 def in_short(config: Config) -> dict:
@@ -115,11 +118,11 @@ def in_short(config: Config) -> dict:
   return {k: v for k, v in dataclasses.asdict(config).items() if v != default[k]}
 
 
-def write(path: Path, row: dict) -> None:
-  """Adds a row to the file, in place of that of the same chip and sizes."""
-  key = ("chip", "m", "n", "k")
+def write(path: Path, found: dict) -> None:
+  """Adds the configuration to the table, in place of that of the same chip and sizes."""
+  row = {name: found[name] for name in (*KEY, "config")}
   rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-  rows = [old for old in rows if any(old[name] != row[name] for name in key)] + [row]
+  rows = [old for old in rows if any(old[name] != row[name] for name in KEY)] + [row]
   path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 

@@ -131,7 +131,7 @@ def _guarded(kernels: Backend, chip: str, has_fp8: bool) -> Backend:
 
   @functools.partial(jax.jit, static_argnums=(2, 3))
   def multiply(lhs, rhs, out_dtype, out_sharding=None, *, bias=None, addend=None):
-    (m, k), n = lhs.values.shape, rhs.values.shape[0]
+    k, n = lhs.values.shape[1], rhs.values.shape[0]
     options = dict(out_dtype=out_dtype, out_sharding=out_sharding, bias=bias, addend=addend)
     run = functools.partial(_XLA.scaled_matmul, **options)
     is_int8 = lhs.values.dtype == INT8
@@ -140,14 +140,6 @@ def _guarded(kernels: Backend, chip: str, has_fp8: bool) -> Backend:
       if is_int8:
         warn_of_inexact_int8()
       return run(lhs, rhs)
-    is_exact = f"{_TRITON_GEMM}=false" in os.environ.get("XLA_FLAGS", "").split()
-    if is_int8 and kernels.name == "mosaic" and is_exact and not is_explicit():
-      from sbjax.pallas.scaled_matmul_sm90 import is_slower_than_xla
-
-      # Of a product that is split over devices these are the sizes of the whole.
-      if is_slower_than_xla(m, n, k, chip):
-        _log.debug("sbjax: %s x %s x %s goes to XLA, which is faster", m, n, k)
-        return run(lhs, rhs)
     return choose(functools.partial(kernels.scaled_matmul, **options), run, lhs, rhs)
 
   operations = {name: guarded(name) for name in (*_QUANTIZERS, *_ROWS)}

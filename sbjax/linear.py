@@ -99,12 +99,7 @@ def gradient(ops: Backend, recipe: Recipe, dys, bias):
     dy, dy_q, summed = ops.quantize_sum(dys, recipe.dgrad[0])
     return dy, dy_q, like(bias, summed)
   dy = jnp.concatenate(dys, axis=1)
-  return dy, dy, bias_gradient(dy, bias)
-
-
-def bias_gradient(dy, bias):
-  """The gradient of bias [N] or None: the sum of dy [M, N] in float32."""
-  return None if bias is None else like(bias, jnp.sum(dy.astype(jnp.float32), axis=0))
+  return dy, dy, None if bias is None else like(bias, jnp.sum(dy.astype(jnp.float32), axis=0))
 
 
 def like(array, gradient):
@@ -133,8 +128,6 @@ def wgrad(ops: Backend, recipe: Recipe, x, dy, w):
   dtype, sharding = master(w).dtype, jax.typeof(values).sharding
   if recipe.wgrad is None:
     return token_sum(x, dy, dtype, sharding)
-  if callable(recipe.wgrad):
-    return split_as(sharding, recipe.wgrad(x, dy).astype(dtype))
   x_spec, dy_spec = recipe.wgrad
   x_q, dy_q = ops.quantize_transposed(x, x_spec), ops.quantize_transposed(dy, dy_spec)
   return ops.scaled_matmul(x_q, dy_q, dtype, sharding)

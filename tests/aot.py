@@ -46,7 +46,6 @@ from sbjax import (
   gather_kernel,
   norm_dot,
   norm_mlp,
-  quantize,
   quantize_kernel,
   quantized_dot,
   quantized_dot_general,
@@ -238,19 +237,6 @@ def cuts(capability):
   return found
 
 
-def quantizers(capability):
-  """The Mosaic quantizer that benchmarks/quantize.py races, at that file's widths."""
-  from benchmarks import quantize, quantize_mosaic
-
-  found = {}
-  with _mesh(capability, (1,), ("data",)) as mesh:
-    for k in quantize.WIDTHS:
-      run = jax.jit(quantize_mosaic.quantize)
-      hlo = run.lower(_argument(mesh, (M, k), jnp.bfloat16, P())).compile().as_text()
-      found[k] = _found(hlo)["targets"]
-  return found
-
-
 def token_sums(capability):
   """What cuBLAS is asked for, and all that is gathered or turned, where tokens are on 4 devices."""
   with _mesh(capability, (4,), ("data",)) as mesh:
@@ -283,11 +269,6 @@ def _norm_mlp(backend, x, w):
   return NormMLP(N, backend=backend, add_input=True).apply({"params": params}, x)
 
 
-def _of_8_bits(backend, x, w):
-  x = quantize(jax.lax.stop_gradient(x), SWITCHBACK.fwd[0])
-  return quantized_dot(x, w, SWITCHBACK, dtype=jnp.bfloat16, backend=backend)
-
-
 def _with_quantized_kernel(backend, x, w):
   kernel = quantize_kernel(w, SWITCHBACK, backend=backend)
   return quantized_dot(x, kernel, SWITCHBACK, backend=backend)
@@ -300,7 +281,6 @@ def _with_gathered_kernel(backend, x, w):
 
 OPERATIONS = {
   "quantized_dot": functools.partial(_linear, "switchback"),
-  "quantized_dot of 8 bits": _of_8_bits,
   "quantize_kernel": _with_quantized_kernel,
   "gather_kernel": _with_gathered_kernel,
   "norm_mlp": functools.partial(_mlp, "switchback"),
@@ -352,7 +332,6 @@ def main(capability, folder):
     backends.append("mosaic")
   found = {"lowered": lowered(capability, backends), **compiled(capability)}
   found["cuts"] = cuts(capability) if "mosaic" in backends else {}
-  found["quantizers"] = quantizers(capability) if "mosaic" in backends else {}
   found["stacks"] = stacks(capability)
   if capability == 90:
     from tests import aot_step  # This file runs as tests.aot.

@@ -276,18 +276,6 @@ def test_the_rule_lets_warpgroups_take_turns_at_many_rows_where_stores_are_whole
   assert [size for size, turns in takes_turns.items() if turns] == [(65536, 5120)]
 
 
-def test_a_shape_is_slower_than_in_xla_where_that_was_measured(monkeypatch):
-  row = {"chip": "NVIDIA H200", "n": 768, "k": 3072, "config": {}, "tops": 100}
-  rows = [row | {"m": 256, "xla_tops": 106}, row | {"m": 1024, "xla_tops": 104}, row | {"m": 16384}]
-  monkeypatch.setattr(sm90, "_tuned", lambda: rows)
-  found = {
-    m: sm90.is_slower_than_xla(m, 768, 3072, "NVIDIA H200")
-    for m in (0, 1, 256, 257, 1024, 4096, 16384, 65536)
-  }
-  assert [m for m, slower in found.items() if slower] == [1, 256]
-  assert not sm90.is_slower_than_xla(256, 768, 3072, "NVIDIA H100")
-
-
 def test_a_shape_is_tuned_once():
   keys = [(row["chip"], row["m"], row["n"], row["k"]) for row in sm90._tuned()]
   assert len(keys) == len(set(keys))
