@@ -20,6 +20,7 @@ from sbjax.recipes import (
   SWITCHBACK_M,
   SWITCHBACK_Q,
   Recipe,
+  RecipeRules,
 )
 from sbjax.rows import Norm
 from sbjax.stable_adamw import scale_by_stable_adam, stable_adamw
@@ -45,6 +46,7 @@ __all__ = [
   "NormMLP",
   "Quantized",
   "Recipe",
+  "RecipeRules",
   "Spec",
   "SwitchBackDense",
   "SwitchBackLinear",

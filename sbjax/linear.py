@@ -133,9 +133,9 @@ def wgrad(ops: Backend, recipe: Recipe, x, dy, w):
   return ops.scaled_matmul(x_q, dy_q, dtype, sharding)
 
 
-def gradients(recipe: Recipe, arrays):
+def gradients(arrays, *recipes: Recipe):
   """What a backward pass returns; an error where that is differentiated once more."""
-  rounds = recipe.fwd or recipe.dgrad or recipe.wgrad
+  rounds = any(recipe.fwd or recipe.dgrad or recipe.wgrad for recipe in recipes)
   return _differentiated_once(arrays) if rounds else arrays
 
 

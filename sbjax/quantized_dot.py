@@ -195,7 +195,7 @@ def _dot_bwd(recipe, backend, dtype, added, residuals, dy):
   dy, dy_q, d_bias = linear.gradient(ops, recipe, (dy,), bias)
   dx = linear.dgrad(ops, recipe, dy_q, w, dtype, x_sharding)
   dw = linear.wgrad(ops, recipe, x, dy, w)
-  return linear.gradients(recipe, (dx, linear.cotangent(w, dw), d_bias, d_addend))
+  return linear.gradients((dx, linear.cotangent(w, dw), d_bias, d_addend), recipe)
 
 
 _dot.defvjp(_dot_fwd, _dot_bwd)

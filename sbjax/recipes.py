@@ -10,6 +10,8 @@ A method is a value here, so that one look compares it with the others.
 """
 
 import dataclasses
+import fnmatch
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from sbjax.formats import E4M3, E5M2, INT8
@@ -111,3 +113,61 @@ def as_recipe(recipe: Recipe | str) -> Recipe:
   if recipe not in RECIPES:
     raise ValueError(f"Unknown recipe {recipe!r}; known: {', '.join(RECIPES)}.")
   return RECIPES[recipe]
+
+
+@dataclasses.dataclass(frozen=True)
+class RecipeRules:
+  """A recipe for each linear layer of a model, by its path; the first rule that fits counts.
+
+  rules: pairs of a pattern and a recipe. A pattern is that of a shell, for the path of the layer's
+    parameters: "*/fc1", "image/*", "text/block_0/*". `RecipeRules.of` makes them from a mapping.
+
+  Raises:
+    ValueError: a recipe of an unknown name.
+  """
+
+  rules: tuple[tuple[str, Recipe], ...]
+
+  @classmethod
+  def of(cls, rules: Mapping[str, Recipe | str]) -> "RecipeRules":
+    return cls(tuple((pattern, as_recipe(recipe)) for pattern, recipe in rules.items()))
+
+  def at(self, path: str) -> Recipe:
+    """The recipe of the linear layer at a path; a ValueError if no rule fits."""
+    for pattern, recipe in self.rules:
+      if fnmatch.fnmatchcase(path, pattern):
+        return recipe
+    raise ValueError(f"No rule fits the linear layer {path!r}; end the rules with one for '*'.")
+
+  def check(self, paths: Iterable[str]) -> None:
+    """Raises a ValueError unless each layer has a rule, and each rule is that of some layer."""
+    paths = list(paths)
+    of_some_layer = {self.at(path) for path in paths}
+    for pattern, recipe in self.rules:
+      if not (recipe in of_some_layer and fnmatch.filter(paths, pattern)):
+        raise ValueError(
+          f"The rule for {pattern!r} fits no linear layer, or only those of rules before it. The"
+          f" layers are {', '.join(paths)}."
+        )
+
+
+def recipe_at(recipe: Recipe | RecipeRules, path: str) -> Recipe:
+  """The recipe of the linear layer at a path."""
+  return recipe.at(path) if isinstance(recipe, RecipeRules) else recipe
+
+
+def parse_recipe(text: str) -> Recipe | RecipeRules:
+  """A recipe by its name, or rules written "*/fc1=full, *=switchback".
+
+  Raises:
+    ValueError: an unknown name, or a rule without a pattern.
+  """
+  if "=" not in text:
+    return as_recipe(text)
+  rules = {}
+  for rule in text.split(","):
+    pattern, equals, name = (part.strip() for part in rule.partition("="))
+    if not (pattern and equals):
+      raise ValueError(f"{rule.strip()!r} of {text!r} must be a rule: a pattern, '=', a recipe.")
+    rules[pattern] = name
+  return RecipeRules.of(rules)

@@ -19,7 +19,7 @@ from sbjax.linear import Kernel, quantize_kernel
 from sbjax.models.attention import attention, length_for
 from sbjax.models.sizes import TextConfig, VisionConfig
 from sbjax.quantized_dot import DOT_NAME, RESIDUAL_NAME, quantized_dot
-from sbjax.recipes import Recipe, as_recipe
+from sbjax.recipes import Recipe, RecipeRules, as_recipe, recipe_at
 from sbjax.rows import NORM_EPSILON
 
 # What a rematerialised block keeps besides its input. Policies go by name, since JAX's own
@@ -61,7 +61,7 @@ class Block(nn.Module):
   mlp_width: int
   causal: bool
   inits: Inits
-  recipe: Recipe
+  recipe: Recipe | RecipeRules
   backend: str | None
   fused: bool
   dtype: jnp.dtype
@@ -90,7 +90,7 @@ class Block(nn.Module):
     if self.fused:
       kernel, bias = qkv.parameters(width)
       norm = LayerNorm(name="ln_1")(width)
-      options = {"recipe": self.recipe, "backend": self.backend, "parts": 3}
+      options = {"recipe": self._recipe("qkv"), "backend": self.backend, "parts": 3}
       x_BLD, qkv_BLD = norm_dot(x_BLD, norm, kernel, bias=bias, **options)
     else:
       qkv_BLD = jnp.split(qkv(layer_norm(x_BLD, "ln_1")), 3, axis=-1)
@@ -106,7 +106,9 @@ class Block(nn.Module):
     if self._adds:
       kernel, bias = out.parameters(width)
       options = {"backend": self.backend, "bias": bias, "addend": x_BLD}
-      return checkpoint_name(quantized_dot(y_BLD, kernel, self.recipe, **options), _OUT_NAME)
+      return checkpoint_name(
+        quantized_dot(y_BLD, kernel, self._recipe("out"), **options), _OUT_NAME
+      )
     return x_BLD + self._layer_scale("ls_1", checkpoint_name(out(y_BLD), _OUT_NAME))
 
   def _mlp(self, x_BLD):
@@ -118,9 +120,10 @@ class Block(nn.Module):
       y_BLD = fc2(nn.gelu(fc1(layer_norm(x_BLD, "ln_2")), approximate=False))
       return x_BLD + self._layer_scale("ls_2", y_BLD)
     norm = LayerNorm(name="ln_2")(width)
+    recipes = self._recipe("fc1"), self._recipe("fc2")
     kernels = *fc1.parameters(width), *fc2.parameters(self.mlp_width)
     options = {"backend": self.backend, "add_input": self._adds}
-    found: Any = norm_mlp(x_BLD, norm, *kernels, self.recipe, **options)
+    found: Any = norm_mlp(x_BLD, norm, *kernels, recipes, **options)
     return found if self._adds else found[0] + self._layer_scale("ls_2", found[1])
 
   def _linear(self, name, features, kernel_init, bias_init):
@@ -129,10 +132,14 @@ class Block(nn.Module):
       dtype=self.dtype,
       kernel_init=kernel_init,
       bias_init=bias_init,
-      recipe=self.recipe,
+      recipe=self._recipe(name),
       backend=self.backend,
       name=name,
     )
+
+  def _recipe(self, name):
+    """That of the linear layer of this name."""
+    return recipe_at(self.recipe, "/".join((*self.path, name)))
 
   def _place(self, x_BLD):
     """x where `sharding` says, and its gradient."""
@@ -177,34 +184,36 @@ def blocks(
   return x_BLD[:, :length], jnp.stack(outputs)
 
 
-def quantize_kernels(params, recipe: Recipe | str, *, backend: str | None = None) -> dict:
+def quantize_kernels(
+  params, recipe: Recipe | RecipeRules | str, *, backend: str | None = None
+) -> dict:
   """The collection "quantized" that goes with a CLIP's `params`: its block kernels in 8 bits.
 
   `model.apply({"params": params, "quantized": quantize_kernels(params, recipe)}, ...)` quantizes a
   kernel once, however often a step uses it: forward, rematerialised, backward, for each microbatch.
-  The result is the same without it.
+  The result is the same without it. Kernels that a recipe leaves in 16 bits are not in it.
 
   Raises:
     ValueError: none of the parameters is a block's kernel.
   """
-  recipe = as_recipe(recipe)
-  if recipe.fwd is None and recipe.dgrad is None:
-    return {}
+  recipe = recipe if isinstance(recipe, RecipeRules) else as_recipe(recipe)
 
-  def once(w):
+  def once(w, recipe):
     kernel = quantize_kernel(jax.lax.stop_gradient(w), recipe, backend=backend)
-    assert isinstance(kernel, Kernel)  # The recipe rounds it.
-    return kernel.fwd, kernel.dgrad
+    return (kernel.fwd, kernel.dgrad) if isinstance(kernel, Kernel) else None
 
-  found = {}
+  quantized = {}
   kernels: dict[tuple[str, ...], jax.Array] = flatten_dict(params)  # pyright: ignore
   for path, w in kernels.items():
     if path[-1] == "kernel" and path[-2] in BLOCK_LINEARS:
+      of_layer = functools.partial(once, recipe=recipe_at(recipe, "/".join(path[:-1])))
       stacked = w.ndim == 3  # [layers, K, N] of a scan.
-      found[path] = jax.tree.map(lambda *a: jnp.stack(a), *map(once, w)) if stacked else once(w)
-  if not found:
+      quantized[path] = (
+        jax.tree.map(lambda *a: jnp.stack(a), *map(of_layer, w)) if stacked else of_layer(w)
+      )
+  if not quantized:
     raise ValueError(f"No kernel of {', '.join(BLOCK_LINEARS)} is among the parameters of a CLIP.")
-  return unflatten_dict(found)
+  return unflatten_dict({path: pair for path, pair in quantized.items() if pair is not None})
 
 
 def layer_norm(x: jax.Array, name: str) -> jax.Array:
