@@ -24,8 +24,8 @@ from benchmarks.kernels import kernel_race
 from benchmarks.operands import DISTRIBUTION, WIDTHS, Operands, shapes, tops
 from benchmarks.timing import TRITON_GEMM, append, contender, provenance, race
 from sbjax import matmul
+from sbjax.device import num_sms
 from sbjax.formats import INT8
-from sbjax.pallas import chip
 from sbjax.pallas.scaled_matmul_sm90 import (
   IN_TURNS,
   MANY_ROWS,
@@ -83,7 +83,7 @@ def tune(sets, m: int, n: int, k: int) -> dict:
     return contender(run, sets)
 
   few = m < MANY_ROWS
-  rule = by_rule(m, n, k, chip.multiprocessors(jax.devices()[0]) or 132)
+  rule = by_rule(m, n, k, num_sms(jax.devices()[0]) or 132)
   candidates = list(dict.fromkeys([*(FOR_FEW_ROWS if few else CANDIDATES), rule]))
   with concurrent.futures.ThreadPoolExecutor() as pool:
     contenders = list(pool.map(build, candidates))

@@ -17,12 +17,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from sbjax import rows
+from sbjax import rows, shards
+from sbjax.device import compute_capability, target
 from sbjax.formats import INT8
 from sbjax.matmul import scaled_matmul
-from sbjax.pallas import shards
-from sbjax.pallas.chip import compute_capability, target
-from sbjax.pallas.partition import is_explicit
+from sbjax.partition import is_explicit
 from sbjax.quantize import Quantized, Spec, quantize
 
 _log = logging.getLogger("sbjax")

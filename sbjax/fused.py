@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from sbjax import linear
 from sbjax.backends import get_backend
 from sbjax.linear import Kernel
-from sbjax.pallas.partition import vary_alike
+from sbjax.partition import vary_alike
 from sbjax.quantize import Quantized
 from sbjax.quantized_dot import (
   DOT_NAME,

@@ -12,7 +12,7 @@ from jax.sharding import reshard
 
 from sbjax.backends import Backend, get_backend
 from sbjax.matmul import full_dot
-from sbjax.pallas.partition import is_explicit
+from sbjax.partition import is_explicit
 from sbjax.quantize import Quantized
 from sbjax.recipes import Recipe, as_recipe
 from sbjax.token_sum import token_sum

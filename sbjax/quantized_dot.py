@@ -19,7 +19,7 @@ from sbjax.backends import get_backend, warn_of_inexact_int8
 from sbjax.formats import INT8
 from sbjax.linear import Kernel
 from sbjax.matmul import check_addend
-from sbjax.pallas.partition import is_explicit, vary_alike
+from sbjax.partition import is_explicit, vary_alike
 from sbjax.quantize import Quantized, dequantize
 from sbjax.recipes import Recipe, as_recipe
 

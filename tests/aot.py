@@ -46,11 +46,11 @@ from sbjax import (
   gather_kernel,
   norm_dot,
   norm_mlp,
+  partition,
   quantize_kernel,
   quantized_dot,
   quantized_dot_general,
 )
-from sbjax.pallas import partition
 from sbjax.pallas import scaled_matmul_sm90 as sm90
 from sbjax.token_sum import token_sum
 

@@ -15,6 +15,7 @@ from sbjax import (
   INT8,
   Spec,
   backends,
+  device,
   quantize,
   quantized_dot,
   quantized_dot_general,
@@ -22,7 +23,6 @@ from sbjax import (
   scaled_matmul,
 )
 from sbjax.backends import Backend, get_backend
-from sbjax.pallas import chip
 from sbjax.rows import Norm
 
 ROWWISE, TENSORWISE = Spec(INT8, "rowwise"), Spec(INT8, "tensorwise")
@@ -81,7 +81,7 @@ def test_an_abstract_device_is_the_one_that_is_here_of_its_kind(monkeypatch):
   for kind, expected in (("NVIDIA H200", 90), ("NVIDIA A100", None)):
     bare = AbstractDevice(kind, 132, "gpu")
     with use_abstract_mesh(AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=bare)):
-      assert chip.compute_capability(chip.target()) == expected
+      assert device.compute_capability(device.target()) == expected
 
 
 ROWS, ONE_SCALE = jnp.ones((3, 32)), quantize(jnp.ones((3, 32)), TENSORWISE)

@@ -25,9 +25,9 @@ from sbjax import (
   quantize,
   quantized_dot,
   scaled_matmul,
+  shards,
 )
-from sbjax.pallas import shards
-from sbjax.pallas.partition import _split, over_shards
+from sbjax.partition import _split, over_shards
 
 LAYOUTS = {  # name: (x [M, K], w [K, N]) on a mesh of (data 2, fsdp 4)
   "batch": (P(("data", "fsdp")), P()),

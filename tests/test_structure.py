@@ -13,9 +13,10 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 # A file imports from those before it, and from none of its own line.
 ORDER = [
-  ["sbjax.formats"],
-  ["sbjax.quantize"],
+  ["sbjax.formats", "sbjax.device"],
+  ["sbjax.quantize", "sbjax.partition"],
   ["sbjax.recipes", "sbjax.matmul", "sbjax.rows"],
+  ["sbjax.shards"],
   ["sbjax.pallas"],
   ["sbjax.backends", "sbjax.token_sum"],
   ["sbjax.linear"],

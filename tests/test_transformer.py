@@ -28,8 +28,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import sbjax.models.transformer
 from sbjax.models.attention import attention
 from sbjax.models.clip import CLIP
-from sbjax.models.convert import unstack_blocks
-from sbjax.models.transformer import REMAT_POLICIES, Block, Inits, quantize_kernels
+from sbjax.models.transformer import REMAT_POLICIES, Block, Inits, quantize_kernels, unstack_blocks
 from sbjax.recipes import RECIPES, SWITCHBACK, SWITCHBACK_M
 
 

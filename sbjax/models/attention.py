@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from sbjax.pallas.chip import compute_capability, target
+from sbjax.device import compute_capability, target
 
 
 def attention(q_BLHD, k_BLHD, v_BLHD, *, causal: bool, length: int | None = None) -> jax.Array:

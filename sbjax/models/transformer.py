@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.ad_checkpoint import checkpoint_name
 
@@ -214,6 +215,36 @@ def quantize_kernels(
   if not quantized:
     raise ValueError(f"No kernel of {', '.join(BLOCK_LINEARS)} is among the parameters of a CLIP.")
   return unflatten_dict({path: pair for path, pair in quantized.items() if pair is not None})
+
+
+def stack_blocks(params: dict) -> dict:
+  """`block_0`, `block_1`, ... of both towers stacked as `blocks`: what `scan=True` takes."""
+  return {**params, **{tower: _stack(params[tower]) for tower in ("image", "text")}}
+
+
+def unstack_blocks(params: dict) -> dict:
+  """`blocks` of both towers as `block_0`, `block_1`, ...: what `scan=False` takes."""
+  return {**params, **{tower: _unstack(params[tower]) for tower in ("image", "text")}}
+
+
+def _stack(tower: dict) -> dict:
+  if "blocks" in tower:
+    return tower
+  rest = {name: value for name, value in tower.items() if not name.startswith("block_")}
+  blocks = [tower[f"block_{layer}"] for layer in range(len(tower) - len(rest))]
+  return {**rest, "blocks": jax.tree.map(lambda *leaves: np.stack(leaves), *blocks)}
+
+
+def _unstack(tower: dict) -> dict:
+  if "blocks" not in tower:
+    return tower
+  rest = {name: value for name, value in tower.items() if name != "blocks"}
+  layers = len(jax.tree.leaves(tower["blocks"])[0])
+  blocks = {
+    f"block_{layer}": jax.tree.map(lambda leaf, layer=layer: leaf[layer], tower["blocks"])
+    for layer in range(layers)
+  }
+  return {**rest, **blocks}
 
 
 def layer_norm(x: jax.Array, name: str) -> jax.Array:

@@ -27,9 +27,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from sbjax.device import num_sms, target
 from sbjax.formats import accumulator_dtype
 from sbjax.matmul import check_addend, check_operands, nothing
-from sbjax.pallas import chip
 from sbjax.pallas.epilogue_sm90 import Pieces, scaling_of
 from sbjax.quantize import Quantized
 
@@ -196,8 +196,8 @@ def _matmul(lhs, rhs, scales, addend, out_dtype, config, multiprocessors, interp
       addend = jnp.pad(addend, ((0, m_fit - m), (0, n_fit - n)))
     y = _matmul(lhs, rhs, scales, addend, out_dtype, config, multiprocessors, interpret)
     return y[:m, :n]
-  device = chip.target()
-  multiprocessors = multiprocessors or chip.multiprocessors(device) or 132
+  device = target()
+  multiprocessors = multiprocessors or num_sms(device) or 132
   config = config or config_for(m, n, k, device.device_kind, multiprocessors)
   cluster_m, cluster_n = config.clustered
   step_m, step_n = config.block_m * cluster_m, config.block_n * cluster_n

@@ -15,7 +15,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax.interpreters import partial_eval
 
-from sbjax.pallas import chip
+from sbjax import device as devices
 
 
 def triton_call(
@@ -72,7 +72,7 @@ def _call_with_refs(call, operands, names, out, in_place):
 
 def compute_capability() -> int:
   """80, 89, 90...: of the chip that this trace is for."""
-  found = chip.compute_capability(device := chip.target())
+  found = devices.compute_capability(device := devices.target())
   if found is None:
     raise NotImplementedError(
       f"Triton kernels run on NVIDIA GPUs; JAX's default device is {device.platform!r}."

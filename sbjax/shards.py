@@ -5,7 +5,7 @@ import functools
 import jax
 
 from sbjax.matmul import apply_scales, check_operands
-from sbjax.pallas.partition import is_explicit, over_shards
+from sbjax.partition import is_explicit, over_shards
 from sbjax.quantize import (
   Quantized,
   check_quantizable,
