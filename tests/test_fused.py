@@ -10,10 +10,7 @@ import pytest
 from flax_case import drawn, normal
 
 from sbjax import (
-  FULL,
   RECIPES,
-  SWITCHBACK,
-  SWITCHBACK_M,
   Kernel,
   Norm,
   NormDense,
@@ -25,6 +22,7 @@ from sbjax import (
   quantized_dot,
   rows,
 )
+from sbjax.recipes import FULL, SWITCHBACK, SWITCHBACK_M
 
 ROWS, WIDTH, HIDDEN = (3, 7), 48, 80
 
