@@ -35,7 +35,6 @@ from benchmarks.scaling import moved
 from sbjax import (
   E4M3,
   RECIPES,
-  SWITCHBACK,
   Norm,
   NormDense,
   NormMLP,
@@ -52,6 +51,7 @@ from sbjax import (
   quantized_dot_general,
 )
 from sbjax.pallas import scaled_matmul_sm90 as sm90
+from sbjax.recipes import SWITCHBACK
 from sbjax.token_sum import token_sum
 
 M, K, N = 8192, 256, 512  # An eighth of an activation is still no smaller than the weight.

@@ -11,7 +11,8 @@ import reference
 from flax import nnx
 from flax_case import assert_close, drawn, linen, normal, value_and_grads
 
-from sbjax import FULL, RECIPES, SWITCHBACK, LayerScale, SwitchBackDense, SwitchBackLinear, quantize
+from sbjax import RECIPES, LayerScale, SwitchBackDense, SwitchBackLinear, quantize
+from sbjax.recipes import FULL, SWITCHBACK
 
 every_recipe = pytest.mark.parametrize("name", RECIPES)
 either_dtype = pytest.mark.parametrize("dtype", [None, "float32", "bfloat16"])

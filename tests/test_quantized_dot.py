@@ -22,7 +22,8 @@ from dot_case import (
   make_case,
 )
 
-from sbjax import FULL, RECIPES, SWITCHBACK, SWITCHBACK_M, quantize, quantized_dot
+from sbjax import RECIPES, quantize, quantized_dot
+from sbjax.recipes import FULL, SWITCHBACK, SWITCHBACK_M
 
 every_recipe = pytest.mark.parametrize("name", RECIPES)
 every_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -12,7 +12,8 @@ import reference
 from flax import nnx
 from flax_case import assert_close, drawn, linen, normal, value_and_grads
 
-from sbjax import FULL, SWITCHBACK, quantized_dot_general
+from sbjax import quantized_dot_general
+from sbjax.recipes import FULL, SWITCHBACK
 
 # To rounding in float32. In bfloat16 to a unit in the last place of the largest.
 RTOL = {"float32": 2e-6, "bfloat16": 2**-7}
