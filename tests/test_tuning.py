@@ -68,7 +68,9 @@ def test_a_wrong_row_names_file_line_field_and_what_is_right(tmp_path, row, says
 
 def test_a_missing_table_is_an_error_that_names_it(monkeypatch, tmp_path):
   monkeypatch.setenv("SBJAX_TUNING", str(tmp_path / "none.jsonl"))
-  with pytest.raises(ValueError, match=r"SBJAX_TUNING=.*none\.jsonl: No such file.*benchmarks\.tune"):
+  with pytest.raises(
+    ValueError, match=r"SBJAX_TUNING=.*none\.jsonl: No such file.*benchmarks\.tune"
+  ):
     tuning.user_table(KERNEL, Config)
   monkeypatch.delenv("SBJAX_TUNING")
   assert tuning.user_table(KERNEL, Config) == []

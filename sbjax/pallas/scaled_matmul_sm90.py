@@ -66,7 +66,9 @@ class Config:
         " takes 64s of rows and 32s of up to 256 columns, 24,576 elements at most."
       )
     if self.block_k % 32 or self.stages < 2:
-      raise ValueError(f"block_k={self.block_k} must be a multiple of 32, stages={self.stages} > 1.")
+      raise ValueError(
+        f"block_k={self.block_k} must be a multiple of 32, stages={self.stages} > 1."
+      )
 
   @property
   def warpgroup(self) -> tuple[int, int]:
