@@ -45,7 +45,8 @@ def main() -> None:
   parser.add_argument("--folder", type=Path, default=Path("."), help="Where the file goes.")
   parser.add_argument("--tiny", action="store_true", help="Tiny sizes, on a CPU too: a test.")
   args = parser.parse_args()
-  card = {"benchmark": "card", "chip": None, "device": None, "sections": {}}
+  command = " ".join(["python -m benchmarks.card", *sys.argv[1:]])
+  card = {"benchmark": "card", "chip": None, "command": command, "device": None, "sections": {}}
   ends, path = time.monotonic() + 60 * args.minutes, None
   for i, name in enumerate(args.sections):
     rest = sum(SHARES[other] for other in args.sections[i:])
@@ -136,7 +137,7 @@ def table(section: str, found: dict) -> list[str]:
     lines += [f"  {name}: {why}" for name, why in row.get("failed", {}).items()]
     if row.get("equal_to_xla_int8") is False:
       lines.append("  WRONG: the int8 product is not that of XLA")
-    if theirs and row.get("batch_size") not in (None, theirs["batch_size"]):
+    if theirs and row.get("batch_size") != theirs.get("batch_size"):
       lines.append(f"  (the {CHIP} had {theirs['batch_size']} images a batch)")
   if not found["rows"] and "failed" not in found:
     lines.append("  no rows")

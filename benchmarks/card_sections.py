@@ -41,6 +41,7 @@ from train.step import make_init
 
 ROW, TENSOR = Spec(INT8, "rowwise"), Spec(INT8, "tensorwise")
 STEP_SIZE, SMALLEST_BATCH = "B/16", 8
+STEPPERS = ("flax", "switchback", "full")  # Of benchmarks/step.py.
 Cases = Iterator[tuple[str, Callable[[], dict]]]  # A case's name, and what measures it.
 
 
@@ -95,8 +96,9 @@ def choose_backend() -> tuple[Backend, dict[str, str]]:
 
 
 def describe(device) -> dict:
-  limit = memory_limit(device)
-  return provenance() | {
+  limit, said = memory_limit(device), provenance()
+  said.pop("command")  # The card has its own.
+  return said | {
     "compute_capability": compute_capability(device),
     "memory_gigabytes": round(limit / 1e9, 1) if limit else None,
   }
@@ -230,10 +232,9 @@ def attend(shape, causal: bool) -> dict:
     return y, backward(dy)
 
   def plain(q, k, v, dy):
-    with jax.numpy_dtype_promotion("standard"):
-      run = functools.partial(jax.nn.dot_product_attention, is_causal=causal, implementation="xla")
-      y, backward = jax.vjp(run, *(x[:, :length] for x in (q, k, v)))
-      return y, backward(dy[:, :length])
+    run = functools.partial(jax.nn.dot_product_attention, is_causal=causal, implementation="xla")
+    y, backward = jax.vjp(run, *(x[:, :length] for x in (q, k, v)))
+    return y, backward(dy[:, :length])
 
   sets = [(q, k, v, dy)]
   built, failed = timed({"xla": (plain, sets), "ours": (ours, sets)})
@@ -276,7 +277,7 @@ def train_step(size: str, batch_size: int, remat: str, rounds: int = 3) -> dict:
   config, device = SIZES[size], jax.devices()[0]
   optimizer, _ = make_optimizer(OptimizerConfig(), steps=20_000)
   batch, state, compiled, found, failed = step.draw(config, batch_size), None, {}, {}, {}
-  for name in ("flax", "switchback", "full"):
+  for name in STEPPERS:
     recipe, fused, unroll = step.CONTENDERS[name]
     model = CLIP(config, recipe=RECIPES[recipe], fused=fused, remat=remat, unroll=unroll)
     try:

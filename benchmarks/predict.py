@@ -152,9 +152,10 @@ def weights(points: Points, at: tuple) -> dict[tuple, float]:
 
 
 def interpolate(points: Points, at: tuple) -> float:
-  if at in points:
-    return points[at]
-  return math.exp(sum(w * math.log(points[p]) for p, w in weights(points, at).items()))
+  around = weights(points, at)
+  if len(around) == 1:
+    return points[next(iter(around))]
+  return math.exp(sum(w * math.log(points[p]) for p, w in around.items()))
 
 
 def is_inside(points: Points, at: tuple) -> bool:
