@@ -6,11 +6,13 @@
 The kernel is the one that `backend=None` takes here: Mosaic's on Hopper, else Triton's. A table of
 one's own is used with SBJAX_TUNING=my_chip.jsonl (sbjax/pallas/tuning.py).
 
-Every candidate runs at every shape of CLIP's linear layers, with int8 normals; the fastest is kept,
-and beside it the rate of the cut that would be taken without the table (`rule_tops`). With few rows
-there are other candidates, the kernels' own time counts, and what XLA reaches is noted too
-(`xla_tops`). Rows of other chips and sizes stay in the file. What every candidate reached is added
-to the results.
+Every candidate runs at every shape of CLIP's linear layers, with int8 normals, and the fastest goes
+into the table; rows of other chips and sizes stay there. With few rows there are other candidates,
+and the kernels' own time counts.
+
+Adds a line a shape to benchmarks/results/tuning.jsonl: the rate of the fastest (`tops`), of the cut
+that would be taken without the table (`rule_tops`), of XLA where rows are few (`xla_tops`), and of
+every candidate (`cuts`; those of older runs are in cuts.jsonl).
 """
 
 import argparse
@@ -42,6 +44,7 @@ from sbjax.pallas.scaled_matmul_sm90 import (
 )
 
 KERNELS = {"mosaic": "scaled_matmul_sm90", "triton": "scaled_matmul_triton"}
+KEY = ("chip", "m", "n", "k")
 CANDIDATES = [
   Config(),
   WIDE,
@@ -65,7 +68,7 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--kernel", choices=KERNELS, help="default: as backend=None chooses")
   parser.add_argument("--out", help="default: the table that the kernel ships with")
-  parser.add_argument("--rates", default="benchmarks/results/cuts.jsonl")
+  parser.add_argument("--rates", default="benchmarks/results/tuning.jsonl")
   parser.add_argument("--tokens", type=int, nargs="+", default=[256, 1024, 16384, 65536])
   parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
   args = parser.parse_args()
@@ -75,13 +78,13 @@ def main() -> None:
   for m in args.tokens:
     for n, k in shapes(args.widths):
       try:
-        row, rates = tune_one(operands.sets(m, n, k, megabytes=100), m, n, k)
+        found = tune_one(operands.sets(m, n, k, megabytes=100), m, n, k)
       except RuntimeError as error:  # One size's, out of memory for instance: others may do.
         print(f"{m:6} x {n:5} x {k:5}  left out: {error}", flush=True)
         continue
-      write(out, {"kernel": kernel} | row)
-      line = {"benchmark": "cuts", "kernel": kernel, "m": m, "n": n, "k": k, "tops": rates}
-      line |= {"data": DISTRIBUTION}
+      found = {"kernel": kernel} | found
+      write(out, found)
+      line = {"benchmark": "tuning", **found, "data": DISTRIBUTION}
       append(args.rates, [line | provenance()])
 
 
@@ -100,8 +103,8 @@ def choose(backend: str | None):
   return KERNELS[name], tune_triton.tune
 
 
-def tune(sets, m: int, n: int, k: int) -> tuple[dict, list]:
-  """The table's row, and every candidate with the rate that it reached."""
+def tune(sets, m: int, n: int, k: int) -> dict:
+  """The fastest candidate, and the rate of each."""
 
   def build(config):
     # Under its own jit it is lowered once, not once a set.
@@ -134,8 +137,8 @@ def tune(sets, m: int, n: int, k: int) -> tuple[dict, list]:
   }
   print(f"{m:6} x {n:5} x {k:5} ", *rates, found["config"], flush=True)
   # XLA's rate, if there is one, comes last.
-  every = [[in_short(one), rate] for one, rate in zip(candidates, rates, strict=False)]
-  return found | ({"xla_tops": rates[-1]} if few else {}), every
+  found["cuts"] = [[in_short(one), rate] for one, rate in zip(candidates, rates, strict=False)]
+  return found | ({"xla_tops": rates[-1]} if few else {})
 
 
 def in_short(config: Config) -> dict:
@@ -144,15 +147,16 @@ def in_short(config: Config) -> dict:
   return {k: v for k, v in dataclasses.asdict(config).items() if v != default[k]}
 
 
-def write(path: Path, row: dict) -> None:
-  """Adds a row to the file, in place of that of the same kernel, chip and sizes."""
-  key = ("kernel", "chip", "m", "n", "k")
+def write(path: Path, found: dict) -> None:
+  """Adds the configuration to the table, in place of that of the same kernel, chip and sizes."""
+  names = {"kernel": path.stem}  # In a table that ships with a kernel, rows may leave out its name.
+  row = {name: found[name] for name in ("kernel", *KEY, "config") if name in found}
   rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-  # In a table that ships with a kernel, rows may leave out its name.
-  names = {"kernel": path.stem}
   same = names | row
-  rows = [old for old in rows if any((names | old)[name] != same[name] for name in key)] + [row]
-  path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  rows = [
+    old for old in rows if any((names | old)[name] != same[name] for name in ("kernel", *KEY))
+  ]
+  path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, row]))
 
 
 if __name__ == "__main__":

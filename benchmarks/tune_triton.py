@@ -42,8 +42,8 @@ FOR_FEW_ROWS = [
 ]
 
 
-def tune(sets, m: int, n: int, k: int) -> tuple[dict, list]:
-  """The table's row, and every candidate's rate, or the reason why it has none."""
+def tune(sets, m: int, n: int, k: int) -> dict:
+  """The fastest candidate, and the rate of each, or the reason why it has none."""
   few = m < MANY_ROWS
   rule = product.by_rule(m, n, compute_capability())
   candidates = list(dict.fromkeys([rule, *(FOR_FEW_ROWS if few else CANDIDATES)]))
@@ -59,7 +59,7 @@ def tune(sets, m: int, n: int, k: int) -> tuple[dict, list]:
   times = dict(zip(usable, seconds, strict=True))
   rates = {config: round(tops(m, n, k, time), 1) for config, time in times.items()}
   best = min(times, key=times.get)
-  row = {
+  found = {
     "chip": jax.devices()[0].device_kind,
     "m": m,
     "n": n,
@@ -68,9 +68,10 @@ def tune(sets, m: int, n: int, k: int) -> tuple[dict, list]:
     "tops": rates[best],
     "rule_tops": rates.get(rule),
     "xla_tops": round(tops(m, n, k, xla_seconds), 1),
+    "cuts": [[in_short(c), rates.get(c, r)] for c, r in zip(candidates, results, strict=True)],
   }
-  print(f"{m:6} x {n:5} x {k:5} ", *rates.values(), row["config"], flush=True)
-  return row, [[in_short(c), rates.get(c, r)] for c, r in zip(candidates, results, strict=True)]
+  print(f"{m:6} x {n:5} x {k:5} ", *rates.values(), found["config"], flush=True)
+  return found
 
 
 def compiled(candidates: list[Config], sets) -> list[Contender | str]:

@@ -8,6 +8,7 @@ pass, by the operation that reads its input anyway.
 """
 
 import functools
+from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -64,8 +65,9 @@ def norm_dot(
   columns = linear.master(w).shape[1]
   if parts is not None and (parts < 1 or columns % parts):
     raise ValueError(f"{parts=} must divide the {columns} columns of w.")
-  operands = vary_alike(as_rows(x), norm, w, bias)
-  x_rows, ys = _norm_dot(recipe, backend, parts or 1, *operands)
+  x_rows, norm, w, bias = vary_alike(as_rows(x), norm, w, bias)
+  results: Any = _norm_dot(recipe, backend, parts or 1, x_rows, norm, w, bias)
+  x_rows, ys = results
   ys = tuple(named_dot(y, x) for y in ys)
   return from_rows(x_rows, x), ys if parts else ys[0]
 
@@ -100,8 +102,9 @@ def norm_mlp(
   check_bias("b2", b2, w2)
   if add_input and linear.master(w2).shape[1] != x.shape[-1]:
     raise ValueError(f"add_input needs w2 [H, {x.shape[-1]}], not {linear.master(w2).shape}.")
-  operands = vary_alike(as_rows(x), norm, w1, b1, w2, b2)
-  x_rows, y = _norm_mlp(recipe, backend, add_input, *operands)
+  x_rows, norm, w1, b1, w2, b2 = vary_alike(as_rows(x), norm, w1, b1, w2, b2)
+  results: Any = _norm_mlp(recipe, backend, add_input, x_rows, norm, w1, b1, w2, b2)
+  x_rows, y = results
   return named_dot(y, x) if add_input else (from_rows(x_rows, x), named_dot(y, x))
 
 
@@ -126,7 +129,7 @@ def _norm_dot_fwd(recipe, backend, parts, x, norm, w, bias):
   ops = get_backend(backend)
   n = ops.norm_quantize(x, norm, _spec(recipe.fwd))
   columns = linear.columns(ops, recipe, w, bias, parts)
-  ys = tuple(linear.forward(ops, recipe, n, *some, x.dtype) for some in columns)
+  ys = tuple(linear.forward(ops, recipe, n, w, bias, x.dtype) for w, bias in columns)
   return (x, ys), (x, norm, linear.kept(w), bias)
 
 
@@ -138,7 +141,8 @@ def _norm_dot_bwd(recipe, backend, parts, residuals, gradients):
   dn = linear.dgrad(ops, recipe, dy_q, w, dy.dtype, jax.typeof(x).sharding)
   dx, d_norm, n = ops.norm_backward(x, norm, dn, dx)
   dw = linear.wgrad(ops, recipe, n, dy, w)
-  return dx, jax.tree.map(linear.like, norm, d_norm), linear.cotangent(w, dw), d_bias
+  d_norm = jax.tree.map(linear.like, norm, d_norm)
+  return linear.gradients(recipe, (dx, d_norm, linear.cotangent(w, dw), d_bias))
 
 
 _norm_dot.defvjp(_norm_dot_fwd, _norm_dot_bwd)
@@ -176,7 +180,7 @@ def _norm_mlp_bwd(recipe, backend, add_input, residuals, gradients):
   dw1 = linear.wgrad(ops, recipe, n, dh, w1)
   dw1, dw2 = linear.cotangent(w1, dw1), linear.cotangent(w2, dw2)
   d_norm, db1 = jax.tree.map(linear.like, (norm, b1), (d_norm, None if b1 is None else db1))
-  return dx, d_norm, dw1, db1, dw2, db2
+  return linear.gradients(recipe, (dx, d_norm, dw1, db1, dw2, db2))
 
 
 _norm_mlp.defvjp(_norm_mlp_fwd, _norm_mlp_bwd)

@@ -3,8 +3,8 @@
 cuBLAS gives each core one tile of the output after another, and all wait for the last. A weight
 gradient [1280, 5120] is 320 tiles of 128 x 160, on an H200's 132 cores 2.4 for each, in the time of
 3. Two products of half the tokens have 640, 4.8 in the time of 5, and take 15 % less, their sum
-included. (benchmarks/wgrad_time.py has the times; outputs with fewer tiles than cores it splits
-itself.)
+included. (benchmarks/results/wgrad_time.jsonl has the times; outputs with fewer tiles than cores
+it splits itself.)
 """
 
 import math

@@ -224,3 +224,11 @@ def test_batch_over_a_mesh_moves_no_activation_between_devices():
   assert not any(name in hlo for name in ("all-gather", "all-to-all", "collective-permute"))
   got, want = lowered(replicated, *sharded), outputs(model, params, batch)
   jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, want)
+
+
+def test_kernels_to_quantize_are_found_by_a_recipe_s_name_or_missed_aloud():
+  params = {"image": {"block_0": {"fc1": {"kernel": jnp.ones((16, 16))}}}}
+  found, expected = (quantize_kernels(params, r) for r in ("switchback", RECIPES["switchback"]))
+  jax.tree.map(np.testing.assert_array_equal, found, expected)
+  with pytest.raises(ValueError, match="No kernel of qkv, out, fc1, fc2"):
+    quantize_kernels({"Dense_0": {"kernel": jnp.ones((16, 16))}}, "switchback")

@@ -55,7 +55,8 @@ def test_the_fastest_right_candidate_becomes_the_row(monkeypatch, tuner, sets):
   monkeypatch.setattr(
     tuner, "kernel_race", lambda contenders: [2.0**-i for i in range(len(contenders))]
   )
-  row, rates = tuner.tune(sets, 48, 16, 32)
+  row = tuner.tune(sets, 48, 16, 32)
+  rates = row["cuts"]
   listed = {json.dumps(config): rate for config, rate in rates}
   assert (
     listed[json.dumps(tuner.in_short(broken))] == "RuntimeError: out of resource: shared memory"

@@ -183,7 +183,8 @@ def _shapes(config: CLIPConfig, options: dict) -> dict[tuple[str, ...], tuple[in
   image = jax.ShapeDtypeStruct((1, size, size, 3), jnp.float32)
   text = jax.ShapeDtypeStruct((1, config.text.context_length), jnp.int32)
   variables = jax.eval_shape(model.init, jax.random.key(0), image, text)
-  return {path: leaf.shape for path, leaf in flatten_dict(variables["params"]).items()}
+  parameters: dict[tuple[str, ...], jax.Array] = flatten_dict(variables["params"])  # pyright: ignore
+  return {path: leaf.shape for path, leaf in parameters.items()}
 
 
 def _torch_shapes(shapes: dict) -> dict[str, tuple[int, ...]]:

@@ -5,7 +5,7 @@ Letters in shapes: B batch, L length, D width, H heads.
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -15,11 +15,11 @@ from jax.ad_checkpoint import checkpoint_name
 
 from sbjax.fused import norm_dot, norm_mlp
 from sbjax.layers import LayerNorm, LayerScale, SwitchBackDense
-from sbjax.linear import quantize_kernel
+from sbjax.linear import Kernel, quantize_kernel
 from sbjax.models.attention import attention, length_for
 from sbjax.models.sizes import TextConfig, VisionConfig
 from sbjax.quantized_dot import DOT_NAME, RESIDUAL_NAME, quantized_dot
-from sbjax.recipes import Recipe
+from sbjax.recipes import Recipe, as_recipe
 from sbjax.rows import NORM_EPSILON
 
 # What a rematerialised block keeps besides its input. Policies go by name, since JAX's own
@@ -120,7 +120,7 @@ class Block(nn.Module):
     norm = LayerNorm(name="ln_2")(width)
     kernels = *fc1.parameters(width), *fc2.parameters(self.mlp_width)
     options = {"backend": self.backend, "add_input": self._adds}
-    found = norm_mlp(x_BLD, norm, *kernels, self.recipe, **options)
+    found: Any = norm_mlp(x_BLD, norm, *kernels, self.recipe, **options)
     return found if self._adds else found[0] + self._layer_scale("ls_2", found[1])
 
   def _linear(self, name, features, kernel_init, bias_init):
@@ -177,25 +177,33 @@ def blocks(
   return x_BLD[:, :length], jnp.stack(outputs)
 
 
-def quantize_kernels(params, recipe: Recipe, *, backend: str | None = None) -> dict:
+def quantize_kernels(params, recipe: Recipe | str, *, backend: str | None = None) -> dict:
   """The collection "quantized" that goes with a CLIP's `params`: its block kernels in 8 bits.
 
   `model.apply({"params": params, "quantized": quantize_kernels(params, recipe)}, ...)` quantizes a
   kernel once, however often a step uses it: forward, rematerialised, backward, for each microbatch.
   The result is the same without it.
+
+  Raises:
+    ValueError: none of the parameters is a block's kernel.
   """
+  recipe = as_recipe(recipe)
   if recipe.fwd is None and recipe.dgrad is None:
     return {}
 
   def once(w):
     kernel = quantize_kernel(jax.lax.stop_gradient(w), recipe, backend=backend)
+    assert isinstance(kernel, Kernel)  # The recipe rounds it.
     return kernel.fwd, kernel.dgrad
 
   found = {}
-  for path, w in flatten_dict(params).items():
+  kernels: dict[tuple[str, ...], jax.Array] = flatten_dict(params)  # pyright: ignore
+  for path, w in kernels.items():
     if path[-1] == "kernel" and path[-2] in BLOCK_LINEARS:
       stacked = w.ndim == 3  # [layers, K, N] of a scan.
       found[path] = jax.tree.map(lambda *a: jnp.stack(a), *map(once, w)) if stacked else once(w)
+  if not found:
+    raise ValueError(f"No kernel of {', '.join(BLOCK_LINEARS)} is among the parameters of a CLIP.")
   return unflatten_dict(found)
 
 

@@ -11,7 +11,7 @@ def target():
   abstract = jax.sharding.get_abstract_mesh().abstract_device
   if abstract is not None:
     return _here(abstract)
-  device = jax.config.jax_default_device
+  device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
   return jax.devices(device)[0] if device is None or isinstance(device, str) else device
 
 

@@ -106,15 +106,6 @@ def by_rule(m: int, n: int, k: int, multiprocessors: int) -> Config:
   return min(candidates, key=lambda c: _clocks(c, m, n, k, multiprocessors))
 
 
-def is_slower_than_xla(m: int, n: int, k: int, chip: str) -> bool:
-  """Whether XLA's int8 product took 5 % less time than any cut, where (chip, n, k) was tuned.
-
-  That was for about m rows, a bfloat16 result, and neither bias nor addend.
-  """
-  tuned = _tuned_for(m, n, k, chip)
-  return tuned is not None and 1.05 * tuned["tops"] < tuned.get("xla_tops", 0)
-
-
 def _tuned_for(m: int, n: int, k: int, chip: str) -> dict | None:
   """The row for (chip, n, k) that holds for m, of the user's table or else of ours."""
   tables = (tuning.user_table("scaled_matmul_sm90", Config), _tuned())
@@ -144,7 +135,7 @@ def tuned_configs() -> set[Config]:
 
 @functools.cache
 def _tuned() -> list[dict]:
-  """What `python -m benchmarks.tune` found, a dict a shape: what it is, `config`, rates."""
+  """The `config` that `python -m benchmarks.tune` found fastest for each chip, m, n and k."""
   return tuning.shipped_table("scaled_matmul_sm90")
 
 
@@ -334,7 +325,8 @@ def _kernel(lhs, rhs, *refs, config: Config, adds: bool):
           plgpu.barrier_arrive(free.at[lax.rem(first + steps - 1, stages)])
           return acc[...]
 
-        total = pl.run_scoped(sums, plgpu.ACC((part_m, part_n), accumulator_dtype(lhs.dtype)))
+        acc = plgpu.ACC((part_m, part_n), accumulator_dtype(lhs.dtype))  # pyright: ignore
+        total = pl.run_scoped(sums, acc)
         pieces.store(total, scaled)
 
       @_for_each_block(grid, config)
