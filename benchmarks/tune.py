@@ -1,6 +1,10 @@
-"""Which cut of the work is fastest for which shape? Makes the Mosaic matmul's table.
+"""Which cut of the work is fastest for which shape? Makes a matmul kernel's table.
 
   python -m benchmarks.tune
+  python -m benchmarks.tune --kernel triton --out my_chip.jsonl
+
+The kernel is the one that `backend=None` takes here: Mosaic's on Hopper, else Triton's. A table of
+one's own is used with SBJAX_TUNING=my_chip.jsonl (sbjax/pallas/tuning.py).
 
 Every candidate runs at every shape of CLIP's linear layers, with int8 normals, and the fastest goes
 into the table; rows of other chips and sizes stay there. With few rows there are other candidates,
@@ -24,6 +28,7 @@ from benchmarks.kernels import kernel_race
 from benchmarks.operands import DISTRIBUTION, WIDTHS, Operands, shapes, tops
 from benchmarks.timing import TRITON_GEMM, append, contender, provenance, race
 from sbjax import matmul
+from sbjax.backends import get_backend
 from sbjax.device import num_sms
 from sbjax.formats import INT8
 from sbjax.pallas.scaled_matmul_sm90 import (
@@ -38,6 +43,7 @@ from sbjax.pallas.scaled_matmul_sm90 import (
   scaled_matmul,
 )
 
+KERNELS = {"mosaic": "scaled_matmul_sm90", "triton": "scaled_matmul_triton"}
 KEY = ("chip", "m", "n", "k")
 CANDIDATES = [
   Config(),
@@ -60,18 +66,41 @@ FOR_FEW_ROWS = [
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--out", default="sbjax/pallas/scaled_matmul_sm90.jsonl")
+  parser.add_argument("--kernel", choices=KERNELS, help="default: as backend=None chooses")
+  parser.add_argument("--out", help="default: the table that the kernel ships with")
   parser.add_argument("--rates", default="benchmarks/results/tuning.jsonl")
   parser.add_argument("--tokens", type=int, nargs="+", default=[256, 1024, 16384, 65536])
   parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
   args = parser.parse_args()
+  kernel, tune_one = choose(args.kernel)
+  out = Path(args.out or f"sbjax/pallas/{kernel}.jsonl")
   operands = Operands(INT8)
   for m in args.tokens:
     for n, k in shapes(args.widths):
-      found = tune(operands.sets(m, n, k, megabytes=100), m, n, k)
-      write(Path(args.out), found)
+      try:
+        found = tune_one(operands.sets(m, n, k, megabytes=100), m, n, k)
+      except RuntimeError as error:  # One size's, out of memory for instance: others may do.
+        print(f"{m:6} x {n:5} x {k:5}  left out: {error}", flush=True)
+        continue
+      found = {"kernel": kernel} | found
+      write(out, found)
       line = {"benchmark": "tuning", **found, "data": DISTRIBUTION}
       append(args.rates, [line | provenance()])
+
+
+def choose(backend: str | None):
+  """The kernel's name, and the function that tunes it; ends where that does not run."""
+  try:
+    name = get_backend(backend).name
+  except NotImplementedError as error:
+    raise SystemExit(f"{error}") from None
+  if name == "xla":
+    raise SystemExit("There is no kernel to tune: backend=None is 'xla' on this device.")
+  if name == "mosaic":
+    return KERNELS[name], tune
+  from benchmarks import tune_triton  # Triton is not everywhere.
+
+  return KERNELS[name], tune_triton.tune
 
 
 def tune(sets, m: int, n: int, k: int) -> dict:
@@ -119,11 +148,15 @@ def in_short(config: Config) -> dict:
 
 
 def write(path: Path, found: dict) -> None:
-  """Adds the configuration to the table, in place of that of the same chip and sizes."""
-  row = {name: found[name] for name in (*KEY, "config")}
+  """Adds the configuration to the table, in place of that of the same kernel, chip and sizes."""
+  names = {"kernel": path.stem}  # In a table that ships with a kernel, rows may leave out its name.
+  row = {name: found[name] for name in ("kernel", *KEY, "config") if name in found}
   rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-  rows = [old for old in rows if any(old[name] != row[name] for name in KEY)] + [row]
-  path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  same = names | row
+  rows = [
+    old for old in rows if any((names | old)[name] != same[name] for name in ("kernel", *KEY))
+  ]
+  path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, row]))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ def kernels():
 
 @pytest.fixture
 def small(kernels):
-  return kernels.Config(block_m=16, block_n=16, block_k=32, stages=1, warps=1, group=2)
+  return kernels.Config(block_m=16, block_n=16, block_k=32, num_stages=1, num_warps=1, group_m=2)
 
 
 def operand(seed, rows, k, dtype=INT8, scaling="rowwise"):
@@ -60,7 +60,7 @@ def test_every_rule_s_config_computes_the_same(kernels):
   for m in (48, 65):
     for capability in (80, 89, 90):
       lhs, rhs = operand(0, m, 80), operand(1, 48, 80)
-      config = kernels.config_for(m, 48, capability)
+      config = kernels.by_rule(m, 48, capability)
       np.testing.assert_array_equal(
         kernels.scaled_matmul(lhs, rhs, jnp.float32, config=config),
         scaled_matmul(lhs, rhs, jnp.float32),
@@ -70,7 +70,7 @@ def test_every_rule_s_config_computes_the_same(kernels):
 @pytest.mark.parametrize("capability", [80, 89, 90])
 def test_no_rule_contracts_less_than_the_tensor_core_takes(kernels, capability):
   shapes = [(m, n) for m in (1, 64, 65, 1000, 65536) for n in (16, 768, 5120)]
-  assert min(kernels.config_for(*shape, capability).block_k for shape in shapes) >= 32
+  assert min(kernels.by_rule(*shape, capability).block_k for shape in shapes) >= 32
 
 
 @pytest.mark.parametrize("dtypes", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)], ids=str)

@@ -16,9 +16,7 @@ a third less time in blocks half as large. (benchmarks/matmul.py has the times.)
 
 import dataclasses
 import functools
-import json
 import math
-from pathlib import Path
 from typing import Literal
 
 import jax
@@ -30,7 +28,9 @@ from jax import lax
 from sbjax.device import num_sms, target
 from sbjax.formats import accumulator_dtype
 from sbjax.matmul import check_addend, check_operands, nothing
+from sbjax.pallas import tuning
 from sbjax.pallas.epilogue_sm90 import Pieces, scaling_of
+from sbjax.pallas.tuning import MANY_ROWS
 from sbjax.quantize import Quantized
 
 _COMPUTE_WARPGROUPS = 2
@@ -59,6 +59,18 @@ class Config:
   minor: Literal["m", "n"] = "n"
   width: int = 16
 
+  def __post_init__(self):
+    part_m, part_n = self.warpgroup
+    if part_m % 64 or part_n % 32 or part_n > 256 or part_m * part_n > 128 * 192:
+      raise ValueError(
+        f"block_m={self.block_m}, block_n={self.block_n} give a warpgroup {part_m} x {part_n}; it"
+        " takes 64s of rows and 32s of up to 256 columns, 24,576 elements at most."
+      )
+    if self.block_k % 32 or self.stages < 2:
+      raise ValueError(
+        f"block_k={self.block_k} must be a multiple of 32, stages={self.stages} > 1."
+      )
+
   @property
   def warpgroup(self) -> tuple[int, int]:
     """The part of a block that one warpgroup computes."""
@@ -76,7 +88,6 @@ TALL_IN_TURNS = Config(block_m=192, block_n=128, split=None, minor="m", width=8)
 WIDE = Config(block_m=128, block_n=256, cluster="m")
 SMALL = Config(block_m=128, block_n=128, stages=6, cluster=None)
 NARROW = Config(block_m=128, block_n=64, stages=8, cluster=None)
-MANY_ROWS = 4096  # From here on a few blocks more or less make no difference.
 
 
 def config_for(m: int, n: int, k: int, chip: str, multiprocessors: int) -> Config:
@@ -97,17 +108,9 @@ def by_rule(m: int, n: int, k: int, multiprocessors: int) -> Config:
 
 
 def _tuned_for(m: int, n: int, k: int, chip: str) -> dict | None:
-  """The row for (chip, n, k) that holds for m: as many blocks, or the nearest of many rows.
-
-  One with many rows holds for half as many and more.
-  """
-  rows = [row for row in _tuned() if (row["chip"], row["n"], row["k"]) == (chip, n, k)]
-  for row in rows:
-    block_m = Config(**row["config"]).block_m
-    if pl.cdiv(m, block_m) == pl.cdiv(row["m"], block_m):
-      return row
-  many = [row for row in rows if MANY_ROWS <= row["m"] <= 2 * m]
-  return min(many, key=lambda row: (abs(math.log(row["m"] / m)), row["m"]), default=None)
+  """The row for (chip, n, k) that holds for m, of the user's table or else of ours."""
+  tables = (tuning.user_table("scaled_matmul_sm90", Config), _tuned())
+  return tuning.row_for(tables, m, n, k, (chip, "sm_90"), Config)
 
 
 def _clocks(config: Config, m: int, n: int, k: int, multiprocessors: int) -> float:
@@ -134,8 +137,7 @@ def tuned_configs() -> set[Config]:
 @functools.cache
 def _tuned() -> list[dict]:
   """The `config` that `python -m benchmarks.tune` found fastest for each chip, m, n and k."""
-  lines = Path(__file__).with_name("scaled_matmul_sm90.jsonl").read_text().splitlines()
-  return [json.loads(line) for line in lines]
+  return tuning.shipped_table("scaled_matmul_sm90")
 
 
 def scaled_matmul(
