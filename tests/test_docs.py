@@ -5,7 +5,10 @@ import pathlib
 import re
 
 import jax
+import matplotlib.figure
 import pytest
+
+from benchmarks import report, scaling_report
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -65,3 +68,15 @@ def test_readme_is_a_first_screen_and_a_map():
   text = (ROOT / "README.md").read_text()
   assert len(text.splitlines()) <= 120
   assert len(text.split()) <= 900
+
+
+def test_tables_are_made_of_the_result_files(monkeypatch):
+  found = {}
+  monkeypatch.setattr(report, "write", lambda name, *args: found.update({(name, *args[1:]): args}))
+  monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda *args, **kwargs: None)
+  monkeypatch.setattr(scaling_report, "prediction", lambda rows: [])  # Traces four large models.
+  report.main()
+  assert len(found) == 6
+  for lines, *page in found.values():
+    text = page[0].read_text() if page else report.PERFORMANCE.read_text()
+    assert "\n".join(lines) in text, lines[0]
