@@ -122,7 +122,7 @@ def first(one):
 
 
 def summarize(rows) -> None:
-  """The geometric means that README quotes."""
+  """The geometric means that docs/performance.md quotes."""
   for other in ("xla_bf16", "xla_int8", "ours_fp8"):
     ratios = [row["tops"]["ours_int8"] / row["tops"][other] for row in rows]
     mean = statistics.geometric_mean(ratios)

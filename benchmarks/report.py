@@ -1,10 +1,10 @@
-"""Makes the tables of README and docs/scaling.md, and the plots beside the result files.
+"""Makes the tables of README, docs/performance.md and docs/scaling.md, and plots of the results.
 
   python -m benchmarks.report
 
-Reads benchmarks/results/{step,matmul,quantize,linear,scaling}.jsonl; where a case was measured more
-than once on a chip, the last line counts. Writes the tables between markers, and a plot of CHIP for
-each file.
+Reads benchmarks/results/{step,open_clip,matmul,quantize,linear,scaling}.jsonl; where a case
+was measured more than once on a chip, the last line counts. Writes the tables between markers, and
+a plot of CHIP for each file.
 """
 
 import json
@@ -17,13 +17,13 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from benchmarks import scaling_report
+from benchmarks import scaling_report, steps_report
+from benchmarks.steps_report import FLAX, OURS, best
 
 RESULTS = Path(__file__).with_name("results")
 README = RESULTS.parent.parent / "README.md"
-SCALING = README.parent / "docs/scaling.md"
+PERFORMANCE, SCALING = (README.parent / "docs" / name for name in ("performance.md", "scaling.md"))
 CHIP = "NVIDIA H200"  # What was measured on another has a line that says so.
-OURS = ("switchback", "switchback_loop")
 MARKERS = "<!-- {}: made by python -m benchmarks.report -->", "<!-- end of {} -->"
 
 
@@ -42,7 +42,11 @@ def main() -> None:
   plot_quantize(quantize)
   plot_linear(linear)
   plot_operations(linear)
+  open_clip = sorted(read("open_clip"), key=lambda row: -row["milliseconds"])
+  steps_report.plot(step, open_clip, RESULTS / "steps.png")
+  write("steps", steps_report.short_table(step, open_clip), README)
   write("steps", step_table(step, steps_elsewhere))
+  write("open_clip", steps_report.open_clip_table(open_clip))
   write("speeds", table(matmul, matmuls_elsewhere, raced, quantize, linear))
   scaling = [row for row in read("scaling") if row["benchmark"] == "scaling"]
   scaling, _ = by_chip(last(scaling, "chip", "row"))
@@ -51,7 +55,7 @@ def main() -> None:
   write("links", scaling_report.prediction(scaling_report.one_gpu(scaling)), SCALING)
 
 
-def write(name: str, lines: list[str], page: Path = README) -> None:
+def write(name: str, lines: list[str], page: Path = PERFORMANCE) -> None:
   """Puts the lines between a page's markers of that name."""
   begin, end = (marker.format(name) for marker in MARKERS)
   before, rest = page.read_text().split(begin)
@@ -128,7 +132,7 @@ def step_table(step, elsewhere) -> list[str]:
   ]
   for row in step + elsewhere:
     each = row["contenders"]
-    flax, ours = (best(each, names) for names in (("flax", "flax_loop"), OURS))
+    flax, ours = (best(each, names) for names in (FLAX, OURS))
     full = f"{each['full']['milliseconds']:.0f} ms" if "full" in each else ""
     remat = ", every block rematerialised" if row["remat"] == "full" else ""
     mfu = ours["mfu_of_bf16_peak"]
@@ -141,14 +145,6 @@ def step_table(step, elsewhere) -> list[str]:
       f" {flax['peak_gigabytes']:.0f}, {ours['peak_gigabytes']:.0f} GB |"
     )
   return lines
-
-
-def best(contenders: dict, names) -> dict:
-  """The fastest of those that were there."""
-  found = [contenders[name] for name in names if name in contenders]
-  if not found:
-    raise SystemExit(f"The last line has none of {names}: {list(contenders)}. Measure it again.")
-  return min(found, key=lambda one: one["milliseconds"])
 
 
 def table(matmul, elsewhere, raced, quantize, linear) -> list[str]:

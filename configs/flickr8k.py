@@ -4,7 +4,7 @@
       --workdir=runs/flickr8k
 
 data.root is the folder with flickr8k-train-*.tar.gz and flickr8k-test-*.tar.gz (96 px JPEGs with
-captions). Sized for 2 CPU cores, within 20 minutes; README has what it reaches.
+captions). Sized for 2 CPU cores, within 20 minutes; docs/performance.md has what it reaches.
 """
 
 from train.config import Config, DataConfig, ModelConfig, OptimizerConfig

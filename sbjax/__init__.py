@@ -12,6 +12,8 @@ from sbjax.recipes import RECIPES, Recipe, RecipeRules
 from sbjax.rows import Norm
 from sbjax.stable_adamw import scale_by_stable_adam, stable_adamw
 
+__version__ = "0.1.0"
+
 __all__ = [
   "E4M3",
   "E5M2",

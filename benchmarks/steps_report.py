@@ -1,0 +1,81 @@
+"""README's table and plot of training steps; benchmarks/report.py writes them."""
+
+import matplotlib.pyplot as plt
+
+FLAX, OURS = ("flax", "flax_loop"), ("switchback", "switchback_loop")
+
+
+def best(contenders: dict, names) -> dict:
+  """The fastest of those that were there."""
+  found = [contenders[name] for name in names if name in contenders]
+  if not found:
+    raise SystemExit(f"The last line has none of {names}: {list(contenders)}. Measure it again.")
+  return min(found, key=lambda one: one["milliseconds"])
+
+
+def short_table(steps: list[dict], open_clip: list[dict]) -> list[str]:
+  """README's: a line a size, largest first as `steps` are."""
+  lines = [
+    "| one training step | images | plain Flax, bf16 | `switchback` | over Flax | over open_clip |",
+    "|---|---|---|---|---|---|",
+  ]
+  over = {row["size"]: row["milliseconds"] / row["sbjax"]["milliseconds"] for row in open_clip}
+  for row in steps:
+    flax, ours = (best(row["contenders"], names) for names in (FLAX, OURS))
+    remat = ", remat" if row["remat"] == "full" else ""
+    gain = f"{over[row['size']]:.2f}x" if row["size"] in over else ""
+    lines.append(
+      f"| ViT-{row['size']}{remat} | {row['batch_size']} | {flax['milliseconds']:.0f} ms |"
+      f" {ours['milliseconds']:.0f} ms | **{ours['speedup']:.2f}x** | {gain} |"
+    )
+  return lines
+
+
+def open_clip_table(rows: list[dict]) -> list[str]:
+  lines = [
+    "| model | images | open_clip, compiled | sbjax, `switchback` | ratio | memory |",
+    "|---|---|---|---|---|---|",
+  ]
+  for row in rows:
+    ours = row["sbjax"]
+    remat = ", every block rematerialised" if row["remat"] == "full" else ""
+    memory = f"{row['gigabytes']}, {ours['gigabytes']} GB" if row["gigabytes"] else ""
+    lines.append(
+      f"| ViT-{row['size']}{remat} | {row['batch_size']} | {row['milliseconds']:.0f} ms |"
+      f" {ours['milliseconds']:.0f} ms | **{row['milliseconds'] / ours['milliseconds']:.2f}x** |"
+      f" {memory} |"
+    )
+  return lines
+
+
+def plot(steps: list[dict], open_clip: list[dict], path) -> None:
+  """Milliseconds of a step as a part of plain Flax's: a group a model, a bar a contender."""
+  clip = {row["size"]: row["milliseconds"] for row in open_clip}
+  bars = {"plain Flax, bf16": [], "open_clip, compiled, bf16": [], "sbjax, switchback": []}
+  for row in steps:
+    times = (
+      best(row["contenders"], FLAX)["milliseconds"],
+      clip.get(row["size"]),
+      best(row["contenders"], OURS)["milliseconds"],
+    )
+    for name, time in zip(bars, times, strict=True):
+      bars[name].append((time, times[0]))
+  figure, axis = plt.subplots(figsize=(8, 3.2))
+  colors = ("tab:gray", "tab:orange", "tab:blue")
+  for i, ((name, pairs), color) in enumerate(zip(bars.items(), colors, strict=True)):
+    shown = [(n + 0.27 * (i - 1), *pair) for n, pair in enumerate(pairs) if pair[0] is not None]
+    places, heights = [n for n, _, _ in shown], [time / flax for _, time, flax in shown]
+    axis.bar(places, heights, 0.25, label=name, color=color)
+    for place, time, flax in shown:
+      axis.text(place, time / flax + 0.01, f"{time:.0f}", ha="center", fontsize=8)
+  labels = [
+    f"ViT-{row['size']}\n{row['batch_size']} images" + (", remat" if row["remat"] == "full" else "")
+    for row in steps
+  ]
+  axis.set_xticks(range(len(steps)), labels, fontsize=9)
+  axis.set_ylabel("time of a step, over plain Flax\n(milliseconds above the bars)", fontsize=9)
+  axis.set_ylim(0, 1.15)
+  axis.spines[["top", "right"]].set_visible(False)
+  axis.legend(fontsize=8, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
+  figure.tight_layout()
+  figure.savefig(path, dpi=110)

@@ -1,0 +1,82 @@
+"""The documentation: its Python runs, its links lead somewhere, and README stays short."""
+
+import doctest
+import pathlib
+import re
+
+import jax
+import matplotlib.figure
+import pytest
+
+from benchmarks import report, scaling_report
+
+ROOT = pathlib.Path(__file__).parent.parent
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+
+
+def blocks(page, language):
+  """The fenced blocks of a page in one language."""
+  return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def with_blocks(language):
+  pages = [page for page in PAGES if blocks(page, language)]
+  return pytest.mark.parametrize("page", pages, ids=lambda page: page.name)
+
+
+@pytest.fixture(autouse=True)
+def as_a_user_has_it(strict_jax):
+  """JAX's own defaults: a page must not need the tests' strictness."""
+  with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+    yield
+
+
+@with_blocks("python")
+def test_the_python_of_a_page_runs_from_top_to_bottom(page):
+  names = {"__name__": page.stem}
+  for block in blocks(page, "python"):
+    exec(compile(block, page.name, "exec"), names)
+
+
+@with_blocks("pycon")
+def test_the_sessions_of_a_page_print_what_it_says(page):
+  session = "\n".join(blocks(page, "pycon"))
+  test = doctest.DocTestParser().get_doctest(session, {}, page.name, str(page), 0)
+  out = []
+  assert doctest.DocTestRunner().run(test, out=out.append).failed == 0, "".join(out)
+
+
+def anchors(page):
+  """What GitHub and MyST call the headings of a page."""
+  headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+  return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_link_leads_to_a_file_and_a_heading(page):
+  for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+    if target.startswith(("http://", "https://")):
+      continue
+    path, _, anchor = target.partition("#")
+    file = (page.parent / path).resolve() if path else page
+    assert file.exists(), f"{page.name} links to {target}, which is not there."
+    if anchor:
+      assert anchor in anchors(file), f"{page.name} links to {target}: there is no such heading."
+
+
+def test_readme_is_a_first_screen_and_a_map():
+  text = (ROOT / "README.md").read_text()
+  assert len(text.splitlines()) <= 120
+  assert len(text.split()) <= 900
+
+
+def test_tables_are_made_of_the_result_files(monkeypatch):
+  found = {}
+  monkeypatch.setattr(report, "write", lambda name, *args: found.update({(name, *args[1:]): args}))
+  monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda *args, **kwargs: None)
+  monkeypatch.setattr(scaling_report, "prediction", lambda rows: [])  # Traces four large models.
+  report.main()
+  assert len(found) == 6
+  for lines, *page in found.values():
+    text = page[0].read_text() if page else report.PERFORMANCE.read_text()
+    assert "\n".join(lines) in text, lines[0]

@@ -1,0 +1,27 @@
+"""The programs of examples/ run as a user runs them, and their losses fall."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem)
+def test_an_example_runs_and_its_loss_falls(path, tmp_path):
+  env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+  run = subprocess.run(
+    [sys.executable, "-W", "error", path], capture_output=True, text=True, cwd=tmp_path, env=env
+  )
+  assert run.returncode == 0, run.stderr
+  losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", run.stdout)]
+  assert len(losses) > 5
+
+
+def test_an_example_is_short_enough_to_copy():
+  for path in (ROOT / "examples").glob("*.py"):
+    assert len(path.read_text().splitlines()) <= 80, path

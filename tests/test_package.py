@@ -1,0 +1,22 @@
+"""What is installed says the same as what is in the checkout."""
+
+import pathlib
+import re
+import tomllib
+
+import sbjax
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+def test_the_version_stands_in_one_place_and_others_agree():
+  project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+  assert "version" not in project["project"]
+  assert project["tool"]["setuptools"]["dynamic"]["version"]["attr"] == "sbjax.__version__"
+  cited = re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)[1]
+  assert cited == sbjax.__version__
+  assert sbjax.__version__ in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_package_says_that_it_is_typed():
+  assert (pathlib.Path(sbjax.__file__).parent / "py.typed").exists()
