@@ -31,6 +31,13 @@ def test_a_measured_step_is_predicted_as_measured(h200):
     assert step.how == f"measured: ViT-{row['size']}"
 
 
+def test_the_fastest_of_either_side_counts():
+  times = {"flax": 3.0, "flax_loop": 2.0, "full": 0.5, "switchback_loop": 1.25, "switchback": 1.0}
+  each = {name: {"milliseconds": time} for name, time in times.items()}
+  assert predict.gain_of_step({"contenders": each}) == 2.0
+  assert predict.gain_of_step({"contenders": {"flax": {"milliseconds": 3.0}}}) is None
+
+
 def test_a_measured_mlp_is_predicted_as_measured(h200):
   rows = last([r for r in read("linear") if r["chip"] == CHIP], "dim", "tokens")
   assert len(rows) == 12
