@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
+from flax_case import compiled
 
 from sbjax.models.clip import CLIP
 from sbjax.models.sizes import CLIPConfig, TextConfig, VisionConfig
@@ -50,11 +51,6 @@ def drawn(shapes):
 @functools.cache
 def random_params(config=MICRO, **options):
   return drawn(shapes(config, **options))
-
-
-# Compiling is most of these tests' time.
-CHEAP = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-compiled = functools.partial(jax.jit, compiler_options=CHEAP)
 
 
 @functools.cache

@@ -1,11 +1,19 @@
 """Flax layers run in one compilation each: output and gradients at drawn parameters."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Most of a test's time is compilation, and nothing here is run twice.
-_QUICK = {"xla_backend_optimization_level": 0}
+# Most of a test's time is compilation, and nothing is run more than a few times.
+compiled = functools.partial(
+  jax.jit,
+  compiler_options={
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+  },
+)
 
 
 def normal(shape, dtype="float32", seed=0):
@@ -28,9 +36,7 @@ def value_and_grads(function, *args):
     return jnp.sum(jnp.sin(y.astype(jnp.float32))), y
 
   argnums = tuple(range(len(args)))
-  run = jax.jit(
-    jax.value_and_grad(scalar, argnums, has_aux=True, allow_int=True), compiler_options=_QUICK
-  )
+  run = compiled(jax.value_and_grad(scalar, argnums, has_aux=True, allow_int=True))
   (_, y), grads = run(*args)
   return jax.tree.map(np.asarray, (y, grads))
 

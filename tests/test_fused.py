@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax_case import drawn, normal
+from flax_case import compiled, drawn, normal
 
 from sbjax import (
   RECIPES,
@@ -60,16 +60,27 @@ fused_mlp = functools.partial(norm_mlp, backend="xla")
 
 
 def results(function, x, gradients, parameters, recipe):
-  """(y, dx, gradients of the parameters), jitted."""
+  """(x again, y, dx, gradients of the parameters)."""
+  return jax.tree.map(np.asarray, _results(function, recipe, x, gradients, parameters))
 
-  @jax.jit
-  def run(x, gradients, parameters):
-    (same, y), backward = jax.vjp(lambda x, p: function(x, *p, recipe), x, parameters)
-    dx, dy = gradients
-    dx, d_parameters = backward((dx, dy[..., : y.shape[-1]]))
-    return same, y, dx, d_parameters
 
-  return jax.tree.map(np.asarray, run(x, gradients, parameters))
+@functools.partial(compiled, static_argnums=(0, 1))
+def _results(function, recipe, x, gradients, parameters):
+  (same, y), backward = jax.vjp(lambda x, p: function(x, *p, recipe), x, parameters)
+  dx, dy = gradients
+  dx, d_parameters = backward((dx, dy[..., : y.shape[-1]]))
+  return same, y, dx, d_parameters
+
+
+def output_and_gradients(function, dy, *arguments):
+  """y, and what dy makes of it: the gradients of the arguments."""
+
+  @compiled
+  def run(dy, *arguments):
+    y, backward = jax.vjp(function, *arguments)
+    return y, *backward(dy)
+
+  return run(dy, *arguments)
 
 
 def assert_near(actual, expected, rtol):
@@ -132,11 +143,9 @@ def test_an_added_input_is_a_residual_connection(name):
     return jnp.add(*fused_mlp(x, *parameters, name))
 
   found, expected = (
-    jax.tree.map(np.asarray, jax.jit(lambda *a, f=f: (lambda y, b: (y, b(dy)))(*jax.vjp(f, *a)))(
-      x, *parameters
-    ))
-    for f in (added, apart)
-  )  # fmt: skip
+    jax.tree.map(np.asarray, output_and_gradients(function, dy, x, *parameters))
+    for function in (added, apart)
+  )
   assert_near(found, expected, 1e-6)
 
 
@@ -148,11 +157,10 @@ def test_an_addend_is_added_to_the_product_and_takes_its_gradient(name):
   def run(x, w, b, addend):
     return quantized_dot(x, w, name, bias=b, addend=addend, backend="xla")
 
-  y, backward = jax.vjp(jax.jit(run), x, w, b, addend)
-  plain, expected = jax.vjp(lambda *a: run(*a, None), x, w, b)
-  *gradients, d_addend = backward(dy)
+  y, *gradients, d_addend = output_and_gradients(run, dy, x, w, b, addend)
+  plain, *expected = output_and_gradients(lambda *a: run(*a, None), dy, x, w, b)
   np.testing.assert_array_equal(d_addend, dy)
-  found, expected = (y, *gradients), (plain + addend, *expected(dy))
+  found, expected = (y, *gradients), (plain + addend, *expected)
   assert_near(*jax.tree.map(np.asarray, (found, expected)), 1e-6)
 
 
