@@ -40,8 +40,11 @@ def cuts(name: str, dtype):
   else:
     from sbjax.pallas import scaled_matmul_triton as product
 
-    options = [{}]  # Its rule alone says.
-  lhs, rhs = (Quantized(jnp.ones((rows, 464), dtype), jnp.ones((1, 1))) for rows in (333, 208))
+    options = [{}, *({"config": one} for one in product.tuned_configs())]
+  spec = Spec(dtype, "tensorwise")
+  lhs, rhs = (
+    Quantized(jnp.ones((rows, 464), dtype), jnp.ones((1, 1)), spec) for rows in (333, 208)
+  )
   run = functools.partial(
     product.scaled_matmul, lhs, rhs, jnp.bfloat16, addend=jnp.ones((333, 208), jnp.bfloat16)
   )

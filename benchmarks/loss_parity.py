@@ -5,10 +5,9 @@
 
 For each seed every variant starts from the same parameters and sees the same batches, crops and
 dropped patches; another seed has other parameters and another order of the batches. A variant is a
-recipe, named in sbjax.RECIPES or benchmarks.wgrad_candidates.STUDIED, or a recipe and "unfused":
-plain Flax between the matmuls. Writes one line a variant to
-benchmarks/results/loss_parity.jsonl, and prints what can be compared: how far the last losses of a
-variant are from the first variant's, and how far apart the seeds are.
+recipe, named in sbjax.RECIPES, or a recipe and "unfused": plain Flax between the matmuls. Writes
+one line a variant to benchmarks/results/loss_parity.jsonl, and prints what can be compared: how far
+the last losses of a variant are from the first variant's, and how far apart the seeds are.
 """
 
 import dataclasses
@@ -23,7 +22,6 @@ import numpy as np
 from absl import flags
 
 from benchmarks.timing import append
-from benchmarks.wgrad_candidates import STUDIED
 from train import cli, data
 from train.config import Config
 from train.loop import jit_train_step
@@ -59,12 +57,8 @@ def run_of(config: Config, variant: str, workdir: Path) -> Run:
   recipe, _, how = variant.partition(" ")
   if how not in ("", "unfused"):
     raise ValueError(f"variant {variant!r} must be a recipe, or a recipe and 'unfused'.")
-  named = "switchback" if recipe in STUDIED else recipe
-  model = dataclasses.replace(config.model, recipe=named, fused=not how)
-  run = make_run(dataclasses.replace(config, model=model), workdir)
-  if recipe in STUDIED:
-    run = run._replace(model=run.model.clone(recipe=STUDIED[recipe]))
-  return run
+  model = dataclasses.replace(config.model, recipe=recipe, fused=not how)
+  return make_run(dataclasses.replace(config, model=model), workdir)
 
 
 def draw(run: Run) -> list:

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from sbjax.quantize import Quantized
+from sbjax.quantize import Quantized, Spec
 
 WIDTHS = (768, 1024, 1280, 1664, 4096)
 # As lhs [tokens, K] with rhs [N, K]: forward, then the same layer's input gradient.
@@ -51,7 +51,10 @@ class Operands:
       for start, rows in zip(starts, (m, n), strict=True)
     )
     scale = jax.random.uniform(jax.random.key(i), (m, 1), minval=0.01, maxval=0.02)
-    return Quantized(lhs, scale), Quantized(rhs, jnp.full((1, 1), 1e-3))
+    return (
+      Quantized(lhs, scale, Spec(lhs.dtype, "rowwise")),
+      Quantized(rhs, jnp.full((1, 1), 1e-3), Spec(rhs.dtype, "tensorwise")),
+    )
 
 
 def tops(m: int, n: int, k: int, seconds: float) -> float:

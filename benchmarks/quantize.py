@@ -5,9 +5,9 @@
 Bytes read and written a second, beside a device copy's in the same run, by the kernels' own time:
 one takes less than 0.1 ms, and what lies between two when nothing else is queued is not its speed.
 `milliseconds` has the time from call to call as well, and in lines without `kernel_milliseconds`
-the rates are by that. `mosaic` is the same kernel in the language of the matmul, on a Hopper
-(benchmarks/quantize_mosaic.py). `differing` counts the numbers that are not the definition's on a
-CPU, where divisions are exact. Adds lines to the results.
+the rates are by that. `differing` counts the numbers that are not the definition's on a CPU, where
+divisions are exact. Adds lines to the results; docs/studies/mosaic_quantizer.md has what `mosaic`
+was in older ones.
 """
 
 import argparse
@@ -55,10 +55,6 @@ def measure(operation, spec, rows, width, dtype, bytes_each) -> dict:
     "xla": contender(lambda x: xla(x, spec), sets),
     "ours": contender(lambda x: ours(x, spec), sets),
   }
-  if get_backend(None).name == "mosaic" and (operation, spec) == ("quantize", ROW):
-    from benchmarks import quantize_mosaic  # Not in every jax.
-
-    contenders["mosaic"] = contender(quantize_mosaic.quantize, sets)
   race(list(contenders.values()), rounds=7, seconds=0.006)
   seconds = dict(zip(contenders, kernel_race(list(contenders.values())), strict=True))
   size = rows * width

@@ -243,7 +243,7 @@ def plot_quantize(rows) -> None:
   shown = [row for row in rows if row["scaling"] == "rowwise" and row["operation"] == "quantize"
            and row["format"] == "int8"]  # fmt: skip
   figure, axis = plt.subplots(figsize=(6, 4))
-  for name in ("copy", "ours", "mosaic", "xla"):
+  for name in ("copy", "ours", "xla"):
     rates = [row["terabytes_per_second"][name] for row in shown]
     axis.plot([row["width"] for row in shown], rates, "o-", label=name)
   axis.set(

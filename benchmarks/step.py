@@ -23,7 +23,6 @@ import jax.numpy as jnp
 
 from benchmarks.kernels import Kernel, grouped, idle, kernels, origins_of
 from benchmarks.timing import append, provenance
-from benchmarks.wgrad_candidates import STUDIED
 from sbjax.models.clip import CLIP
 from sbjax.models.sizes import SIZES, CLIPConfig
 from sbjax.recipes import RECIPES
@@ -52,7 +51,6 @@ CONTENDERS = {  # name: recipe, fused, layers compiled in a piece (0: all)
   "switchback_fp8_wgrad": ("switchback_fp8_wgrad", True, 0),
   "switchback_e4m3_wgrad": ("switchback_e4m3_wgrad", True, 0),
   "llm_int8": ("llm_int8", True, 0),
-  **{name: (name, True, 0) for name in STUDIED},
   "fp8_switchback": ("fp8_switchback", True, 0),
 }
 BASES = ("flax", "flax_loop")
@@ -81,8 +79,8 @@ def measure(size: str, names: list[str], rounds: int, folder: str | None) -> dic
   models = {}
   for name in names:
     recipe, fused, unroll = CONTENDERS[name]
-    recipe = (RECIPES | STUDIED)[recipe]
-    models[name] = CLIP(config, recipe=recipe, fused=fused, remat=remat, unroll=unroll)
+    options = {"recipe": RECIPES[recipe], "fused": fused, "remat": remat, "unroll": unroll}
+    models[name] = CLIP(config, **options)
   # The parameter tree is the same for all of them, so that one state serves.
   state = jax.jit(make_init(models[names[0]], optimizer, seed=0))()
   batch = draw(config, batch_size)

@@ -1,12 +1,18 @@
-"""Which cut of the work is fastest for which shape? Makes the Mosaic matmul's table.
+"""Which cut of the work is fastest for which shape? Makes a matmul kernel's table.
 
   python -m benchmarks.tune
+  python -m benchmarks.tune --kernel triton --out my_chip.jsonl
 
-Every candidate runs at every shape of CLIP's linear layers, with int8 normals; the fastest is kept,
-and beside it the rate of the cut that would be taken without the table (`rule_tops`). With few rows
-there are other candidates, the kernels' own time counts, and what XLA reaches is noted too
-(`xla_tops`). Rows of other chips and sizes stay in the file. What every candidate reached is added
-to the results.
+The kernel is the one that `backend=None` takes here: Mosaic's on Hopper, else Triton's. A table of
+one's own is used with SBJAX_TUNING=my_chip.jsonl (sbjax/pallas/tuning.py).
+
+Every candidate runs at every shape of CLIP's linear layers, with int8 normals, and the fastest goes
+into the table; rows of other chips and sizes stay there. With few rows there are other candidates,
+and the kernels' own time counts.
+
+Adds a line a shape to benchmarks/results/tuning.jsonl: the rate of the fastest (`tops`), of the cut
+that would be taken without the table (`rule_tops`), of XLA where rows are few (`xla_tops`), and of
+every candidate (`cuts`; those of older runs are in cuts.jsonl).
 """
 
 import argparse
@@ -22,8 +28,9 @@ from benchmarks.kernels import kernel_race
 from benchmarks.operands import DISTRIBUTION, WIDTHS, Operands, shapes, tops
 from benchmarks.timing import TRITON_GEMM, append, contender, provenance, race
 from sbjax import matmul
+from sbjax.backends import get_backend
+from sbjax.device import num_sms
 from sbjax.formats import INT8
-from sbjax.pallas import chip
 from sbjax.pallas.scaled_matmul_sm90 import (
   IN_TURNS,
   MANY_ROWS,
@@ -36,6 +43,8 @@ from sbjax.pallas.scaled_matmul_sm90 import (
   scaled_matmul,
 )
 
+KERNELS = {"mosaic": "scaled_matmul_sm90", "triton": "scaled_matmul_triton"}
+KEY = ("chip", "m", "n", "k")
 CANDIDATES = [
   Config(),
   WIDE,
@@ -57,22 +66,45 @@ FOR_FEW_ROWS = [
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--out", default="sbjax/pallas/scaled_matmul_sm90.jsonl")
-  parser.add_argument("--rates", default="benchmarks/results/cuts.jsonl")
+  parser.add_argument("--kernel", choices=KERNELS, help="default: as backend=None chooses")
+  parser.add_argument("--out", help="default: the table that the kernel ships with")
+  parser.add_argument("--rates", default="benchmarks/results/tuning.jsonl")
   parser.add_argument("--tokens", type=int, nargs="+", default=[256, 1024, 16384, 65536])
   parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
   args = parser.parse_args()
+  kernel, tune_one = choose(args.kernel)
+  out = Path(args.out or f"sbjax/pallas/{kernel}.jsonl")
   operands = Operands(INT8)
   for m in args.tokens:
     for n, k in shapes(args.widths):
-      row, rates = tune(operands.sets(m, n, k, megabytes=100), m, n, k)
-      write(Path(args.out), row)
-      line = {"benchmark": "cuts", "m": m, "n": n, "k": k, "tops": rates, "data": DISTRIBUTION}
+      try:
+        found = tune_one(operands.sets(m, n, k, megabytes=100), m, n, k)
+      except RuntimeError as error:  # One size's, out of memory for instance: others may do.
+        print(f"{m:6} x {n:5} x {k:5}  left out: {error}", flush=True)
+        continue
+      found = {"kernel": kernel} | found
+      write(out, found)
+      line = {"benchmark": "tuning", **found, "data": DISTRIBUTION}
       append(args.rates, [line | provenance()])
 
 
-def tune(sets, m: int, n: int, k: int) -> tuple[dict, list]:
-  """The table's row, and every candidate with the rate that it reached."""
+def choose(backend: str | None):
+  """The kernel's name, and the function that tunes it; ends where that does not run."""
+  try:
+    name = get_backend(backend).name
+  except NotImplementedError as error:
+    raise SystemExit(f"{error}") from None
+  if name == "xla":
+    raise SystemExit("There is no kernel to tune: backend=None is 'xla' on this device.")
+  if name == "mosaic":
+    return KERNELS[name], tune
+  from benchmarks import tune_triton  # Triton is not everywhere.
+
+  return KERNELS[name], tune_triton.tune
+
+
+def tune(sets, m: int, n: int, k: int) -> dict:
+  """The fastest candidate, and the rate of each."""
 
   def build(config):
     # Under its own jit it is lowered once, not once a set.
@@ -80,7 +112,7 @@ def tune(sets, m: int, n: int, k: int) -> tuple[dict, list]:
     return contender(run, sets)
 
   few = m < MANY_ROWS
-  rule = by_rule(m, n, k, chip.multiprocessors(jax.devices()[0]) or 132)
+  rule = by_rule(m, n, k, num_sms(jax.devices()[0]) or 132)
   candidates = list(dict.fromkeys([*(FOR_FEW_ROWS if few else CANDIDATES), rule]))
   with concurrent.futures.ThreadPoolExecutor() as pool:
     contenders = list(pool.map(build, candidates))
@@ -105,8 +137,8 @@ def tune(sets, m: int, n: int, k: int) -> tuple[dict, list]:
   }
   print(f"{m:6} x {n:5} x {k:5} ", *rates, found["config"], flush=True)
   # XLA's rate, if there is one, comes last.
-  every = [[in_short(one), rate] for one, rate in zip(candidates, rates, strict=False)]
-  return found | ({"xla_tops": rates[-1]} if few else {}), every
+  found["cuts"] = [[in_short(one), rate] for one, rate in zip(candidates, rates, strict=False)]
+  return found | ({"xla_tops": rates[-1]} if few else {})
 
 
 def in_short(config: Config) -> dict:
@@ -115,12 +147,16 @@ def in_short(config: Config) -> dict:
   return {k: v for k, v in dataclasses.asdict(config).items() if v != default[k]}
 
 
-def write(path: Path, row: dict) -> None:
-  """Adds a row to the file, in place of that of the same chip and sizes."""
-  key = ("chip", "m", "n", "k")
+def write(path: Path, found: dict) -> None:
+  """Adds the configuration to the table, in place of that of the same kernel, chip and sizes."""
+  names = {"kernel": path.stem}  # In a table that ships with a kernel, rows may leave out its name.
+  row = {name: found[name] for name in ("kernel", *KEY, "config") if name in found}
   rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-  rows = [old for old in rows if any(old[name] != row[name] for name in key)] + [row]
-  path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  same = names | row
+  rows = [
+    old for old in rows if any((names | old)[name] != same[name] for name in ("kernel", *KEY))
+  ]
+  path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, row]))
 
 
 if __name__ == "__main__":

@@ -8,19 +8,7 @@ from sbjax.linear import Kernel, quantize_kernel
 from sbjax.matmul import scaled_matmul
 from sbjax.quantize import Quantized, Spec, dequantize, quantize
 from sbjax.quantized_dot import quantized_dot, quantized_dot_general
-from sbjax.recipes import (
-  FP8_SWITCHBACK,
-  FP8_TENSORWISE,
-  FULL,
-  LLM_INT8,
-  RECIPES,
-  SWITCHBACK,
-  SWITCHBACK_E4M3_WGRAD,
-  SWITCHBACK_FP8_WGRAD,
-  SWITCHBACK_M,
-  SWITCHBACK_Q,
-  Recipe,
-)
+from sbjax.recipes import RECIPES, Recipe, RecipeRules
 from sbjax.rows import Norm
 from sbjax.stable_adamw import scale_by_stable_adam, stable_adamw
 
@@ -29,17 +17,8 @@ __version__ = "0.1.0"
 __all__ = [
   "E4M3",
   "E5M2",
-  "FP8_SWITCHBACK",
-  "FP8_TENSORWISE",
-  "FULL",
   "INT8",
-  "LLM_INT8",
   "RECIPES",
-  "SWITCHBACK",
-  "SWITCHBACK_E4M3_WGRAD",
-  "SWITCHBACK_FP8_WGRAD",
-  "SWITCHBACK_M",
-  "SWITCHBACK_Q",
   "Kernel",
   "LayerScale",
   "Norm",
@@ -47,6 +26,7 @@ __all__ = [
   "NormMLP",
   "Quantized",
   "Recipe",
+  "RecipeRules",
   "Spec",
   "SwitchBackDense",
   "SwitchBackLinear",

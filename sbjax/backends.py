@@ -17,12 +17,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from sbjax import rows
+from sbjax import rows, shards
+from sbjax.device import compute_capability, target
 from sbjax.formats import INT8
 from sbjax.matmul import scaled_matmul
-from sbjax.pallas import shards
-from sbjax.pallas.chip import compute_capability, target
-from sbjax.pallas.partition import is_explicit
+from sbjax.partition import is_explicit
 from sbjax.quantize import Quantized, Spec, quantize
 
 _log = logging.getLogger("sbjax")
@@ -101,7 +100,7 @@ def _chosen(device) -> Backend:
       )
     return _XLA
   _log.debug("sbjax: backend %r on %s", usable[0], device.device_kind)
-  return _guarded(_kernels(usable[0]), device.device_kind, has_fp8=capability >= 89)
+  return _guarded(_kernels(usable[0]), device.device_kind, has_fp8=(capability or 0) >= 89)
 
 
 def _guarded(kernels: Backend, chip: str, has_fp8: bool) -> Backend:
@@ -131,7 +130,7 @@ def _guarded(kernels: Backend, chip: str, has_fp8: bool) -> Backend:
 
   @functools.partial(jax.jit, static_argnums=(2, 3))
   def multiply(lhs, rhs, out_dtype, out_sharding=None, *, bias=None, addend=None):
-    (m, k), n = lhs.values.shape, rhs.values.shape[0]
+    k, n = lhs.values.shape[1], rhs.values.shape[0]
     options = dict(out_dtype=out_dtype, out_sharding=out_sharding, bias=bias, addend=addend)
     run = functools.partial(_XLA.scaled_matmul, **options)
     is_int8 = lhs.values.dtype == INT8
@@ -140,14 +139,6 @@ def _guarded(kernels: Backend, chip: str, has_fp8: bool) -> Backend:
       if is_int8:
         warn_of_inexact_int8()
       return run(lhs, rhs)
-    is_exact = f"{_TRITON_GEMM}=false" in os.environ.get("XLA_FLAGS", "").split()
-    if is_int8 and kernels.name == "mosaic" and is_exact and not is_explicit():
-      from sbjax.pallas.scaled_matmul_sm90 import is_slower_than_xla
-
-      # Of a product that is split over devices these are the sizes of the whole.
-      if is_slower_than_xla(m, n, k, chip):
-        _log.debug("sbjax: %s x %s x %s goes to XLA, which is faster", m, n, k)
-        return run(lhs, rhs)
     return choose(functools.partial(kernels.scaled_matmul, **options), run, lhs, rhs)
 
   operations = {name: guarded(name) for name in (*_QUANTIZERS, *_ROWS)}
@@ -192,7 +183,9 @@ def _kernels(name: str) -> Backend:
 
 def _on_shards(name: str, product, quantizers, by_rows: dict[str, Callable]) -> Backend:
   """A backend of two modules' kernels, and of those for the operations of sbjax.rows."""
-  operations = {form: functools.partial(shards.quantize, quantizers, form) for form in _QUANTIZERS}
+  operations: dict[str, Callable] = {
+    form: functools.partial(shards.quantize, quantizers, form) for form in _QUANTIZERS
+  }
   operations |= {n: _row_operation(kernel, name, n) for n, kernel in by_rows.items()}
   operations["quantize_sum"] = _quantize_sum(by_rows["quantize_sum"], operations["quantize"])
   multiply = functools.partial(shards.scaled_matmul, product)
@@ -230,9 +223,9 @@ def _rows_lack(name: str, args) -> str | None:
   """Which rows the kernel of that operation takes, if these are not such; else None."""
   if name not in _ROWS or name == "quantize_sum":
     return None
-  m, width = jax.tree.leaves(args)[0].shape
-  has_one_scale = any(isinstance(a, Quantized) and len(a.scale) != m for a in args)
-  if has_one_scale or any(spec.scaling != "rowwise" for spec in _specs(args)):
+  width = jax.tree.leaves(args)[0].shape[1]
+  specs = [*_specs(args), *(a.spec for a in args if isinstance(a, Quantized))]
+  if not all(spec.is_rowwise for spec in specs):
     return "for a scale a row, not one for all rows"
   if width > rows.MAX_ROW:
     return f"for rows of at most {rows.MAX_ROW:,}, which stay in registers, not {width:,}"

@@ -1,5 +1,7 @@
 """The 8-bit formats: what they can hold and what sums of their products are kept in."""
 
+import contextlib
+
 import jax.numpy as jnp
 
 INT8 = jnp.dtype(jnp.int8)
@@ -12,10 +14,13 @@ _MAX_VALUE = {INT8: 127.0, E4M3: 448.0, E5M2: 57344.0}
 
 def max_value(dtype) -> float:
   """The largest magnitude a quantized value takes: 127, 448 or 57344."""
-  dtype = jnp.dtype(dtype)
+  with contextlib.suppress(TypeError):  # What is no dtype at all is named as it is.
+    dtype = jnp.dtype(dtype)
   if dtype not in _MAX_VALUE:
     known = ", ".join(d.name for d in _MAX_VALUE)
-    raise ValueError(f"{dtype.name!r} is not an 8-bit format sbjax knows: {known}.")
+    raise ValueError(
+      f"{getattr(dtype, 'name', dtype)!r} is not an 8-bit format sbjax knows: {known}."
+    )
   return _MAX_VALUE[dtype]
 
 

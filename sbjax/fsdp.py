@@ -114,7 +114,7 @@ def _gather_kernel(how, recipe, backend, w):
     return quantize_kernel(w, recipe, backend=backend)
   (_, fwd), (_, dgrad) = recipe.fwd, recipe.dgrad
   values = _quantize_shards(w, dgrad, axis_name, contracted=1)
-  if fwd == dgrad and fwd.scaling != "rowwise":
+  if fwd == dgrad and not fwd.is_rowwise:
     transposed = None  # The layer makes it of `values`, again for a backward pass that repeats it.
   else:
     transposed = _quantize_shards(w, fwd, axis_name, contracted=0)
@@ -142,13 +142,14 @@ def _quantize_shards(w, spec: Spec, axis_name, contracted: int) -> Quantized:
   """
   x = w if contracted else w.T
   absmax = largest(x, spec)
-  if spec.scaling != "rowwise" or contracted == 0:
+  if not spec.is_rowwise or contracted == 0:
     absmax = jax.lax.pmax(absmax, axis_name)
-  values, scale = round_to(x, absmax, spec)
-  if spec.scaling == "rowwise" and contracted == 1:
+  rounded = round_to(x, absmax, spec)
+  values, scale = rounded.values, rounded.scale
+  if spec.is_rowwise and contracted == 1:
     scale = _all_gather(scale, axis_name, 0)
   values = _all_gather(values if contracted else values.T, axis_name, 0)
-  return Quantized(values if contracted else values.T, scale)
+  return Quantized(values if contracted else values.T, scale, spec)
 
 
 def _all_gather(x, axis_name, axis):

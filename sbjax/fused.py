@@ -8,6 +8,7 @@ pass, by the operation that reads its input anyway.
 """
 
 import functools
+from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -15,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from sbjax import linear
 from sbjax.backends import get_backend
 from sbjax.linear import Kernel
-from sbjax.pallas.partition import vary_alike
+from sbjax.partition import vary_alike
 from sbjax.quantize import Quantized
 from sbjax.quantized_dot import (
   DOT_NAME,
@@ -64,8 +65,9 @@ def norm_dot(
   columns = linear.master(w).shape[1]
   if parts is not None and (parts < 1 or columns % parts):
     raise ValueError(f"{parts=} must divide the {columns} columns of w.")
-  operands = vary_alike(as_rows(x), norm, w, bias)
-  x_rows, ys = _norm_dot(recipe, backend, parts or 1, *operands)
+  x_rows, norm, w, bias = vary_alike(as_rows(x), norm, w, bias)
+  results: Any = _norm_dot(recipe, backend, parts or 1, x_rows, norm, w, bias)
+  x_rows, ys = results
   ys = tuple(named_dot(y, x) for y in ys)
   return from_rows(x_rows, x), ys if parts else ys[0]
 
@@ -77,7 +79,7 @@ def norm_mlp(
   b1: jax.Array | None,
   w2: jax.Array | Kernel,
   b2: jax.Array | None,
-  recipe: Recipe | str,
+  recipe: Recipe | str | tuple[Recipe | str, Recipe | str],
   *,
   backend: str | None = None,
   add_input: bool = False,
@@ -87,21 +89,26 @@ def norm_mlp(
   With `add_input` their sum instead, which is a residual block [..., K]: x is added in the second
   product's epilogue.
 
+  recipe: one for both linear layers, or a pair: that of w1, that of w2.
+
   GELU is the exact one. What is kept for the backward pass is x and what goes into GELU [..., H]:
-  the latter in x's dtype, or in 8 bits with a recipe whose residuals are "quantized". For the rest
+  the latter in x's dtype, or in 8 bits if the recipe of w2 has residuals="quantized". For the rest
   see `norm_dot`.
   """
-  recipe = as_recipe(recipe)
-  warn_where_inexact(recipe, backend)
+  pair = recipe if isinstance(recipe, tuple) else (recipe, recipe)
+  recipes = first, second = tuple(as_recipe(one) for one in pair)
+  for one in recipes:
+    warn_where_inexact(one, backend)
   _check_norm(x, norm)
-  w1 = prepared("w1", w1, x.shape, recipe, backend)
-  w2 = prepared("w2", w2, (*x.shape[:-1], linear.master(w1).shape[1]), recipe, backend)
+  w1 = prepared("w1", w1, x.shape, first, backend)
+  w2 = prepared("w2", w2, (*x.shape[:-1], linear.master(w1).shape[1]), second, backend)
   check_bias("b1", b1, w1)
   check_bias("b2", b2, w2)
   if add_input and linear.master(w2).shape[1] != x.shape[-1]:
     raise ValueError(f"add_input needs w2 [H, {x.shape[-1]}], not {linear.master(w2).shape}.")
-  operands = vary_alike(as_rows(x), norm, w1, b1, w2, b2)
-  x_rows, y = _norm_mlp(recipe, backend, add_input, *operands)
+  x_rows, norm, w1, b1, w2, b2 = vary_alike(as_rows(x), norm, w1, b1, w2, b2)
+  results: Any = _norm_mlp(recipes, backend, add_input, x_rows, norm, w1, b1, w2, b2)
+  x_rows, y = results
   return named_dot(y, x) if add_input else (from_rows(x_rows, x), named_dot(y, x))
 
 
@@ -126,7 +133,7 @@ def _norm_dot_fwd(recipe, backend, parts, x, norm, w, bias):
   ops = get_backend(backend)
   n = ops.norm_quantize(x, norm, _spec(recipe.fwd))
   columns = linear.columns(ops, recipe, w, bias, parts)
-  ys = tuple(linear.forward(ops, recipe, n, *some, x.dtype) for some in columns)
+  ys = tuple(linear.forward(ops, recipe, n, w, bias, x.dtype) for w, bias in columns)
   return (x, ys), (x, norm, linear.kept(w), bias)
 
 
@@ -138,45 +145,47 @@ def _norm_dot_bwd(recipe, backend, parts, residuals, gradients):
   dn = linear.dgrad(ops, recipe, dy_q, w, dy.dtype, jax.typeof(x).sharding)
   dx, d_norm, n = ops.norm_backward(x, norm, dn, dx)
   dw = linear.wgrad(ops, recipe, n, dy, w)
-  return dx, jax.tree.map(linear.like, norm, d_norm), linear.cotangent(w, dw), d_bias
+  d_norm = jax.tree.map(linear.like, norm, d_norm)
+  return linear.gradients((dx, d_norm, linear.cotangent(w, dw), d_bias), recipe)
 
 
 _norm_dot.defvjp(_norm_dot_fwd, _norm_dot_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _norm_mlp(recipe, backend, add_input, x, norm, w1, b1, w2, b2):
-  return _norm_mlp_fwd(recipe, backend, add_input, x, norm, w1, b1, w2, b2)[0]
+def _norm_mlp(recipes, backend, add_input, x, norm, w1, b1, w2, b2):
+  return _norm_mlp_fwd(recipes, backend, add_input, x, norm, w1, b1, w2, b2)[0]
 
 
-def _norm_mlp_fwd(recipe, backend, add_input, x, norm, w1, b1, w2, b2):
+def _norm_mlp_fwd(recipes, backend, add_input, x, norm, w1, b1, w2, b2):
   ops = get_backend(backend)
-  spec = _spec(recipe.fwd)
-  n = ops.norm_quantize(x, norm, spec)
-  h = checkpoint_name(linear.forward(ops, recipe, n, w1, b1, x.dtype), DOT_NAME)
-  g, h = ops.gelu_quantize(h, spec, spec if recipe.residuals == "quantized" else None)
-  y = linear.forward(ops, recipe, g, w2, b2, x.dtype, x if add_input else None)
+  first, second = recipes
+  n = ops.norm_quantize(x, norm, _spec(first.fwd))
+  h = checkpoint_name(linear.forward(ops, first, n, w1, b1, x.dtype), DOT_NAME)
+  spec = _spec(second.fwd)
+  g, h = ops.gelu_quantize(h, spec, spec if second.residuals == "quantized" else None)
+  y = linear.forward(ops, second, g, w2, b2, x.dtype, x if add_input else None)
   h = checkpoint_name(h, RESIDUAL_NAME) if isinstance(h, Quantized) else h
   results = (None if add_input else x), y
   return results, (x, norm, h, linear.kept(w1), b1, linear.kept(w2), b2)
 
 
-def _norm_mlp_bwd(recipe, backend, add_input, residuals, gradients):
-  ops = get_backend(backend)
+def _norm_mlp_bwd(recipes, backend, add_input, residuals, gradients):
+  ops, (first, second) = get_backend(backend), recipes
   x, norm, h, w1, b1, w2, b2 = residuals
   dx, dy = gradients
   dx = linear.like(x, dy) if add_input else dx
   h_sharding = jax.typeof(jax.tree.leaves(h)[0]).sharding
-  dy, dy_q, db2 = linear.gradient(ops, recipe, (dy,), b2)
-  dg = linear.dgrad(ops, recipe, dy_q, w2, dy.dtype, h_sharding)
-  dh, dh_q, db1, g = ops.gelu_backward(h, dg, _spec(recipe.dgrad))
-  dw2 = linear.wgrad(ops, recipe, g, dy, w2)
-  dn = linear.dgrad(ops, recipe, dh if dh_q is None else dh_q, w1, dy.dtype, jax.typeof(x).sharding)
+  dy, dy_q, db2 = linear.gradient(ops, second, (dy,), b2)
+  dg = linear.dgrad(ops, second, dy_q, w2, dy.dtype, h_sharding)
+  dh, dh_q, db1, g = ops.gelu_backward(h, dg, _spec(first.dgrad))
+  dw2 = linear.wgrad(ops, second, g, dy, w2)
+  dn = linear.dgrad(ops, first, dh if dh_q is None else dh_q, w1, dy.dtype, jax.typeof(x).sharding)
   dx, d_norm, n = ops.norm_backward(x, norm, dn, dx)
-  dw1 = linear.wgrad(ops, recipe, n, dh, w1)
+  dw1 = linear.wgrad(ops, first, n, dh, w1)
   dw1, dw2 = linear.cotangent(w1, dw1), linear.cotangent(w2, dw2)
   d_norm, db1 = jax.tree.map(linear.like, (norm, b1), (d_norm, None if b1 is None else db1))
-  return dx, d_norm, dw1, db1, dw2, db2
+  return linear.gradients((dx, d_norm, dw1, db1, dw2, db2), *recipes)
 
 
 _norm_mlp.defvjp(_norm_mlp_fwd, _norm_mlp_bwd)

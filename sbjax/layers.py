@@ -12,7 +12,6 @@ from flax.linen.dtypes import canonicalize_dtype
 
 from sbjax.fused import norm_dot, norm_mlp
 from sbjax.linear import Kernel, master
-from sbjax.quantize import Quantized
 from sbjax.quantized_dot import check_floating, quantized_dot
 from sbjax.recipes import SWITCHBACK, Recipe, as_recipe
 from sbjax.rows import Norm
@@ -30,7 +29,6 @@ _REPLACED = (
 class SwitchBackDense(nn.Dense):
   """`nn.Dense` whose matmuls follow `recipe`: x [..., K] -> [..., features].
 
-  x may be Quantized, as for `quantized_dot`.
   The arguments are those of `nn.Dense`; dtype is the compute and output dtype (None: what the
   input and the parameters promote to). The kernel is quantized in the dtype it is kept in, and
   its gradient comes from the float32 accumulator: neither passes through the compute dtype.
@@ -43,9 +41,9 @@ class SwitchBackDense(nn.Dense):
   recipe: Recipe | str = SWITCHBACK
   backend: str | None = None
 
-  def __call__(self, inputs: jax.Array | Quantized) -> jax.Array:
-    values = inputs.values if isinstance(inputs, Quantized) else inputs
-    return _linear(self, inputs, *self.parameters(values.shape[-1]))
+  def __call__(self, inputs: jax.Array) -> jax.Array:
+    check_floating("x", inputs)
+    return _linear(self, inputs, *self.parameters(inputs.shape[-1]))
 
   @nn.compact
   def parameters(self, width: int) -> tuple[jax.Array | Kernel, jax.Array | None]:
@@ -86,8 +84,9 @@ class SwitchBackLinear(nnx.Linear):
     self.recipe = as_recipe(recipe)
     self.backend = backend
 
-  def __call__(self, inputs: jax.Array | Quantized, out_sharding=None) -> jax.Array:
-    bias = self.bias[...] if self.use_bias else None
+  def __call__(self, inputs: jax.Array, out_sharding=None) -> jax.Array:
+    check_floating("x", inputs)
+    bias = None if self.bias is None else self.bias[...]
     y = _linear(self, inputs, self.kernel[...], bias)
     return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
 
@@ -98,13 +97,8 @@ def _check_not_replaced(names) -> None:
 
 
 def _linear(layer, x, kernel, bias):
-  options = {"bias": bias, "backend": layer.backend}
-  if isinstance(x, Quantized):
-    options["dtype"] = canonicalize_dtype(master(kernel), bias, dtype=layer.dtype)
-  else:
-    check_floating("x", x)
-    x = x.astype(canonicalize_dtype(x, master(kernel), bias, dtype=layer.dtype))
-  return quantized_dot(x, kernel, layer.recipe, **options)
+  x = x.astype(canonicalize_dtype(x, master(kernel), bias, dtype=layer.dtype))
+  return quantized_dot(x, kernel, layer.recipe, bias=bias, backend=layer.backend)
 
 
 def _along_last(vector, ndim):
@@ -145,7 +139,8 @@ class NormDense(nn.Module):
     norm = LayerNorm(name="norm")(width)
     dense = SwitchBackDense(self.features, use_bias=self.use_bias, name="dense")
     kernel, bias = dense.parameters(width)
-    return norm_dot(x, norm, kernel, self.recipe, bias=bias, backend=self.backend)
+    x, y = norm_dot(x, norm, kernel, self.recipe, bias=bias, backend=self.backend, parts=1)
+    return x, y[0]
 
 
 class NormMLP(nn.Module):

@@ -12,7 +12,7 @@ from jax.sharding import reshard
 
 from sbjax.backends import Backend, get_backend
 from sbjax.matmul import full_dot
-from sbjax.pallas.partition import is_explicit
+from sbjax.partition import is_explicit
 from sbjax.quantize import Quantized
 from sbjax.recipes import Recipe, as_recipe
 from sbjax.token_sum import token_sum
@@ -41,7 +41,7 @@ def quantize_kernel(
     return w
   ops, constant = get_backend(backend), jax.lax.stop_gradient(w)
   fwd, dgrad = (pair and pair[1] for pair in (recipe.fwd, recipe.dgrad))
-  if fwd == dgrad and fwd.scaling != "rowwise":
+  if fwd is not None and fwd == dgrad and not fwd.is_rowwise:
     straight, turned = ops.quantize_both(constant, fwd)
     return Kernel(w, turned, straight)
   turned = None if fwd is None else ops.quantize_transposed(constant, fwd)
@@ -71,12 +71,18 @@ def columns(ops: Backend, recipe: Recipe, w, bias, parts: int) -> list[tuple]:
   if recipe.fwd is None:
     kernels = [master(w)[:, cut] for cut in cuts]
   else:
-    values, scale = w.fwd
-    scales = [scale if len(scale) == 1 else scale[cut] for cut in cuts]
-    kernels = [w._replace(fwd=Quantized(values[c], s)) for c, s in zip(cuts, scales, strict=True)]
+    kernels = [_columns_of(w, cut) for cut in cuts]
   return [
     (kernel, None if bias is None else bias[cut]) for kernel, cut in zip(kernels, cuts, strict=True)
   ]
+
+
+def _columns_of(w: Kernel, columns: slice) -> Kernel:
+  """w with those columns of what the forward pass takes."""
+  q = w.fwd
+  assert q is not None  # The forward pass is quantized.
+  scale = q.scale[columns] if q.spec.is_rowwise else q.scale
+  return w._replace(fwd=Quantized(q.values[columns], scale, q.spec))
 
 
 def kept(w):
@@ -93,12 +99,7 @@ def gradient(ops: Backend, recipe: Recipe, dys, bias):
     dy, dy_q, summed = ops.quantize_sum(dys, recipe.dgrad[0])
     return dy, dy_q, like(bias, summed)
   dy = jnp.concatenate(dys, axis=1)
-  return dy, dy, bias_gradient(dy, bias)
-
-
-def bias_gradient(dy, bias):
-  """The gradient of bias [N] or None: the sum of dy [M, N] in float32."""
-  return None if bias is None else like(bias, jnp.sum(dy.astype(jnp.float32), axis=0))
+  return dy, dy, None if bias is None else like(bias, jnp.sum(dy.astype(jnp.float32), axis=0))
 
 
 def like(array, gradient):
@@ -123,16 +124,32 @@ def dgrad(ops: Backend, recipe: Recipe, dy, w, dtype, out_sharding):
 
 def wgrad(ops: Backend, recipe: Recipe, x, dy, w):
   """`x.T @ dy` [K, N] in the dtype of w, which is what was `kept` of it."""
-  has_values = isinstance(w, Kernel) and w.dgrad is not None
-  dtype = master(w).dtype
-  sharding = jax.typeof(w.dgrad.values if has_values else master(w)).sharding
+  values = w.dgrad.values if isinstance(w, Kernel) and w.dgrad is not None else master(w)
+  dtype, sharding = master(w).dtype, jax.typeof(values).sharding
   if recipe.wgrad is None:
     return token_sum(x, dy, dtype, sharding)
-  if callable(recipe.wgrad):
-    return split_as(sharding, recipe.wgrad(x, dy).astype(dtype))
   x_spec, dy_spec = recipe.wgrad
   x_q, dy_q = ops.quantize_transposed(x, x_spec), ops.quantize_transposed(dy, dy_spec)
   return ops.scaled_matmul(x_q, dy_q, dtype, sharding)
+
+
+def gradients(arrays, *recipes: Recipe):
+  """What a backward pass returns; an error where that is differentiated once more."""
+  rounds = any(recipe.fwd or recipe.dgrad or recipe.wgrad for recipe in recipes)
+  return _differentiated_once(arrays) if rounds else arrays
+
+
+@jax.custom_jvp
+def _differentiated_once(arrays):
+  return arrays
+
+
+@_differentiated_once.defjvp
+def _differentiated_twice(primals, tangents):
+  raise NotImplementedError(
+    "Gradients of gradients are not defined for a recipe that rounds: rounding has no second"
+    " derivative. Take recipe 'full' for what is differentiated twice."
+  )
 
 
 def master(w):

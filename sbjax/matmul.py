@@ -34,7 +34,7 @@ def scaled_matmul(
       another shape or dtype than the result's.
   """
   check_operands(lhs.values, rhs.values)
-  check_addend(addend, (len(lhs.values), len(rhs.values)), out_dtype)
+  check_addend(addend, (lhs.values.shape[0], rhs.values.shape[0]), out_dtype)
   total = jax.lax.dot_general(
     lhs.values,
     rhs.values,
@@ -77,7 +77,8 @@ def check_addend(addend: jax.Array | None, shape: tuple[int, ...], dtype) -> Non
 
 def nothing(shape, dtype, bias, addend) -> jax.Array:
   """What `scaled_matmul` makes of no products."""
-  return apply_scales(jnp.zeros(shape), *[jnp.ones((1, 1))] * 2, dtype, bias, addend)
+  one = jnp.ones((1, 1))
+  return apply_scales(jnp.zeros(shape), one, one, dtype, bias, addend)
 
 
 def full_dot(lhs, rhs, contracting, out_dtype, out_sharding=None) -> jax.Array:

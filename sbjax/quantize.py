@@ -8,40 +8,62 @@ These functions are the definition; whatever computes faster must give the same 
 """
 
 import dataclasses
-from typing import Literal, NamedTuple
+import functools
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from sbjax.formats import INT8, max_value
 
 SCALINGS = ("rowwise", "tensorwise", "static")
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Spec:
-  """How one operand of one matmul is quantized; static, where a function is traced."""
+  """How one operand of one matmul is quantized; static where a function is traced.
 
-  dtype: jnp.dtype  # INT8, E4M3 or E5M2
+  Raises:
+    ValueError: not one of the formats, or an unknown scaling.
+  """
+
+  dtype: jnp.dtype  # INT8, E4M3 or E5M2; `jnp.int8` and the like are made one of these.
   scaling: Literal["rowwise", "tensorwise", "static"]
 
+  def __post_init__(self):
+    max_value(self.dtype)
+    object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
+    if self.scaling not in SCALINGS:
+      raise ValueError(f"Unknown scaling {self.scaling!r}; known: {', '.join(SCALINGS)}.")
 
-class Quantized(NamedTuple):
+  @property
+  def is_rowwise(self) -> bool:
+    return self.scaling == "rowwise"
+
+
+@functools.partial(
+  jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["spec"]
+)
+@dataclasses.dataclass(frozen=True)
+class Quantized:
   """An operand in 8 bits; `scale` always multiplies to dequantize."""
 
-  values: jax.Array  # [rows, K] int8, float8_e4m3fn or float8_e5m2
-  scale: jax.Array  # [rows, 1] or [1, 1] float32
+  values: jax.Array  # [rows, K] of spec.dtype
+  scale: jax.Array  # float32 [rows, 1] if spec is rowwise, else [1, 1]
+  spec: Spec
 
   @property
   def T(self) -> "Quantized":
     """The transpose, which exists when one scale serves the whole operand."""
-    if self.scale.size != 1:
+    if self.spec.is_rowwise:
       raise ValueError(
         f"The transpose of a rowwise operand (scale {self.scale.shape}) has no row scales;"
         " quantize the transpose instead, or use 'tensorwise'."
       )
-    return Quantized(self.values.T, self.scale)
+    return Quantized(self.values.T, self.scale, self.spec)
 
 
 def quantize(x: jax.Array, spec: Spec) -> Quantized:
@@ -56,9 +78,9 @@ def quantize(x: jax.Array, spec: Spec) -> Quantized:
     spec: the format and what shares a scale.
 
   Raises:
-    ValueError: x is not floating point or not 2-d, or the spec names no known format or scaling.
+    ValueError: x is not floating point or not 2-d.
   """
-  check_quantizable(x, spec)
+  check_quantizable(x)
   return round_to(x, largest(x, spec), spec)
 
 
@@ -67,7 +89,7 @@ def largest(x: jax.Array, spec: Spec) -> jax.Array:
   x = x.astype(jnp.float32)
   # XLA's maximum on a CPU drops NaN from more than 4096 elements, but not infinity.
   magnitude = jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x))
-  axis = 1 if spec.scaling == "rowwise" else (0, 1)
+  axis = 1 if spec.is_rowwise else (0, 1)
   return jnp.max(magnitude, axis=axis, keepdims=True, initial=0.0)
 
 
@@ -78,14 +100,11 @@ def round_to(x: jax.Array, absmax: jax.Array, spec: Spec) -> Quantized:
   values = jnp.clip(x.astype(jnp.float32) * factor, -limit, limit)  # Beyond its range e4m3 has NaN.
   if spec.dtype == INT8:
     values = jnp.round(values)
-  return Quantized(values.astype(spec.dtype), scale)
+  return Quantized(values.astype(spec.dtype), scale, spec)
 
 
-def check_quantizable(x: jax.Array, spec: Spec) -> None:
+def check_quantizable(x: jax.Array) -> None:
   """Raises the ValueErrors of `quantize`."""
-  max_value(spec.dtype)
-  if spec.scaling not in SCALINGS:
-    raise ValueError(f"Unknown scaling {spec.scaling!r}; known: {', '.join(SCALINGS)}.")
   if not jnp.issubdtype(x.dtype, jnp.floating):
     raise ValueError(f"quantize takes floating-point x, not {x.dtype.name}.")
   if x.ndim != 2:
@@ -103,8 +122,9 @@ def factor_and_scale(absmax: jax.Array, spec: Spec) -> tuple[jax.Array, jax.Arra
     factor, scale = jnp.ones_like(absmax), 1.0 + 0.0 * absmax
   else:
     limit = max_value(spec.dtype)
-    # The bound keeps the factor finite for zeros and for magnitudes near underflow.
-    factor = jnp.minimum(limit / absmax, jnp.finfo(jnp.float32).max)
+    # Zeros, and magnitudes near underflow, would overflow the factor: it is bounded before.
+    too_small = absmax < limit / _LARGEST
+    factor = jnp.where(too_small, _LARGEST, limit / jnp.where(too_small, 1.0, absmax))
     scale = absmax * (1.0 / limit)  # A product: XLA replaces a division by one when it likes.
   return factor, jnp.where(jnp.isfinite(absmax), scale, jnp.nan)
 

@@ -5,9 +5,9 @@ layer, each with its own quantization (Wortsman et al. 2023, https://arxiv.org/a
 Algorithm 1 and its variants).
 """
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from sbjax.backends import get_backend, warn_of_inexact_int8
 from sbjax.formats import INT8
 from sbjax.linear import Kernel
 from sbjax.matmul import check_addend
-from sbjax.pallas.partition import is_explicit, vary_alike
+from sbjax.partition import is_explicit, vary_alike
 from sbjax.quantize import Quantized, dequantize
 from sbjax.recipes import Recipe, as_recipe
 
@@ -29,14 +29,13 @@ RESIDUAL_NAME = "sbjax_residual"
 
 
 def quantized_dot(
-  x: jax.Array | Quantized,
+  x: jax.Array,
   w: jax.Array | Kernel,
   recipe: Recipe | str,
   *,
   bias: jax.Array | None = None,
   addend: jax.Array | None = None,
   backend: str | None = None,
-  dtype: jnp.dtype | None = None,
 ) -> jax.Array:
   """`x @ w + bias + addend` for x [..., K], w [K, N] and bias [N]: [..., N] in x's dtype.
 
@@ -48,40 +47,26 @@ def quantized_dot(
   one scale for all of x, and the scales of a weight gradient in 8 bits.
 
   Args:
-    x: an array, or [rows, K] in the 8 bits that the recipe's forward takes: a constant then, that
-      is multiplied as it is; dw sees it dequantized. (Layers that are quantized where they are made
-      and differentiable: `norm_dot`, `norm_mlp`.)
     w: an array, or what `quantize_kernel` made of one for the same recipe.
     recipe: a `Recipe` or the name of one in RECIPES.
     addend: [..., N] in x's dtype, what a residual connection adds.
     backend: "xla", ...; None chooses.
-    dtype: the result's, where x is Quantized and has none.
 
   Raises:
-    ValueError: integer or complex operands, sizes that do not match, an unknown recipe or backend;
-      a Quantized that is not what the recipe takes, or that depends on what is differentiated.
+    TypeError: a Quantized operand.
+    ValueError: integer or complex operands, sizes that do not match, an unknown recipe or backend.
     NotImplementedError: the named backend cannot compute this.
   """
   recipe = as_recipe(recipe)
   warn_where_inexact(recipe, backend)
-  is_quantized = isinstance(x, Quantized)
-  values = x.values if is_quantized else x
-  if is_quantized:
-    _check_quantized(x, recipe, dtype)
-    x = Quantized(values, _constant(x.scale))
-  else:
-    check_floating("x", x)
-    if dtype is not None:
-      raise ValueError(f"{dtype=} is for a Quantized x; the product of an array has its dtype.")
-    dtype = x.dtype
-  w = prepared("w", w, values.shape, recipe, backend)
+  check_floating("x", x)
+  w = prepared("w", w, x.shape, recipe, backend)
   check_bias("bias", bias, w)
-  check_addend(addend, (*values.shape[:-1], linear.master(w).shape[1]), dtype)
+  check_addend(addend, (*x.shape[:-1], linear.master(w).shape[1]), x.dtype)
   addend = None if addend is None else as_rows(addend)
   added = None if addend is None else jax.typeof(addend).sharding
-  x, w, bias, addend = vary_alike(x, w, bias, addend)
-  dot, x = (_constant_dot, x) if is_quantized else (_dot, as_rows(x))
-  return named_dot(dot(recipe, backend, jnp.dtype(dtype), added, x, w, bias, addend), values)
+  operands = vary_alike(as_rows(x), w, bias, addend)
+  return named_dot(_dot(recipe, backend, x.dtype, added, *operands), x)
 
 
 def as_rows(x: jax.Array) -> jax.Array:
@@ -150,7 +135,7 @@ def prepared(name: str, w, x_shape, recipe: Recipe, backend: str | None):
 def _with_transpose(kernel: Kernel, recipe: Recipe) -> Kernel:
   """The kernel with what `fwd` multiplies by, where that is the transpose of what dgrad does."""
   shares = recipe.fwd and recipe.dgrad and recipe.fwd[1] == recipe.dgrad[1]
-  if not shares or kernel.fwd is not None or kernel.dgrad is None or kernel.dgrad.scale.size != 1:
+  if not shares or kernel.fwd is not None or kernel.dgrad is None or kernel.dgrad.spec.is_rowwise:
     return kernel
   return kernel._replace(fwd=kernel.dgrad.T)
 
@@ -158,9 +143,7 @@ def _with_transpose(kernel: Kernel, recipe: Recipe) -> Kernel:
 def _check_made_for(name: str, kernel: Kernel, recipe: Recipe) -> None:
   for matmul in ("fwd", "dgrad"):
     pair, found = getattr(recipe, matmul), getattr(kernel, matmul)
-    specs = None if pair is None else (pair[1].dtype, pair[1].scaling == "rowwise")
-    here = None if found is None else (found.values.dtype, found.scale.shape[0] > 1)
-    if specs != here:
+    if (pair and pair[1]) != (found and found.spec):
       raise ValueError(
         f"{name} was quantized for another recipe: its {matmul} is not what {recipe} takes."
         " Use quantize_kernel with the same recipe."
@@ -176,36 +159,14 @@ def check_bias(name: str, bias, w) -> None:
     raise ValueError(f"{name} must be {linear.master(w).shape[1:]}, not {bias.shape}.")
 
 
-def _check_quantized(x: Quantized, recipe: Recipe, dtype) -> None:
-  if recipe.fwd is None:
-    raise ValueError("A Quantized x needs a recipe that quantizes the forward pass: this leaves x.")
-  if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-    raise ValueError(f"{dtype=} must be floating point: a Quantized x does not say what y is.")
-  spec, values = recipe.fwd[0], x.values
-  scales = (len(values), 1) if spec.scaling == "rowwise" else (1, 1)
-  if values.ndim != 2 or values.dtype != spec.dtype or x.scale.shape != scales:
-    raise ValueError(
-      f"x {values.dtype.name} {values.shape} with scale {x.scale.shape} is not what the recipe"
-      f" takes: [rows, K] as {spec}."
-    )
-
-
-@jax.custom_jvp
-def _constant(scale: jax.Array) -> jax.Array:
-  """The scale; an error where a gradient would end in it unseen."""
-  return scale
-
-
-@_constant.defjvp
-def _constant_jvp(primals, tangents):
-  raise ValueError(
-    "x is Quantized and depends on what is differentiated: no gradient goes through 8 bits. Give"
-    " the array instead, use norm_dot or norm_mlp, or say that it is a constant with"
-    " jax.lax.stop_gradient."
-  )
-
-
 def check_floating(name: str, operand: jax.Array) -> None:
+  if isinstance(operand, Quantized):
+    raise TypeError(
+      f"{name} is Quantized, but the recipe decides how {name} is quantized: pass the array, or"
+      f" dequantize({name})."
+    )
+  if not hasattr(operand, "dtype"):
+    raise TypeError(f"{name} must be an array, not a {type(operand).__name__}.")
   if not jnp.issubdtype(operand.dtype, jnp.floating):
     raise ValueError(f"{name} must be floating point, not {operand.dtype.name}.")
 
@@ -234,33 +195,13 @@ def _dot_bwd(recipe, backend, dtype, added, residuals, dy):
   dy, dy_q, d_bias = linear.gradient(ops, recipe, (dy,), bias)
   dx = linear.dgrad(ops, recipe, dy_q, w, dtype, x_sharding)
   dw = linear.wgrad(ops, recipe, x, dy, w)
-  return dx, linear.cotangent(w, dw), d_bias, d_addend
+  return linear.gradients((dx, linear.cotangent(w, dw), d_bias, d_addend), recipe)
 
 
 _dot.defvjp(_dot_fwd, _dot_bwd)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _constant_dot(recipe, backend, dtype, added, x, w, bias, addend):
-  return _constant_dot_fwd(recipe, backend, dtype, added, x, w, bias, addend)[0]
-
-
-def _constant_dot_fwd(recipe, backend, dtype, added, x, w, bias, addend):
-  y = linear.forward(get_backend(backend), recipe, x, w, bias, dtype, addend)
-  return y, (x, linear.kept(w), bias)
-
-
-def _constant_dot_bwd(recipe, backend, dtype, added, residuals, dy):
-  x, w, bias = residuals
-  dw = linear.wgrad(get_backend(backend), recipe, dequantize(x, dtype), dy, w)
-  d_addend = None if added is None else linear.split_as(added, dy)
-  return None, linear.cotangent(w, dw), linear.bias_gradient(dy, bias), d_addend
-
-
-_constant_dot.defvjp(_constant_dot_fwd, _constant_dot_bwd)
-
-
-def quantized_dot_general(recipe: Recipe | str, *, backend: str | None = None) -> Callable:
+def quantized_dot_general(recipe: Recipe | str, *, backend: str | None = None) -> "DotGeneral":
   """A `dot_general=` for Flax layers: `nn.Dense(features, dot_general=quantized_dot_general(r))`.
 
   Serves linen's Dense, DenseGeneral and MultiHeadDotProductAttention (`qkv_dot_general`,
@@ -269,11 +210,30 @@ def quantized_dot_general(recipe: Recipe | str, *, backend: str | None = None) -
   their kernel to the compute dtype before they multiply; SwitchBackDense and SwitchBackLinear
   do not, and get the weight gradient in float32.
   """
-  recipe = as_recipe(recipe)
-  get_backend(backend)  # An error belongs here rather than in a layer.
+  return DotGeneral(as_recipe(recipe), backend)
 
-  def dot_general(
-    lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, out_sharding=None
+
+@dataclasses.dataclass(frozen=True)
+class DotGeneral:
+  """What `quantized_dot_general` gives: a function that is compared, hashed and pickled by value.
+
+  Called as `jax.lax.dot_general`.
+  """
+
+  recipe: Recipe
+  backend: str | None
+
+  def __post_init__(self):
+    get_backend(self.backend)  # An error belongs here rather than in a layer.
+
+  def __call__(
+    self,
+    lhs,
+    rhs,
+    dimension_numbers,
+    precision=None,
+    preferred_element_type=None,
+    out_sharding=None,
   ):
     if precision is not None:
       raise ValueError(
@@ -294,7 +254,7 @@ def quantized_dot_general(recipe: Recipe | str, *, backend: str | None = None) -
     batch = [lhs.shape[a] for a in lhs_b]
     free = [*(lhs.shape[a] for a in lhs_free), *(rhs.shape[a] for a in rhs_free)]
     x, w = _grouped(lhs, lhs_b, lhs_free, lhs_k), _grouped(rhs, rhs_b, rhs_k, rhs_free)
-    dot = functools.partial(quantized_dot, recipe=recipe, backend=backend)
+    dot = functools.partial(quantized_dot, recipe=self.recipe, backend=self.backend)
     for _ in batch:
       dot = jax.vmap(dot)
     y = dot(x, w)
@@ -305,8 +265,6 @@ def quantized_dot_general(recipe: Recipe | str, *, backend: str | None = None) -
     if preferred_element_type is not None:
       y = y.astype(preferred_element_type)
     return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
-
-  return dot_general
 
 
 def _grouped(x: jax.Array, batch, *groups) -> jax.Array:

@@ -10,43 +10,36 @@ A method is a value here, so that one look compares it with the others.
 """
 
 import dataclasses
-from collections.abc import Callable
+import fnmatch
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
-import jax
-import jax.numpy as jnp
-
-from sbjax.formats import E4M3, E5M2, INT8, max_value
-from sbjax.quantize import SCALINGS, Spec
+from sbjax.formats import E4M3, E5M2, INT8
+from sbjax.quantize import Spec
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
   """What is rounded to what; None leaves a matmul in the compute dtype.
 
-  wgrad: or, for what no pair of Specs can say, a function that makes dw [K, N] of x [tokens, K]
-    and dy [tokens, N] (on an explicit mesh it says itself how its products are split). Recipes are
-    equal if they have the same one.
   residuals: what the forward pass keeps for the backward: "full" keeps x and w as they came,
     "quantized" keeps their 8-bit values and scales, so that wgrad sees the dequantized x.
   """
 
   fwd: tuple[Spec, Spec] | None
   dgrad: tuple[Spec, Spec] | None
-  wgrad: tuple[Spec, Spec] | Callable[[jax.Array, jax.Array], jax.Array] | None
+  wgrad: tuple[Spec, Spec] | None
   residuals: Literal["full", "quantized"] = "full"
 
   def __post_init__(self):
     for name in ("fwd", "dgrad", "wgrad"):
-      pair = getattr(self, name)
-      if name != "wgrad" or not callable(pair):
-        _check_pair(name, pair)
+      _check_pair(name, getattr(self, name))
     if self.residuals not in ("full", "quantized"):
       raise ValueError(f"residuals={self.residuals!r} must be 'full' or 'quantized'.")
     if self.residuals == "quantized":
       if self.fwd is None or self.dgrad is None:
         raise ValueError("residuals='quantized' needs a quantized fwd and dgrad to share them.")
-      if self.fwd[1] != self.dgrad[1] or self.fwd[1].scaling == "rowwise":
+      if self.fwd[1] != self.dgrad[1] or self.fwd[1].is_rowwise:
         raise ValueError(
           "residuals='quantized' reuses the forward's w, transposed, in dgrad: both need the same"
           f" 'tensorwise' or 'static' Spec, not fwd={self.fwd[1]} and dgrad={self.dgrad[1]}."
@@ -54,25 +47,18 @@ class Recipe:
 
   def uses(self, dtype) -> bool:
     """Whether any operand is rounded to `dtype`."""
-    pairs = [pair for pair in (self.fwd, self.dgrad, self.wgrad) if isinstance(pair, tuple)]
-    return any(jnp.dtype(spec.dtype) == dtype for pair in pairs for spec in pair)
+    pairs = [pair for pair in (self.fwd, self.dgrad, self.wgrad) if pair is not None]
+    return any(spec.dtype == dtype for pair in pairs for spec in pair)
 
 
 def _check_pair(name: str, pair) -> None:
   if pair is None:
     return
   if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(s, Spec) for s in pair)):
-    also = ", or a function of x and dy" if name == "wgrad" else ""
-    raise ValueError(f"{name}={pair!r} must be None or a pair of Specs: (lhs, rhs){also}.")
-  for spec in pair:
-    max_value(spec.dtype)
-    if spec.scaling not in SCALINGS:
-      raise ValueError(f"{name}: unknown scaling {spec.scaling!r}; known: {', '.join(SCALINGS)}.")
+    raise ValueError(f"{name}={pair!r} must be None or a pair of Specs: (lhs, rhs).")
   lhs, rhs = pair
   if (lhs.dtype == INT8) != (rhs.dtype == INT8):
-    raise ValueError(
-      f"{name}: no matmul takes {jnp.dtype(lhs.dtype).name} with {jnp.dtype(rhs.dtype).name}."
-    )
+    raise ValueError(f"{name}: no matmul takes {lhs.dtype.name} with {rhs.dtype.name}.")
 
 
 int8_row, int8_tensor = Spec(INT8, "rowwise"), Spec(INT8, "tensorwise")
@@ -100,8 +86,8 @@ FP8_SWITCHBACK = Recipe(fwd=(e4m3_row, e4m3_tensor), dgrad=(e5m2_row, e4m3_tenso
 
 # For experiments. The paper keeps wgrad in 16 bits: one scale would serve a feature over all
 # tokens, and a token far out costs int8 the others' last bits. fp8's steps shrink with the value:
-# e4m3 has three bits of mantissa, e5m2 two and a range for dy of any tail. docs/design.md has what
-# both lose.
+# e4m3 has three bits of mantissa, e5m2 two and a range for dy of any tail.
+# docs/studies/weight_gradient.md has what both lose.
 SWITCHBACK_FP8_WGRAD = dataclasses.replace(SWITCHBACK, wgrad=(e4m3_row, e5m2_row))
 SWITCHBACK_E4M3_WGRAD = dataclasses.replace(SWITCHBACK, wgrad=(e4m3_row, e4m3_row))
 
@@ -122,6 +108,66 @@ def as_recipe(recipe: Recipe | str) -> Recipe:
   """The recipe itself, or the one of that name in RECIPES."""
   if isinstance(recipe, Recipe):
     return recipe
+  if not isinstance(recipe, str):
+    raise TypeError(f"A recipe is a Recipe or the name of one, not {recipe!r}.")
   if recipe not in RECIPES:
     raise ValueError(f"Unknown recipe {recipe!r}; known: {', '.join(RECIPES)}.")
   return RECIPES[recipe]
+
+
+@dataclasses.dataclass(frozen=True)
+class RecipeRules:
+  """A recipe for each linear layer of a model, by its path; the first rule that fits counts.
+
+  rules: pairs of a pattern and a recipe. A pattern is that of a shell, for the path of the layer's
+    parameters: "*/fc1", "image/*", "text/block_0/*". `RecipeRules.of` makes them from a mapping.
+
+  Raises:
+    ValueError: a recipe of an unknown name.
+  """
+
+  rules: tuple[tuple[str, Recipe], ...]
+
+  @classmethod
+  def of(cls, rules: Mapping[str, Recipe | str]) -> "RecipeRules":
+    return cls(tuple((pattern, as_recipe(recipe)) for pattern, recipe in rules.items()))
+
+  def at(self, path: str) -> Recipe:
+    """The recipe of the linear layer at a path; a ValueError if no rule fits."""
+    for pattern, recipe in self.rules:
+      if fnmatch.fnmatchcase(path, pattern):
+        return recipe
+    raise ValueError(f"No rule fits the linear layer {path!r}; end the rules with one for '*'.")
+
+  def check(self, paths: Iterable[str]) -> None:
+    """Raises a ValueError unless each layer has a rule, and each rule is that of some layer."""
+    paths = list(paths)
+    of_some_layer = {self.at(path) for path in paths}
+    for pattern, recipe in self.rules:
+      if not (recipe in of_some_layer and fnmatch.filter(paths, pattern)):
+        raise ValueError(
+          f"The rule for {pattern!r} fits no linear layer, or only those of rules before it. The"
+          f" layers are {', '.join(paths)}."
+        )
+
+
+def recipe_at(recipe: Recipe | RecipeRules, path: str) -> Recipe:
+  """The recipe of the linear layer at a path."""
+  return recipe.at(path) if isinstance(recipe, RecipeRules) else recipe
+
+
+def parse_recipe(text: str) -> Recipe | RecipeRules:
+  """A recipe by its name, or rules written "*/fc1=full, *=switchback".
+
+  Raises:
+    ValueError: an unknown name, or a rule without a pattern.
+  """
+  if "=" not in text:
+    return as_recipe(text)
+  rules = {}
+  for rule in text.split(","):
+    pattern, equals, name = (part.strip() for part in rule.partition("="))
+    if not (pattern and equals):
+      raise ValueError(f"{rule.strip()!r} of {text!r} must be a rule: a pattern, '=', a recipe.")
+    rules[pattern] = name
+  return RecipeRules.of(rules)

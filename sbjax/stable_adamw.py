@@ -19,7 +19,7 @@ import optax
 class ScaleByStableAdamState(NamedTuple):
   """The state of `scale_by_stable_adam`; each tree is like the parameters."""
 
-  count: jax.Array  # int32 []: updates made
+  count: jax.Array  # int32 []: updates made  # pyright: ignore
   mu: optax.Updates  # first moment, debiased; the dtype of the parameter, or `mu_dtype`
   nu: optax.Updates  # second moment, debiased; float32
   rms: optax.Updates  # RMS_t of the last update, float32 []; [layers] for a stack of layers
@@ -73,14 +73,14 @@ def scale_by_stable_adam(
       if params is None:
         raise ValueError("weight decay needs the parameters: update(gradients, state, params).")
       rate = weight_decay(state.count) if callable(weight_decay) else weight_decay
-      add = optax.add_decayed_weights(rate, mask)
+      add = optax.add_decayed_weights(rate, mask)  # pyright: ignore[reportArgumentType]
       wide = jax.tree.map(lambda p: p.astype(jnp.float32), params)
       return add.update(tree, add.init(wide), wide)[0]
 
     direction = clip(decay(direction)) if decay_with == "clipped" else decay(clip(direction))
     updates = _map(lambda x, g: x.astype(g.dtype), direction, updates)
     mu = _map(lambda m, old: m.astype(old.dtype), mu, state.mu)
-    return updates, ScaleByStableAdamState(count, mu, nu, rms)
+    return updates, ScaleByStableAdamState(jnp.asarray(count), mu, nu, rms)
 
   return optax.GradientTransformation(init, update)
 

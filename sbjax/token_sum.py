@@ -3,8 +3,8 @@
 cuBLAS gives each core one tile of the output after another, and all wait for the last. A weight
 gradient [1280, 5120] is 320 tiles of 128 x 160, on an H200's 132 cores 2.4 for each, in the time of
 3. Two products of half the tokens have 640, 4.8 in the time of 5, and take 15 % less, their sum
-included. (benchmarks/wgrad_time.py has the times; outputs with fewer tiles than cores it splits
-itself.)
+included. (benchmarks/results/wgrad_time.jsonl has the times; outputs with fewer tiles than cores
+it splits itself.)
 """
 
 import math
@@ -12,9 +12,9 @@ import math
 import jax
 import jax.numpy as jnp
 
+from sbjax.device import compute_capability, num_sms, target
 from sbjax.matmul import full_dot
-from sbjax.pallas.chip import compute_capability, multiprocessors, target
-from sbjax.pallas.partition import is_explicit, is_manual
+from sbjax.partition import is_explicit, is_manual
 
 # What cuBLAS cuts float32 outputs of bfloat16 products into on Hopper.
 _TILES = ((128, 256), (256, 128), (128, 160), (160, 128), (128, 320), (320, 128))
@@ -50,7 +50,7 @@ def parts_for(tokens: int, k: int, n: int) -> int:
   Each device's share of the tokens must divide; how many devices there are is part of the answer.
   """
   device = target()
-  cores = multiprocessors(device)
+  cores = num_sms(device)
   if compute_capability(device) != 90 or cores is None or is_explicit():
     return 1
   if tokens < _FEWEST_TOKENS or math.ceil(k / 128) * math.ceil(n / 256) <= cores:

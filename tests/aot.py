@@ -35,23 +35,23 @@ from benchmarks.scaling import moved
 from sbjax import (
   E4M3,
   RECIPES,
-  SWITCHBACK,
   Norm,
   NormDense,
   NormMLP,
   Quantized,
+  Spec,
   SwitchBackDense,
   SwitchBackLinear,
   gather_kernel,
   norm_dot,
   norm_mlp,
-  quantize,
+  partition,
   quantize_kernel,
   quantized_dot,
   quantized_dot_general,
 )
-from sbjax.pallas import partition
 from sbjax.pallas import scaled_matmul_sm90 as sm90
+from sbjax.recipes import SWITCHBACK
 from sbjax.token_sum import token_sum
 
 M, K, N = 8192, 256, 512  # An eighth of an activation is still no smaller than the weight.
@@ -211,7 +211,9 @@ def cuts(capability):
 
   def product(config, lhs, rhs, scale, bias, addend):
     # No recipe has fp8 with a scale a row on both sides, a bias and an addend.
-    lhs, rhs = Quantized(lhs, scale), Quantized(rhs, scale[: n if lhs.dtype == jnp.int8 else 1])
+    rhs_spec = Spec(rhs.dtype, "rowwise" if lhs.dtype == jnp.int8 else "tensorwise")
+    lhs = Quantized(lhs, scale, Spec(lhs.dtype, "rowwise"))
+    rhs = Quantized(rhs, scale[: n if rhs_spec.is_rowwise else 1], rhs_spec)
     return sm90.scaled_matmul(lhs, rhs, addend.dtype, bias=bias, addend=addend, config=config)
 
   def sums(config, lhs, rhs, *_):
@@ -232,19 +234,6 @@ def cuts(capability):
       run = jax.jit(functools.partial(function, config))
       hlo = run.lower(*(_argument(mesh, *size, P()) for size in sizes)).compile().as_text()
       found[f"{config}, {function.__name__} of {jnp.dtype(dtype)}"] = _found(hlo)["targets"]
-  return found
-
-
-def quantizers(capability):
-  """The Mosaic quantizer that benchmarks/quantize.py races, at that file's widths."""
-  from benchmarks import quantize, quantize_mosaic
-
-  found = {}
-  with _mesh(capability, (1,), ("data",)) as mesh:
-    for k in quantize.WIDTHS:
-      run = jax.jit(quantize_mosaic.quantize)
-      hlo = run.lower(_argument(mesh, (M, k), jnp.bfloat16, P())).compile().as_text()
-      found[k] = _found(hlo)["targets"]
   return found
 
 
@@ -280,11 +269,6 @@ def _norm_mlp(backend, x, w):
   return NormMLP(N, backend=backend, add_input=True).apply({"params": params}, x)
 
 
-def _of_8_bits(backend, x, w):
-  x = quantize(jax.lax.stop_gradient(x), SWITCHBACK.fwd[0])
-  return quantized_dot(x, w, SWITCHBACK, dtype=jnp.bfloat16, backend=backend)
-
-
 def _with_quantized_kernel(backend, x, w):
   kernel = quantize_kernel(w, SWITCHBACK, backend=backend)
   return quantized_dot(x, kernel, SWITCHBACK, backend=backend)
@@ -297,7 +281,6 @@ def _with_gathered_kernel(backend, x, w):
 
 OPERATIONS = {
   "quantized_dot": functools.partial(_linear, "switchback"),
-  "quantized_dot of 8 bits": _of_8_bits,
   "quantize_kernel": _with_quantized_kernel,
   "gather_kernel": _with_gathered_kernel,
   "norm_mlp": functools.partial(_mlp, "switchback"),
@@ -349,7 +332,6 @@ def main(capability, folder):
     backends.append("mosaic")
   found = {"lowered": lowered(capability, backends), **compiled(capability)}
   found["cuts"] = cuts(capability) if "mosaic" in backends else {}
-  found["quantizers"] = quantizers(capability) if "mosaic" in backends else {}
   found["stacks"] = stacks(capability)
   if capability == 90:
     from tests import aot_step  # This file runs as tests.aot.

@@ -34,9 +34,8 @@ def shapes(config=MICRO, **options):
   return jax.eval_shape(init, jax.random.key(0), image, text)["params"]
 
 
-@functools.cache
-def random_params(**options):
-  """Nothing zero or one: kernels keep a variance, and what multiplies stays near one."""
+def drawn(shapes):
+  """Parameters, none zero or one: kernels keep a variance, and what multiplies stays near one."""
   rng = np.random.default_rng(0)
 
   def draw(path, leaf):
@@ -45,7 +44,12 @@ def random_params(**options):
       return jnp.asarray(noise * np.float32(leaf.shape[-2] ** -0.5))
     return jnp.asarray(np.float32(path[-1] in ("scale", "logit_scale")) + noise * np.float32(0.2))
 
-  return unflatten_dict({k: draw(k, v) for k, v in flatten_dict(shapes(**options)).items()})
+  return unflatten_dict({k: draw(k, v) for k, v in flatten_dict(shapes).items()})
+
+
+@functools.cache
+def random_params(config=MICRO, **options):
+  return drawn(shapes(config, **options))
 
 
 # Compiling is most of these tests' time.
@@ -55,7 +59,8 @@ compiled = functools.partial(jax.jit, compiler_options=CHEAP)
 
 @functools.cache
 def initial_params():
-  return compiled(clip(zero_init_layer_scale=True).init)(jax.random.key(0), *pairs())["params"]
+  key = jax.random.key(0, impl="unsafe_rbg")  # Threefry for every tensor takes long to compile.
+  return compiled(clip(zero_init_layer_scale=True).init)(key, *pairs())["params"]
 
 
 @functools.partial(compiled, static_argnames=("model", "train"))
@@ -72,6 +77,12 @@ def image_loss(model, params):
   features = model.apply({"params": params}, pairs()[0], method="encode_image")
   weights = jnp.asarray(np.random.default_rng(5).standard_normal(features.shape, np.float32))
   return jnp.sum(weights * features)
+
+
+def value_and_image_gradient(model, params):
+  """All outputs, and `image_gradient`."""
+  gradient = jax.grad(functools.partial(image_loss, model))(params)["image"]
+  return model.apply({"params": params}, *pairs()), gradient
 
 
 @functools.partial(compiled, static_argnames="model")

@@ -26,6 +26,19 @@ _STANDARD_PROMOTION = (
   "test_distributed",
 )
 
+# Each test is of one tier or needs an extra; README's command runs the core, .ci/run all.
+_PROGRAM = ("test_benchmarks", "test_distributed", "test_loop", "test_main", "test_watchdog")
+_KERNELS = ("_mosaic", "_sm90", "_triton")
+
+
+def _tier(item):
+  name = item.module.__name__.rpartition(".")[2]
+  if name.endswith(_KERNELS):
+    return "kernels"
+  if name in _PROGRAM:
+    return "program"
+  return None if {"aot", "gpu", "interop"} & set(item.keywords) else "core"
+
 
 @pytest.fixture(autouse=True)
 def strict_jax(request):
@@ -35,7 +48,11 @@ def strict_jax(request):
     yield
 
 
+@pytest.hookimpl(tryfirst=True)  # Before `-m` selects.
 def pytest_collection_modifyitems(items):
+  for item in items:
+    if tier := _tier(item):
+      item.add_marker(tier)
   if jax.default_backend() != "gpu":
     for item in items:
       if "gpu" in item.keywords:

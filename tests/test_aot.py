@@ -19,7 +19,6 @@ import jax
 import pytest
 
 import sbjax
-from benchmarks import quantize
 from sbjax import RECIPES
 from sbjax.pallas import scaled_matmul_sm90
 
@@ -190,11 +189,6 @@ def test_every_tuned_cut_compiles(chip, proof):
   configs = {str(config) for config in scaled_matmul_sm90.tuned_configs()} if has_mosaic else set()
   assert all(own(targets) == {MOSAIC} for targets in proof["cuts"].values())
   assert {name.rpartition(", ")[0] for name in proof["cuts"]} == configs
-
-
-def test_the_mosaic_quantizer_compiles_at_each_width(chip, proof):
-  count = len(quantize.WIDTHS) if MOSAIC in KERNELS[chip] else 0
-  assert [own(targets) for targets in proof["quantizers"].values()] == count * [{MOSAIC}]
 
 
 def test_8_bit_products_are_the_tensor_core_s(chip, proof):

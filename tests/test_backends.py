@@ -15,6 +15,7 @@ from sbjax import (
   INT8,
   Spec,
   backends,
+  device,
   quantize,
   quantized_dot,
   quantized_dot_general,
@@ -22,7 +23,6 @@ from sbjax import (
   scaled_matmul,
 )
 from sbjax.backends import Backend, get_backend
-from sbjax.pallas import chip, scaled_matmul_sm90
 from sbjax.rows import Norm
 
 ROWWISE, TENSORWISE = Spec(INT8, "rowwise"), Spec(INT8, "tensorwise")
@@ -81,7 +81,7 @@ def test_an_abstract_device_is_the_one_that_is_here_of_its_kind(monkeypatch):
   for kind, expected in (("NVIDIA H200", 90), ("NVIDIA A100", None)):
     bare = AbstractDevice(kind, 132, "gpu")
     with use_abstract_mesh(AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=bare)):
-      assert chip.compute_capability(chip.target()) == expected
+      assert device.compute_capability(device.target()) == expected
 
 
 ROWS, ONE_SCALE = jnp.ones((3, 32)), quantize(jnp.ones((3, 32)), TENSORWISE)
@@ -219,43 +219,6 @@ def test_none_leaves_to_the_definition_what_a_kernel_does_not_take(installed, k,
     y = on_a_cpu(lambda lhs, rhs: get_backend(None).scaled_matmul(lhs, rhs, dtype), lhs, rhs)
     np.testing.assert_array_equal(y, scaled_matmul(lhs, rhs, dtype))
   assert not installed.calls
-
-
-@pytest.mark.parametrize(
-  ("flags", "is_slower", "dtype", "goes_to_xla"),
-  [
-    ("--xla_gpu_enable_triton_gemm=false", True, INT8, True),
-    ("--xla_gpu_enable_triton_gemm=false", False, INT8, False),
-    ("--xla_gpu_enable_triton_gemm=false", True, E4M3, False),  # Timed in int8 alone.
-    ("", True, INT8, False),  # XLA's product might be wrong.
-  ],
-)
-def test_none_leaves_to_xla_the_int8_that_is_faster_there(
-  installed, monkeypatch, flags, is_slower, dtype, goes_to_xla
-):
-  seen = []
-  monkeypatch.setenv("XLA_FLAGS", flags)
-  monkeypatch.setattr(
-    scaled_matmul_sm90, "is_slower_than_xla", lambda *sizes: seen.append(sizes) or is_slower
-  )
-  lhs, rhs = quantize(draw(4, 32), Spec(dtype, "rowwise")), quantize(draw(48, 32), TENSORWISE)
-  rhs = rhs._replace(values=rhs.values.astype(dtype))
-  with triton_case.chip(90):
-    jax.eval_shape(lambda *q: get_backend(None).scaled_matmul(*q, jnp.bfloat16), lhs, rhs)
-  assert ("scaled_matmul" not in installed.calls) == goes_to_xla
-  assert bool(seen) == (bool(flags) and dtype == INT8)
-  assert all(sizes[:3] == (4, 48, 32) and "NVIDIA" in sizes[3] for sizes in seen)
-
-
-def test_none_leaves_no_product_to_xla_in_explicit_mode(installed, monkeypatch):
-  # There the definition would need a layout of the result that a kernel finds by itself.
-  monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
-  monkeypatch.setattr(scaled_matmul_sm90, "is_slower_than_xla", lambda *sizes: True)
-  monkeypatch.setattr(backends, "is_explicit", lambda: True)
-  lhs, rhs = quantize(draw(4, 32), ROWWISE), quantize(draw(48, 32), TENSORWISE)
-  with triton_case.chip(90):
-    jax.eval_shape(lambda *q: get_backend(None).scaled_matmul(*q, jnp.bfloat16), lhs, rhs)
-  assert "scaled_matmul" in installed.calls
 
 
 def test_none_leaves_quantizing_float64_to_the_definition(installed):

@@ -1,10 +1,12 @@
 """The benchmarks' bookkeeping: what they count and what they call a kernel."""
 
 import argparse
+import dataclasses
 import functools
 import json
 import math
 import multiprocessing
+import pathlib
 import time
 
 import jax
@@ -28,6 +30,8 @@ from sbjax.models.sizes import SIZES
 from sbjax.pallas.scaled_matmul_sm90 import NARROW, Config
 from sbjax.quantize import Spec, quantize
 from train.flops import model_flops
+
+ROOT = pathlib.Path(__file__).parent.parent
 
 
 def test_an_operation_s_origin_is_read_from_compiled_text():
@@ -174,7 +178,9 @@ def test_what_differs_from_the_definition_is_counted():
   found = quantize(x, spec)
   expected = quantize_benchmark.on_cpu(quantize, x, spec)
   assert quantize_benchmark.differing(found, expected) == 0
-  wrong = found._replace(values=found.values.at[2, 3:5].add(1), scale=found.scale.at[7].mul(2))
+  wrong = dataclasses.replace(
+    found, values=found.values.at[2, 3:5].add(1), scale=found.scale.at[7].mul(2)
+  )
   assert quantize_benchmark.differing(wrong, expected) == 3
 
 
@@ -201,11 +207,13 @@ def test_tuning_keeps_the_fastest_and_what_xla_reached(monkeypatch):
   monkeypatch.setattr(tune, "contender", lambda function, sets, **_: function(*sets[0]))
   monkeypatch.setattr(tune, "kernel_race", lambda results: [r.size * 1e-12 for r in results])
   q = quantize(jnp.ones((32, 16)), Spec(INT8, "rowwise"))
-  row, rates = tune.tune([(q, q._replace(values=q.values[:16], scale=q.scale[:16]))], 32, 16, 16)
+  row = tune.tune(
+    [(q, dataclasses.replace(q, values=q.values[:16], scale=q.scale[:16]))], 32, 16, 16
+  )
   config = Config(**row["config"])
   assert config.block_m * config.block_n == 64 * 64 < NARROW.block_m * NARROW.block_n
   assert (row["m"], row["n"], row["k"]) == (32, 16, 16)
-  assert [row["config"], row["tops"]] == max(rates, key=lambda one: one[1])
+  assert [row["config"], row["tops"]] == max(row["cuts"], key=lambda one: one[1])
   assert row["xla_tops"] == 8 * row["tops"] > 0
   # Without the table it would be NARROW, of twice that size.
   assert row["rule_tops"] == pytest.approx(row["tops"] / 2, rel=0.01)
@@ -213,12 +221,24 @@ def test_tuning_keeps_the_fastest_and_what_xla_reached(monkeypatch):
 
 def test_a_tuned_row_replaces_that_of_its_chip_and_sizes_alone(tmp_path):
   path = tmp_path / "table.jsonl"
-  row = {"chip": "NVIDIA H200", "m": 256, "n": 768, "k": 768, "tops": 1}
-  others = [{"m": 1024}, {"n": 3072}, {"k": 3072}, {"chip": "NVIDIA H100"}, {"tops": 2}]
-  rows = [row, *(row | other for other in others)]
+  row = {"chip": "NVIDIA H200", "m": 256, "n": 768, "k": 768, "config": {}}
+  others = [{"m": 1024}, {"n": 3072}, {"k": 3072}, {"chip": "NVIDIA H100"}]
+  rows = [row, *(row | other for other in others), row | {"config": {"width": 8}}]
   for one in rows:
-    tune.write(path, one)
+    tune.write(path, one | {"tops": 1})
   assert [json.loads(line) for line in path.read_text().splitlines()] == rows[1:]
+
+
+def test_the_table_has_the_fastest_cut_of_each_shape_s_last_tuning():
+  mosaic = "scaled_matmul_sm90"
+
+  def configs(path):
+    rows = map(json.loads, (ROOT / path).read_text().splitlines())
+    rows = [row for row in rows if row.get("kernel", mosaic) == mosaic]
+    return {tuple(row[name] for name in tune.KEY): row["config"] for row in rows}
+
+  table = configs(f"sbjax/pallas/{mosaic}.jsonl")
+  assert table == configs("benchmarks/results/tuning.jsonl")
 
 
 def test_no_row_of_one_operand_is_a_row_of_the_other():

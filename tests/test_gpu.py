@@ -65,6 +65,12 @@ def test_every_tuned_cut_of_the_work_multiplies_as_the_definition_does(config, s
   check_products(functools.partial(scaled_matmul_sm90.scaled_matmul, **options), shape)
 
 
+def drawn_operand(numbers, rows, k, spec, exact):
+  values = jnp.asarray(numbers.integers(-127, 128, (rows, k)).astype(spec.dtype))
+  scale = scales(numbers, rows if spec.is_rowwise else 1, exact=exact)
+  return Quantized(values, jnp.asarray(scale), spec)
+
+
 def check_products(ours, shape):
   """int8 and fp8, with a bias and an addend or without, as drawn."""
   m, n, k = shape
@@ -72,10 +78,7 @@ def check_products(ours, shape):
   for dtypes in ((INT8, INT8), (pick.choice([E4M3, E5M2]), pick.choice([E4M3, E5M2]))):
     adds, out_dtype = pick.choice([False, True]), pick.choice(OUT_DTYPES)
     lhs, rhs = (
-      Quantized(
-        jnp.asarray(numbers.integers(-127, 128, (rows, k)).astype(dtype)),
-        jnp.asarray(scales(numbers, pick.choice([1, rows]), exact=adds)),
-      )
+      drawn_operand(numbers, rows, k, Spec(dtype, pick.choice(["tensorwise", "rowwise"])), adds)
       for rows, dtype in zip((m, n), dtypes, strict=True)
     )
     added = {"bias": numbers.normal(size=n), "addend": 99 * numbers.normal(size=(m, n))}
@@ -97,7 +100,7 @@ def test_fp8_products_of_one_sign_lose_at_most_so_much_of_their_sum(backend, k):
   # half of that, and the sum so far is half of the last one.
   lhs, rhs = (
     Quantized(jnp.abs(quantize(x, Spec(E4M3, "rowwise")).values.astype(jnp.float32)).astype(E4M3),
-              jnp.ones((1, 1)))
+              jnp.ones((1, 1)), Spec(E4M3, "tensorwise"))
     for x in (jax.random.normal(key, (256, k)) for key in jax.random.split(jax.random.key(k)))
   )  # fmt: skip
   found = jax.jit(backend.scaled_matmul, static_argnums=2)(lhs, rhs, jnp.float32)
@@ -184,7 +187,7 @@ def test_a_row_with_nan_or_infinity_is_nan_and_no_other(backend):
 
 def test_the_longest_int8_sum_is_exact(backend):
   k = 2**17
-  full = Quantized(jnp.full((16, k), 127, jnp.int8), jnp.ones((1, 1)))
+  full = Quantized(jnp.full((16, k), 127, jnp.int8), jnp.ones((1, 1)), Spec(INT8, "tensorwise"))
   y = backend.scaled_matmul(full, full, jnp.float32)
   assert (y == np.float32(127 * 127 * k)).all()
 

@@ -11,7 +11,8 @@ import reference
 from flax import nnx
 from flax_case import assert_close, drawn, linen, normal, value_and_grads
 
-from sbjax import FULL, RECIPES, SWITCHBACK, LayerScale, SwitchBackDense, SwitchBackLinear
+from sbjax import RECIPES, LayerScale, SwitchBackDense, SwitchBackLinear, quantize
+from sbjax.recipes import FULL, SWITCHBACK
 
 every_recipe = pytest.mark.parametrize("name", RECIPES)
 either_dtype = pytest.mark.parametrize("dtype", [None, "float32", "bfloat16"])
@@ -190,6 +191,14 @@ def test_errors_name_the_value_and_what_would_be_right():
     shapes(SwitchBackDense(8, backend="mosaic"), x)
   with pytest.raises(NotImplementedError, match=r"mosaic.*needs an NVIDIA GPU"):
     SwitchBackLinear(12, 8, backend="mosaic", rngs=nnx.Rngs(0))(x)
+
+
+def test_a_quantized_input_is_refused():
+  x = quantize(normal((5, 12)), SWITCHBACK.fwd[0])
+  with pytest.raises(TypeError, match="x is Quantized"):
+    shapes(SwitchBackDense(8), x)
+  with pytest.raises(TypeError, match="x is Quantized"):
+    SwitchBackLinear(12, 8, rngs=nnx.Rngs(0))(x)
 
 
 # ---- SwitchBackLinear

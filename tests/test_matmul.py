@@ -1,12 +1,14 @@
 """`scaled_matmul` is dequantize(lhs) @ dequantize(rhs).T: an exact sum in int8, one cast."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
 
-from sbjax import E4M3, Quantized, scaled_matmul
+from sbjax import E4M3, Quantized, Spec, scaled_matmul
 from sbjax.matmul import MAX_INT8_CONTRACTION
 
 jitted = jax.jit(scaled_matmul, static_argnums=2)
@@ -16,7 +18,8 @@ def operand(seed, rows, k, fmt="int8", shares="row"):
   """A quantized [rows, k] whose scales are powers of two, each row's its own."""
   a = np.random.default_rng(seed).normal(size=(rows, k))
   values, scale = reference.rounded(a, fmt, 1 if shares == "row" else None)
-  return Quantized(values, np.exp2(np.arange(scale.size, dtype=np.float32) - 9)[:, None])
+  spec = Spec(values.dtype, "rowwise" if shares == "row" else "tensorwise")
+  return Quantized(values, np.exp2(np.arange(scale.size, dtype=np.float32) - 9)[:, None], spec)
 
 
 def float64(q):
@@ -46,7 +49,7 @@ def test_fp8_products_are_summed_in_float32(formats):
 @pytest.mark.parametrize("out_dtype", [jnp.bfloat16, jnp.float16])
 def test_the_result_is_cast_once_and_last(out_dtype):
   lhs, rhs = operand(0, 7, 100), operand(1, 5, 100)
-  lhs = lhs._replace(scale=lhs.scale / 3)  # A scale that a rounding before it would not survive.
+  lhs = dataclasses.replace(lhs, scale=lhs.scale / 3)
   y = jitted(lhs, rhs, out_dtype)
   assert y.dtype == out_dtype
   np.testing.assert_array_equal(y, jitted(lhs, rhs, jnp.float32).astype(out_dtype))
@@ -86,26 +89,29 @@ def test_an_addend_that_is_no_result_is_refused(shape, dtype):
 def test_the_longest_int8_sum_does_not_overflow(sign):
   k = MAX_INT8_CONTRACTION
   one = np.ones((1, 1), np.float32)
-  lhs = Quantized(np.full((1, k), 127, np.int8), one)
-  rhs = Quantized(np.full((1, k), sign * 127, np.int8), one)
+  lhs = Quantized(np.full((1, k), 127, np.int8), one, Spec(np.int8, "tensorwise"))
+  rhs = Quantized(np.full((1, k), sign * 127, np.int8), one, Spec(np.int8, "tensorwise"))
   assert jitted(lhs, rhs, jnp.float32) == sign * 127 * 127 * k
 
 
 def test_a_longer_int8_sum_is_refused():
   too_long = jax.ShapeDtypeStruct((1, 131_073), jnp.int8)
   scale = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+  q = Quantized(too_long, scale, Spec(np.int8, "tensorwise"))
   with pytest.raises(ValueError, match=r"131073.*overflow.*131072"):
-    jax.eval_shape(lambda q: scaled_matmul(q, q, jnp.float32), Quantized(too_long, scale))
+    jax.eval_shape(lambda q: scaled_matmul(q, q, jnp.float32), q)
 
 
 def test_a_longer_fp8_sum_is_not_refused():
-  q = Quantized(jax.ShapeDtypeStruct((1, 131_073), E4M3), jax.ShapeDtypeStruct((1, 1), jnp.float32))
+  scale = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+  q = Quantized(jax.ShapeDtypeStruct((1, 131_073), E4M3), scale, Spec(E4M3, "tensorwise"))
   assert jax.eval_shape(lambda q: scaled_matmul(q, q, jnp.float32), q).shape == (1, 1)
 
 
 def test_a_nan_scale_makes_its_row_nan_and_no_other():
   lhs, rhs = operand(0, 7, 100), operand(1, 5, 100)
-  nan = lhs._replace(scale=np.where(np.arange(7)[:, None] == 2, np.float32(np.nan), lhs.scale))
+  scale = np.where(np.arange(7)[:, None] == 2, np.float32(np.nan), lhs.scale)
+  nan = dataclasses.replace(lhs, scale=scale)
   rows = np.isnan(jitted(nan, rhs, jnp.float32))
   np.testing.assert_array_equal(rows, np.broadcast_to(np.arange(7)[:, None] == 2, (7, 5)))
   columns = np.isnan(jitted(rhs, nan, jnp.float32))

@@ -25,9 +25,9 @@ from sbjax import (
   quantize,
   quantized_dot,
   scaled_matmul,
+  shards,
 )
-from sbjax.pallas import shards
-from sbjax.pallas.partition import _split, over_shards
+from sbjax.partition import _split, over_shards
 
 LAYOUTS = {  # name: (x [M, K], w [K, N]) on a mesh of (data 2, fsdp 4)
   "batch": (P(("data", "fsdp")), P()),
@@ -60,13 +60,14 @@ def product_on_shards(mesh, layout, biased, product):
     numbers = np.linspace(-1, 1, 64 * 128, dtype=np.float32).reshape(64, 128)
     added = {"bias": numbers[3] * 9, "addend": numbers}
   specs = (x_spec, P(n, k), P(x_spec[0]), P(n) if biased else P(), P(n), P(x_spec[0], n))
+  lhs_spec, rhs_spec = lhs.spec, rhs.spec
   operands_of_all = lhs.values, rhs.values, lhs.scale, rhs.scale, *added.values()
   arrays = put(mesh, specs[: len(operands_of_all)], *operands_of_all)
 
   def run(lhs, rhs, lhs_scale, rhs_scale, *parts):
-    lhs, rhs = Quantized(lhs, lhs_scale), Quantized(rhs, rhs_scale)
+    given = Quantized(lhs, lhs_scale, lhs_spec), Quantized(rhs, rhs_scale, rhs_spec)
     options = dict(zip(added, parts, strict=True))
-    return shards.scaled_matmul(product, lhs, rhs, jnp.float32, **options)
+    return shards.scaled_matmul(product, *given, jnp.float32, **options)
 
   return arrays, run, np.asarray(scaled_matmul(lhs, rhs, jnp.float32, **added))
 
@@ -181,7 +182,7 @@ def test_within_shard_map_operands_are_shards_already():
   x, mesh = make_case(m=64, k=96).x, make_mesh()
 
   def local(quantizer, x):
-    return tuple(quantizer(x, Spec(INT8, "tensorwise")))
+    return tuple(jax.tree.leaves(quantizer(x, Spec(INT8, "tensorwise"))))
 
   def mapped(quantizer):
     body = functools.partial(local, quantizer)
@@ -215,7 +216,10 @@ def test_k_that_does_not_split_into_sixteens_is_gathered():
   arrays = put(mesh, (P("data", "fsdp"), P()), lhs.values, rhs.values)
   run = jax.jit(
     lambda a, b: shards.scaled_matmul(
-      product, Quantized(a, lhs.scale), Quantized(b, rhs.scale), jnp.float32
+      product,
+      Quantized(a, lhs.scale, lhs.spec),
+      Quantized(b, rhs.scale, rhs.spec),
+      jnp.float32,
     )
   )
   np.testing.assert_array_equal(run(*arrays), scaled_matmul(lhs, rhs, jnp.float32))

@@ -7,6 +7,8 @@ import pytest
 import reference
 
 from sbjax import E4M3, E5M2, INT8, Quantized, Spec, dequantize, quantize
+from sbjax.formats import max_value
+from sbjax.quantize import factor_and_scale
 
 FORMATS = {"int8": INT8, "e4m3": E4M3, "e5m2": E5M2}
 SPECS = [
@@ -180,8 +182,45 @@ def test_a_spec_may_name_its_format_by_scalar_type_or_string(x):
     np.testing.assert_array_equal(q.values, jitted(x, INT8_ROW).values)
 
 
-def test_quantized_is_a_pytree(x):
-  assert isinstance(jax.tree.map(lambda leaf: leaf, jitted(x, INT8_ROW)), Quantized)
+def test_quantized_is_a_pytree_that_knows_its_spec(x):
+  q = jitted(x, INT8_ROW)
+  assert isinstance(q, Quantized) and q.spec == INT8_ROW
+  assert jax.tree.map(lambda leaf: leaf[:2], q).spec == INT8_ROW
+
+
+def test_a_spec_takes_a_dtype_in_any_of_its_forms():
+  assert {Spec(jnp.int8, "rowwise"), Spec("int8", "rowwise"), INT8_ROW} == {INT8_ROW}
+
+
+@pytest.mark.parametrize(
+  ("dtype", "scaling", "message"),
+  [
+    (jnp.float16, "rowwise", r"float16.*int8, float8_e4m3fn, float8_e5m2"),
+    ("int7", "rowwise", r"int7.*int8, float8_e4m3fn, float8_e5m2"),
+    (INT8, "columnwise", r"columnwise.*rowwise, tensorwise, static"),
+  ],
+)
+def test_an_impossible_spec_is_refused(dtype, scaling, message):
+  with pytest.raises(ValueError, match=message):
+    Spec(dtype, scaling)
+
+
+@pytest.mark.parametrize("scaling", ["rowwise", "tensorwise", "static"])
+def test_zeros_divide_by_nothing(scaling):
+  with jax.debug_infs(True), jax.debug_nans(True):
+    q = jax.jit(quantize, static_argnums=1)(jnp.zeros((2, 3)), Spec(INT8, scaling))
+  assert not np.any(q.values)
+
+
+@pytest.mark.parametrize("dtype", [INT8, E4M3, E5M2])
+def test_the_factor_of_the_smallest_magnitudes_is_the_largest_float32(dtype):
+  largest = np.finfo(np.float32).max
+  edge = np.float32(max_value(dtype) / largest)
+  magnitudes = np.array([0, np.nextafter(edge, np.float32(0)), edge, 2 * edge], np.float32)
+  with np.errstate(divide="ignore", over="ignore"):
+    expected = np.minimum(np.float32(max_value(dtype)) / magnitudes, largest)
+  factor, _ = jax.jit(factor_and_scale, static_argnums=1)(magnitudes, Spec(dtype, "rowwise"))
+  np.testing.assert_array_equal(factor, expected)
 
 
 @pytest.mark.parametrize(
@@ -191,8 +230,6 @@ def test_quantized_is_a_pytree(x):
     (jnp.ones((2, 3), bool), INT8_ROW, r"floating-point.*bool"),
     (jnp.ones((2, 3, 4)), INT8_ROW, r"\[rows, K\].*\(2, 3, 4\)"),
     (jnp.ones(3), INT8_ROW, r"\[rows, K\].*\(3,\)"),
-    (jnp.ones((2, 3)), Spec(jnp.float16, "rowwise"), r"float16.*int8, float8_e4m3fn, float8_e5m2"),
-    (jnp.ones((2, 3)), Spec(INT8, "columnwise"), r"columnwise.*rowwise, tensorwise, static"),
   ],
 )
 def test_errors_name_the_value_and_what_would_be_right(x, spec, message):

@@ -22,7 +22,8 @@ from dot_case import (
   make_case,
 )
 
-from sbjax import FULL, RECIPES, SWITCHBACK, SWITCHBACK_M, quantized_dot
+from sbjax import RECIPES, quantize, quantized_dot
+from sbjax.recipes import FULL, SWITCHBACK, SWITCHBACK_M
 
 every_recipe = pytest.mark.parametrize("name", RECIPES)
 every_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -359,6 +360,15 @@ def test_a_scan_over_stacked_weights_is_a_loop():
 def test_errors_name_the_value_and_what_would_be_right(x, w, recipe, message):
   with pytest.raises(ValueError, match=message):
     quantized_dot(x, w, recipe)
+
+
+def test_a_quantized_operand_is_refused():
+  x, w = jnp.ones((2, 4)), jnp.ones((4, 3))
+  x_q, w_q = (quantize(a, SWITCHBACK.fwd[0]) for a in (x, w))
+  with pytest.raises(TypeError, match=r"x is Quantized.* pass the array, or dequantize\(x\)"):
+    quantized_dot(x_q, w, "switchback")
+  with pytest.raises(TypeError, match=r"w is Quantized.* pass the array, or dequantize\(w\)"):
+    quantized_dot(x, w_q, "switchback")
 
 
 def float32(*shape):

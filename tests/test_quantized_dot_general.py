@@ -1,6 +1,7 @@
 """Flax's own layers with `quantized_dot_general` are einsums over quantized operands."""
 
 import functools
+import pickle
 
 import flax.linen as nn
 import jax
@@ -11,7 +12,8 @@ import reference
 from flax import nnx
 from flax_case import assert_close, drawn, linen, normal, value_and_grads
 
-from sbjax import FULL, SWITCHBACK, quantized_dot_general
+from sbjax import quantized_dot_general
+from sbjax.recipes import FULL, SWITCHBACK
 
 # To rounding in float32. In bfloat16 to a unit in the last place of the largest.
 RTOL = {"float32": 2e-6, "bfloat16": 2**-7}
@@ -154,3 +156,12 @@ def test_integer_operands_are_refused():
 def test_sizes_that_do_not_match_are_refused():
   with pytest.raises(ValueError, match=r"\(2, 4\).*\(5, 3\).*must agree"):
     quantized_dot_general("switchback")(normal((2, 4)), normal((5, 3)), MATRIX)
+
+
+def test_two_of_one_recipe_are_equal_and_survive_pickling():
+  one, other = quantized_dot_general("switchback"), quantized_dot_general("switchback_q")
+  assert one == quantized_dot_general("switchback") == pickle.loads(pickle.dumps(one)) != other
+  assert hash(one) == hash(quantized_dot_general("switchback"))
+  assert nn.Dense(3, dot_general=one) == nn.Dense(
+    3, dot_general=quantized_dot_general("switchback")
+  )

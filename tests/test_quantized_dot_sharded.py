@@ -10,7 +10,8 @@ from dot_case import INT8_SUMS, Case, apply, assert_close, assert_same, layer, m
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from sbjax import RECIPES, SWITCHBACK, quantized_dot
+from sbjax import RECIPES, quantized_dot
+from sbjax.recipes import SWITCHBACK
 
 LAYOUTS = {  # name: (mesh shape, x, w)
   "batch": ((4, 2), P("data"), P()),

@@ -6,22 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 import reference
-from dot_case import apply, assert_close, assert_same, make_case
 
-import sbjax
-from sbjax import (
-  E4M3,
-  E5M2,
-  FULL,
-  INT8,
-  RECIPES,
-  SWITCHBACK,
-  SWITCHBACK_M,
-  Recipe,
-  Spec,
-  quantized_dot,
-)
-from sbjax.recipes import as_recipe
+from sbjax import E4M3, E5M2, INT8, RECIPES, Recipe, Spec, quantized_dot
+from sbjax.recipes import FULL, SWITCHBACK, SWITCHBACK_M, as_recipe
 
 INT8_ROW, INT8_TENSOR = Spec(INT8, "rowwise"), Spec(INT8, "tensorwise")
 
@@ -41,7 +28,6 @@ def test_each_named_recipe_is_the_reference_s(name):
     wgrad=specs(method.dw),
     residuals="quantized" if method.saves_rounded_x else "full",
   )
-  assert RECIPES[name] is getattr(sbjax, name.upper())
 
 
 def test_there_are_nine_and_no_two_are_equal():
@@ -86,27 +72,10 @@ def test_a_name_stands_for_its_recipe():
   assert as_recipe(SWITCHBACK) is SWITCHBACK
 
 
-@pytest.mark.parametrize("unknown", ["int4", "", "SwitchBack", None, 8])
+@pytest.mark.parametrize("unknown", ["int4", "", "SwitchBack"])
 def test_an_unknown_recipe_is_answered_with_the_known(unknown):
   with pytest.raises(ValueError, match=f"{unknown!r}.*{', '.join(RECIPES)}"):
     as_recipe(unknown)
-
-
-def test_a_weight_gradient_can_be_a_function():
-  x, w, dy = make_case("bfloat16")
-  traced = []
-
-  def wgrad(x, dy):
-    traced.append((x, dy))
-    return -2 * (x.astype(jnp.float32).T @ dy.astype(jnp.float32))
-
-  own = dataclasses.replace(SWITCHBACK, wgrad=wgrad)
-  assert own == dataclasses.replace(SWITCHBACK, wgrad=wgrad) != SWITCHBACK
-  assert own.uses(INT8) and not own.uses(E4M3)
-  result, expected = apply(x, w, dy, own), apply(x, w, dy, SWITCHBACK)
-  assert_same((result.y, result.dx), (expected.y, expected.dx))
-  assert_close(result.dw, -2 * expected.dw, 1e-6)
-  assert [a.shape for a in traced[0]] == [x.shape, dy.shape]
 
 
 PAIR = (INT8_ROW, INT8_TENSOR)
@@ -118,11 +87,10 @@ ROWS = (INT8_ROW, INT8_ROW)
   [
     ({"fwd": (INT8_ROW, None)}, r"fwd=.*None or a pair of Specs"),
     ({"dgrad": INT8_ROW}, r"dgrad=.*None or a pair of Specs"),
-    ({"wgrad": ("int8", "int8")}, r"wgrad=.*'int8'.*pair of Specs.*a function"),
+    ({"wgrad": ("int8", "int8")}, r"wgrad=.*'int8'.*None or a pair of Specs"),
+    ({"wgrad": jnp.dot}, r"wgrad=.*None or a pair of Specs"),
     ({"fwd": (INT8_ROW, Spec(E4M3, "tensorwise"))}, r"fwd: .*int8 with float8_e4m3fn"),
     ({"fwd": (INT8_ROW, Spec(jnp.float8_e4m3fn, "tensorwise"))}, r"fwd: .*int8 with float8_e4m3fn"),
-    ({"fwd": (INT8_ROW, Spec(INT8, "colwise"))}, r"'colwise'.*rowwise, tensorwise, static"),
-    ({"fwd": (INT8_ROW, Spec(jnp.float16, "rowwise"))}, r"float16.*int8, float8_e4m3fn"),
     ({"residuals": "int8"}, r"residuals='int8'.*'full' or 'quantized'"),
     ({"fwd": None, "residuals": "quantized"}, r"'quantized' needs a quantized fwd and dgrad"),
     ({"dgrad": None, "residuals": "quantized"}, r"'quantized' needs a quantized fwd and dgrad"),

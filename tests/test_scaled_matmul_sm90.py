@@ -105,7 +105,9 @@ def test_what_is_less_than_a_block_is_computed_as_it_is(shape):
 def test_a_bias_is_added_before_the_cast():
   lhs, rhs = operand(0, 72, 48), operand(1, 80, 48, INT8, "tensorwise")
   # Powers of two: the product is exact, and a fused multiply-add gives the same.
-  rounded = [q._replace(scale=jnp.exp2(jnp.round(jnp.log2(q.scale)))) for q in (lhs, rhs)]
+  rounded = [
+    dataclasses.replace(q, scale=jnp.exp2(jnp.round(jnp.log2(q.scale)))) for q in (lhs, rhs)
+  ]
   bias = jnp.asarray(np.random.default_rng(2).normal(size=80), jnp.bfloat16)
   y = interpreted(sm90.scaled_matmul, *rounded, jnp.bfloat16, bias=bias, config=SMALL)
   np.testing.assert_array_equal(y, scaled_matmul(*rounded, jnp.bfloat16, bias=bias))
@@ -132,7 +134,7 @@ def test_a_bias_is_added_before_the_cast():
 def test_an_addend_comes_in_where_the_result_goes_out(config, n, out_dtype):
   # Ragged rows; blocks follow one another in the same two buffers.
   lhs, rhs = (
-    q._replace(scale=jnp.exp2(jnp.round(jnp.log2(jnp.maximum(q.scale, 1e-3)))))
+    dataclasses.replace(q, scale=jnp.exp2(jnp.round(jnp.log2(jnp.maximum(q.scale, 1e-3)))))
     for q in (operand(0, 395, 144), operand(1, n, 144))
   )
   numbers = np.random.default_rng(2)
@@ -148,7 +150,7 @@ def test_an_addend_comes_in_where_the_result_goes_out(config, n, out_dtype):
 @needs_interpreter
 def test_a_nan_scale_makes_its_row_nan_and_no_other():
   lhs, rhs = operand(0, 72, 48), operand(1, 80, 48)
-  lhs = lhs._replace(scale=lhs.scale.at[3].set(jnp.nan))
+  lhs = dataclasses.replace(lhs, scale=lhs.scale.at[3].set(jnp.nan))
   rows = np.isnan(interpreted(sm90.scaled_matmul, lhs, rhs, jnp.bfloat16, config=SMALL))
   np.testing.assert_array_equal(rows, np.broadcast_to(np.arange(72)[:, None] == 3, (72, 80)))
 
@@ -177,17 +179,16 @@ def test_the_sums_alone_are_exact_and_add_up_over_parts_of_k():
 @pytest.mark.parametrize("shape", [(0, 16, 32), (4, 16, 0)], ids=str)
 def test_an_empty_sum_is_zero(shape):
   m, n, k = shape
-  lhs = Quantized(jnp.zeros((m, k), jnp.int8), jnp.ones((m, 1)))
-  rhs = Quantized(jnp.zeros((n, k), jnp.int8), jnp.ones((n, 1)))
+  lhs = Quantized(jnp.zeros((m, k), jnp.int8), jnp.ones((m, 1)), Spec(INT8, "rowwise"))
+  rhs = Quantized(jnp.zeros((n, k), jnp.int8), jnp.ones((n, 1)), Spec(INT8, "rowwise"))
   added = {"bias": jnp.ones(16), "addend": jnp.full((m, 16), 2, jnp.bfloat16)}
   y = sm90.scaled_matmul(lhs, rhs, jnp.bfloat16, **added)
   np.testing.assert_array_equal(y, np.full((m, 16), 3))
 
 
 def shaped(rows, k, dtype=INT8):
-  return Quantized(
-    jax.ShapeDtypeStruct((rows, k), dtype), jax.ShapeDtypeStruct((1, 1), jnp.float32)
-  )
+  scale = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+  return Quantized(jax.ShapeDtypeStruct((rows, k), dtype), scale, Spec(dtype, "tensorwise"))
 
 
 @pytest.mark.parametrize(
@@ -273,18 +274,6 @@ def test_the_rule_lets_warpgroups_take_turns_at_many_rows_where_stores_are_whole
     for n in (5120, 5136, 5152)
   }
   assert [size for size, turns in takes_turns.items() if turns] == [(65536, 5120)]
-
-
-def test_a_shape_is_slower_than_in_xla_where_that_was_measured(monkeypatch):
-  row = {"chip": "NVIDIA H200", "n": 768, "k": 3072, "config": {}, "tops": 100}
-  rows = [row | {"m": 256, "xla_tops": 106}, row | {"m": 1024, "xla_tops": 104}, row | {"m": 16384}]
-  monkeypatch.setattr(sm90, "_tuned", lambda: rows)
-  found = {
-    m: sm90.is_slower_than_xla(m, 768, 3072, "NVIDIA H200")
-    for m in (0, 1, 256, 257, 1024, 4096, 16384, 65536)
-  }
-  assert [m for m, slower in found.items() if slower] == [1, 256]
-  assert not sm90.is_slower_than_xla(256, 768, 3072, "NVIDIA H100")
 
 
 def test_a_shape_is_tuned_once():

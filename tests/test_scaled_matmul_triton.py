@@ -1,5 +1,7 @@
 """The Triton matmul gives the definition's bits in int8, and compiles for the chips it is for."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +21,7 @@ def kernels():
 
 @pytest.fixture
 def small(kernels):
-  return kernels.Config(block_m=16, block_n=16, block_k=32, stages=1, warps=1, group=2)
+  return kernels.Config(block_m=16, block_n=16, block_k=32, num_stages=1, num_warps=1, group_m=2)
 
 
 def operand(seed, rows, k, dtype=INT8, scaling="rowwise"):
@@ -58,7 +60,7 @@ def test_every_rule_s_config_computes_the_same(kernels):
   for m in (48, 65):
     for capability in (80, 89, 90):
       lhs, rhs = operand(0, m, 80), operand(1, 48, 80)
-      config = kernels.config_for(m, 48, capability)
+      config = kernels.by_rule(m, 48, capability)
       np.testing.assert_array_equal(
         kernels.scaled_matmul(lhs, rhs, jnp.float32, config=config),
         scaled_matmul(lhs, rhs, jnp.float32),
@@ -68,7 +70,7 @@ def test_every_rule_s_config_computes_the_same(kernels):
 @pytest.mark.parametrize("capability", [80, 89, 90])
 def test_no_rule_contracts_less_than_the_tensor_core_takes(kernels, capability):
   shapes = [(m, n) for m in (1, 64, 65, 1000, 65536) for n in (16, 768, 5120)]
-  assert min(kernels.config_for(*shape, capability).block_k for shape in shapes) >= 32
+  assert min(kernels.by_rule(*shape, capability).block_k for shape in shapes) >= 32
 
 
 @pytest.mark.parametrize("dtypes", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)], ids=str)
@@ -83,7 +85,9 @@ def test_fp8_products_are_summed_in_float32(kernels, small, dtypes):
 def test_a_bias_and_an_addend_are_added_in_float32(kernels, small, adds):
   lhs, rhs = operand(0, 20, 64), operand(1, 32, 64)
   # Powers of two: the product is exact, and a fused multiply-add would give the same.
-  lhs, rhs = (q._replace(scale=jnp.exp2(jnp.round(jnp.log2(q.scale)))) for q in (lhs, rhs))
+  lhs, rhs = (
+    dataclasses.replace(q, scale=jnp.exp2(jnp.round(jnp.log2(q.scale)))) for q in (lhs, rhs)
+  )
   bias = jnp.asarray(np.random.default_rng(2).normal(size=32).astype(np.float32))
   for dtype in (jnp.float32, jnp.bfloat16):
     options = {"bias": bias.astype(dtype)}
@@ -111,7 +115,7 @@ def test_the_sums_alone_are_exact_and_add_up_over_parts_of_k(kernels, small):
 
 def test_a_nan_scale_makes_its_row_nan_and_no_other(kernels, small):
   lhs, rhs = operand(0, 20, 32), operand(1, 16, 32)
-  lhs = lhs._replace(scale=lhs.scale.at[3].set(jnp.nan))
+  lhs = dataclasses.replace(lhs, scale=lhs.scale.at[3].set(jnp.nan))
   rows = np.isnan(kernels.scaled_matmul(lhs, rhs, jnp.bfloat16, config=small))
   np.testing.assert_array_equal(rows, np.broadcast_to(np.arange(20)[:, None] == 3, (20, 16)))
 
@@ -119,8 +123,8 @@ def test_a_nan_scale_makes_its_row_nan_and_no_other(kernels, small):
 @pytest.mark.parametrize("shape", [(0, 16, 32), (4, 16, 0)], ids=str)
 def test_an_empty_sum_is_zero(kernels, shape):
   m, n, k = shape
-  lhs = Quantized(jnp.zeros((m, k), jnp.int8), jnp.ones((m, 1)))
-  rhs = Quantized(jnp.zeros((n, k), jnp.int8), jnp.ones((n, 1)))
+  lhs = Quantized(jnp.zeros((m, k), jnp.int8), jnp.ones((m, 1)), Spec(INT8, "rowwise"))
+  rhs = Quantized(jnp.zeros((n, k), jnp.int8), jnp.ones((n, 1)), Spec(INT8, "rowwise"))
   added = {"bias": jnp.ones(16), "addend": jnp.full((m, 16), 2, jnp.bfloat16)}
   y = kernels.scaled_matmul(lhs, rhs, jnp.bfloat16, **added)
   np.testing.assert_array_equal(y, np.full((m, 16), 3))
@@ -166,8 +170,12 @@ MMA = {
 def test_int8_compiles_to_the_tensor_core_without_spills(monkeypatch, tmp_path, capability, shape):
   (m, n, k), t = shape, triton_case.loaded("scaled_matmul_triton")
   lhs, rhs = (
-    Quantized(jax.ShapeDtypeStruct((r, k), jnp.int8), jax.ShapeDtypeStruct((s, 1), jnp.float32))
-    for r, s in ((m, m), (n, 1))
+    Quantized(
+      jax.ShapeDtypeStruct((r, k), jnp.int8),
+      jax.ShapeDtypeStruct((r if scaling == "rowwise" else 1, 1), jnp.float32),
+      Spec(INT8, scaling),
+    )
+    for r, scaling in ((m, "rowwise"), (n, "tensorwise"))
   )
   added = jax.ShapeDtypeStruct((n,), jnp.float32), jax.ShapeDtypeStruct((m, n), jnp.bfloat16)
 
@@ -190,7 +198,11 @@ def test_int8_compiles_to_the_tensor_core_without_spills(monkeypatch, tmp_path, 
 def test_fp8_compiles_to_the_tensor_core_without_spills(monkeypatch, tmp_path, capability, dtypes):
   t = triton_case.loaded("scaled_matmul_triton")
   lhs, rhs = (
-    Quantized(jax.ShapeDtypeStruct((4096, 1024), dtype), jax.ShapeDtypeStruct((1, 1), jnp.float32))
+    Quantized(
+      jax.ShapeDtypeStruct((4096, 1024), dtype),
+      jax.ShapeDtypeStruct((1, 1), jnp.float32),
+      Spec(dtype, "tensorwise"),
+    )
     for dtype in dtypes
   )
   (kernel,) = triton_case.compiled(

@@ -19,7 +19,6 @@ from mesh_case import Product, on_shards
 
 from sbjax import (
   RECIPES,
-  SWITCHBACK,
   Norm,
   NormDense,
   NormMLP,
@@ -29,7 +28,6 @@ from sbjax import (
   linear,
   norm_dot,
   norm_mlp,
-  quantize,
   quantize_kernel,
   quantized_dot,
   quantized_dot_general,
@@ -137,12 +135,6 @@ def with_a_kernel(recipe, p, x):
   return quantized_dot(x, kernel, recipe, bias=p["bias"], backend="xla")
 
 
-def of_8_bits(p, x):
-  x_q = quantize(jax.lax.stop_gradient(x).reshape(-1, K), SWITCHBACK.fwd[0])
-  y = quantized_dot(x_q, p["w"], SWITCHBACK, bias=p["bias"], dtype=jnp.float32, backend="xla")
-  return y.reshape(*x.shape[:-1], N)
-
-
 def in_parts(p, x):
   options = {"bias": p["bias"], "backend": "xla", "parts": 3}
   return norm_dot(x, norm_of(p), p["w"], "switchback", **options)
@@ -159,7 +151,6 @@ OPERATIONS = {
   ).apply(parameters(p), x),
   "quantize_kernel": functools.partial(with_a_kernel, "switchback"),
   "quantize_kernel, switchback_m": functools.partial(with_a_kernel, "switchback_m"),
-  "quantized_dot of 8 bits": of_8_bits,
 }
 
 

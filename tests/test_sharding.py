@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from benchmarks.scaling import moved
+from sbjax import Quantized, Spec
 from sbjax.models.clip import CLIP
 from sbjax.models.sizes import SIZES
 from sbjax.recipes import SWITCHBACK
@@ -89,6 +90,20 @@ def test_any_optax_state_is_covered(state):
   kernels = sum("fsdp" in s for s in specs(parameter_shardings(state.params, mesh)).values())
   assert sum("fsdp" in s.spec for s in split) == 2 * kernels
   assert np.all([s.mesh == mesh for s in split])
+
+
+def test_an_8_bit_state_is_split_as_its_parameters(state):
+  mesh = make_mesh(MeshConfig(data=1, fsdp=8))
+  rowwise = Spec(jnp.int8, "rowwise")
+
+  def rounded(leaf):
+    scale = jax.ShapeDtypeStruct((*leaf.shape[:-1], 1), jnp.float32)
+    return Quantized(jax.ShapeDtypeStruct(leaf.shape, jnp.int8), scale, rowwise)
+
+  found = specs(state_shardings({"mu": jax.tree.map(rounded, state.params)}, state.params, mesh))
+  for name, spec in specs(parameter_shardings(state.params, mesh)).items():
+    assert found[f"mu/{name}/values"] == spec, name
+    assert found[f"mu/{name}/scale"] == PartitionSpec(*(*spec[:-1], None)[: len(spec)]), name
 
 
 @pytest.mark.parametrize(

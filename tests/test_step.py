@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from clip_case import CHEAP
 from clip_case import compiled as jit
+from clip_case import drawn
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding
 
@@ -34,27 +34,40 @@ MICRO = dataclasses.replace(
   vision=dataclasses.replace(SIZES["tiny"].vision, layers=2),
   text=dataclasses.replace(SIZES["tiny"].text, layers=2, context_length=8, vocab_size=32),
 )
+SHALLOW = dataclasses.replace(  # Unrolled, each layer is compiled again.
+  MICRO,
+  vision=dataclasses.replace(MICRO.vision, layers=1),
+  text=dataclasses.replace(MICRO.text, layers=1),
+)
 
 
 @functools.cache
-def compiled(data: int, fsdp: int, recipe: str, loss: str = "softmax"):
+def compiled(data: int, fsdp: int, recipe: str, loss: str):
   """The step on a mesh, its state, and names for what it checks."""
   mesh = make_mesh(MeshConfig(data=data, fsdp=fsdp), jax.devices()[: data * fsdp])
   bias = {"init_logit_scale": 10.0, "init_logit_bias": -10.0} if loss == "siglip" else {}
   model = CLIP(MICRO, recipe=RECIPES[recipe], dtype=jnp.float32, scan=True, **bias)
   config = OptimizerConfig(learning_rate=1e-3, warmup_steps=1, eps=1e-3)
   optimizer, _ = make_optimizer(config, 10)
-  init = make_init(model, optimizer, seed=0)
-  abstract = jax.eval_shape(init)
-  shardings = state_shardings(abstract, abstract.params, mesh)
-  step = jax.jit(
+  state, shardings = make_state(model, optimizer, mesh)
+  step = jit(
     make_train_step(model, optimizer, LOSSES[loss], seed=0, mesh=mesh),
     in_shardings=(shardings, batch_sharding(mesh)),
     out_shardings=(shardings, replicated(mesh), replicated(mesh)),
   )
-  state = jit(init, out_shardings=shardings)()
-  step = step.lower(state, batch(mesh)).compile(compiler_options=CHEAP)
   return step, state, mesh, tensor_names(state.params, MICRO)
+
+
+def make_state(model, optimizer, mesh):
+  """A state on a mesh, and its shardings. Drawn: half the time went into compiling `init`."""
+  abstract = jax.eval_shape(make_init(model, optimizer, seed=0))
+  shardings = state_shardings(abstract, abstract.params, mesh)
+  state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), abstract)
+  params = drawn(abstract.params)
+  for name in ("logit_scale", "logit_bias"):
+    if name in params:
+      params[name] = np.float32(np.log(10) if name == "logit_scale" else -10)
+  return jax.device_put(state._replace(params=params), shardings), shardings
 
 
 def batch(mesh):
@@ -86,7 +99,7 @@ def test_eight_devices_take_the_step_of_one(recipe, loss):
 
 
 def test_a_step_names_the_first_tensor_that_is_not_finite():
-  step, state, mesh, names = compiled(1, 1, "switchback")
+  step, state, mesh, names = compiled(1, 1, "switchback", "softmax")
   broken = jax.tree_util.tree_map_with_path(
     lambda path, x: (
       x.at[1, 0].set(jnp.nan)
@@ -110,17 +123,23 @@ def test_a_step_names_the_first_tensor_that_is_not_finite():
 
 
 def accumulating(
-  accumulate, data=1, fsdp=1, *, recipe="full", loss="softmax", dtype=jnp.float32, **options
+  accumulate,
+  data=1,
+  fsdp=1,
+  *,
+  recipe="full",
+  loss="softmax",
+  dtype=jnp.float32,
+  config=SHALLOW,
+  **options,
 ):
   """A model, its step in so many microbatches, whose optimizer keeps the gradients, and a state."""
   mesh = make_mesh(MeshConfig(data=data, fsdp=fsdp), jax.devices()[: data * fsdp])
   bias = {"init_logit_scale": 10.0, "init_logit_bias": -10.0} if loss == "siglip" else {}
-  model = CLIP(MICRO, recipe=RECIPES[recipe], dtype=dtype, **bias, **options)
-  init = make_init(model, optax.trace(0.0), seed=0)
-  abstract = jax.eval_shape(init)
-  shardings = state_shardings(abstract, abstract.params, mesh)
-  step = make_train_step(model, optax.trace(0.0), LOSSES[loss], 0, accumulate, mesh=mesh)
-  return model, step, jit(init, out_shardings=shardings)(), mesh
+  model = CLIP(config, recipe=RECIPES[recipe], dtype=dtype, **bias, **options)
+  optimizer = optax.trace(0.0)
+  step = make_train_step(model, optimizer, LOSSES[loss], 0, accumulate, mesh=mesh)
+  return model, step, make_state(model, optimizer, mesh)[0], mesh
 
 
 @functools.cache
@@ -154,16 +173,17 @@ def test_microbatches_change_no_metric_and_no_gradient(accumulate, recipe, loss,
   assert_same_gradients(got, want, tolerance)
 
 
+DROPPING = {"remat": "full", "patch_dropout": 0.5, "unroll": 0}  # Two tests share its step.
+
+
 def test_four_devices_accumulate_the_gradients_of_one():
-  options = {"remat": "full", "patch_dropout": 0.5, "unroll": 0}
-  one, four = (gradients(2, *mesh, recipe="full", **options) for mesh in ((), (2, 2)))
+  one, four = (gradients(2, *mesh, **DROPPING) for mesh in ((), (2, 2)))
   np.testing.assert_allclose(four[0]["loss"], one[0]["loss"], rtol=1e-5)
   assert_same_gradients(four[1], one[1], ACCUMULATE_TOLERANCE["full"])
 
 
 def test_a_microbatch_drops_the_same_patches_forward_and_backward():
-  options = {"patch_dropout": 0.5}
-  model, _, state, mesh = accumulating(2, **options)
+  model, _, state, mesh = accumulating(2, **DROPPING)
   key = jax.random.fold_in(jax.random.key(0), 0)
 
   def loss(params):
@@ -182,7 +202,7 @@ def test_a_microbatch_drops_the_same_patches_forward_and_backward():
     return LOSSES["softmax"](out)[0]
 
   want_loss, want = jax.device_get(jit(jax.value_and_grad(loss))(state.params))
-  metrics, got = gradients(2, **options)
+  metrics, got = gradients(2, **DROPPING)
   np.testing.assert_allclose(metrics["loss"], want_loss, rtol=1e-5)
   assert_same_gradients(got, want, ACCUMULATE_TOLERANCE["full"])
 
@@ -197,7 +217,7 @@ def equations(jaxpr, loops=()):
 
 
 def test_of_a_microbatch_the_features_alone_are_kept_and_gradients_summed_in_float32():
-  _, step, state, mesh = accumulating(4, dtype=jnp.bfloat16)
+  _, step, state, mesh = accumulating(4, dtype=jnp.bfloat16, config=MICRO)
   scans = [
     equation
     for equation, loops in equations(jax.make_jaxpr(step)(state, batch(mesh)).jaxpr)
@@ -212,7 +232,7 @@ def test_of_a_microbatch_the_features_alone_are_kept_and_gradients_summed_in_flo
 
 @pytest.mark.parametrize("scan", [True, False])
 def test_microbatches_share_kernels_that_are_quantized_once(scan):
-  _, step, state, mesh = accumulating(4, recipe="switchback", scan=scan)
+  _, step, state, mesh = accumulating(4, recipe="switchback", scan=scan, config=MICRO)
   kernels = {
     x.shape[-2:]
     for path, x in jax.tree_util.tree_leaves_with_path(state.params)

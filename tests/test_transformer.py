@@ -1,7 +1,9 @@
 """A stack of blocks: what may change its speed and memory, and changes nothing else."""
 
+import dataclasses
 import functools
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,12 +13,14 @@ from clip_case import (
   apply,
   clip,
   compiled,
+  drawn,
   image_gradient,
   image_loss,
   initial_params,
   outputs,
   pairs,
   random_params,
+  value_and_image_gradient,
 )
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
@@ -24,8 +28,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import sbjax.models.transformer
 from sbjax.models.attention import attention
 from sbjax.models.clip import CLIP
-from sbjax.models.convert import unstack_blocks
-from sbjax.models.transformer import REMAT_POLICIES, Block, quantize_kernels
+from sbjax.models.transformer import REMAT_POLICIES, Block, Inits, quantize_kernels, unstack_blocks
 from sbjax.recipes import RECIPES, SWITCHBACK, SWITCHBACK_M
 
 
@@ -47,14 +50,27 @@ def test_scanned_and_unrolled_layers_agree(options):
   )
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("scan", [False, True])
+# Without scan every layer is compiled again.
+SHALLOW = dataclasses.replace(
+  MICRO,
+  vision=dataclasses.replace(MICRO.vision, layers=1),
+  text=dataclasses.replace(MICRO.text, layers=1),
+)
+
+
+def with_params(scan, **options):
+  """A model, and parameters for it."""
+  config = MICRO if scan else SHALLOW
+  return CLIP(config, dtype=jnp.float32, scan=scan, **options), random_params(config, scan=scan)
+
+
+@pytest.mark.parametrize(("scan", "fused"), [(False, False), (True, True)])
 def test_tokens_that_fill_up_the_blocks_change_nothing(monkeypatch, scan, fused):
-  params = random_params(scan=scan)
-  model = clip(recipe=SWITCHBACK, scan=scan, fused=fused)
-  expected = outputs(model, params), image_gradient(model, params)
+  model, params = with_params(scan, recipe=SWITCHBACK, fused=fused)
+  run = functools.partial(value_and_image_gradient, model)
+  expected = compiled(lambda params: run(params))(params)
   monkeypatch.setattr(sbjax.models.transformer, "length_for", lambda length, *_: length + 3)
-  found = outputs(model, params), image_gradient(model, params)
+  found = compiled(lambda params: run(params))(params)  # Traced anew, so a second function.
   jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), found, expected)
 
 
@@ -80,8 +96,7 @@ def test_no_gradient_comes_to_or_from_tokens_that_fill_up(causal):
   [("full", False), ("full", True), *((policy, True) for policy in REMAT_POLICIES)],
 )
 def test_remat_changes_no_gradient(remat, scan):
-  params = random_params() if scan else unstack_blocks(random_params())
-  want, got = (image_gradient(clip(scan=scan, remat=r), params) for r in ("none", remat))
+  want, got = (image_gradient(*with_params(scan, remat=r)) for r in ("none", remat))
   jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, want)
 
 
@@ -113,12 +128,10 @@ def test_remat_computes_again_only_the_linears_that_its_policy_drops(remat, reco
   assert int8_dots(remat) == 6 + 4 + recomputed
 
 
-@pytest.mark.parametrize("scan", [True, False])
 @pytest.mark.parametrize("layer_scale", [True, False])
-def test_fused_is_plain_flax_but_for_rounding(scan, layer_scale):
-  options = {"scan": scan, "zero_init_layer_scale": layer_scale}
-  params = random_params(zero_init_layer_scale=layer_scale)
-  params = params if scan else unstack_blocks(params)
+def test_fused_is_plain_flax_but_for_rounding(layer_scale):
+  options = {"zero_init_layer_scale": layer_scale}
+  params = random_params(**options)
   got, want = (image_gradient(clip(fused=fused, **options), params) for fused in (True, False))
   jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5), got, want)
   got, want = (
@@ -128,27 +141,35 @@ def test_fused_is_plain_flax_but_for_rounding(scan, layer_scale):
     np.testing.assert_allclose(got[tower], want[tower], atol=0.02)
 
 
-@pytest.mark.parametrize("scan", [True, False])
-@pytest.mark.parametrize("recipe", ["switchback", "switchback_m", "switchback_q"])
-def test_kernels_quantized_once_a_step_give_the_same_gradient(recipe, scan):
-  model = clip(recipe=RECIPES[recipe], remat="full", scan=scan)
-  params = random_params() if scan else unstack_blocks(random_params())
+def image_gradient_of(model, once):
+  """A function of the parameters, whose kernels are quantized once, or at each use."""
 
-  def loss(once, params):
+  def loss(params):
     quantized = quantize_kernels({"image": params["image"]}, model.recipe) if once else {}
     variables = {"params": params, "quantized": quantized}
     features = model.apply(variables, pairs()[0], method="encode_image")
     return jnp.sum(features * jnp.linspace(-1, 1, features.shape[1])[None, :])
 
-  gradients = {once: jax.grad(functools.partial(loss, once)) for once in (False, True)}
+  return jax.grad(loss)
+
+
+@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("recipe", ["switchback", "switchback_m", "switchback_q"])
+def test_kernels_quantized_once_a_step_are_rounded_less_often(recipe, scan):
+  model, params = with_params(scan, recipe=RECIPES[recipe], remat="full")
   # int8 comes out of a rounding: of a kernel in the forward pass, rematerialised, and in dgrad
   # (which takes the forward's with switchback_m); or once.
-  roundings = {
-    once: str(jax.make_jaxpr(gradient)(params)).count(" round[")
-    for once, gradient in gradients.items()
-  }
-  assert roundings[True] < roundings[False]
-  got, want = (compiled(gradients[once])(params)["image"] for once in (True, False))
+  once, each = (
+    str(jax.make_jaxpr(image_gradient_of(model, once))(params)).count(" round[")
+    for once in (True, False)
+  )
+  assert once < each
+
+
+@pytest.mark.parametrize(("recipe", "scan"), [("switchback_m", True), ("switchback_q", False)])
+def test_kernels_quantized_once_a_step_give_the_same_gradient(recipe, scan):
+  model, params = with_params(scan, recipe=RECIPES[recipe], remat="full")
+  got, want = (compiled(image_gradient_of(model, once))(params)["image"] for once in (True, False))
   jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, want)
 
 
@@ -160,11 +181,33 @@ def test_zero_init_layer_scale_starts_at_the_identity():
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_zero_init_layer_scale_starts_with_finite_gradients(recipe):
-  model = CLIP(MICRO, recipe=RECIPES[recipe], zero_init_layer_scale=True)
-  gradient = image_gradient(model, initial_params())
+  x = jax.random.normal(jax.random.key(1), (4, 5, 16), jnp.bfloat16)
+  block = Block(
+    heads=2,
+    length=5,
+    mlp_width=32,
+    causal=False,
+    inits=Inits(*[nn.initializers.normal()] * 4),
+    recipe=RECIPES[recipe],
+    backend=None,
+    fused=True,
+    dtype=jnp.bfloat16,
+    zero_init_layer_scale=True,
+    qk_norm=False,
+    sharding=None,
+  )
+  params = drawn(jax.eval_shape(block.init, jax.random.key(0), x)["params"])
+  for name in ("ls_1", "ls_2"):
+    params[name] = {"gamma": jnp.zeros(16)}
+
+  def loss(params):
+    y = block.apply({"params": params}, x)[0].astype(jnp.float32)
+    return jnp.sum(y * jnp.linspace(-1, 1, 16)[None, None, :])
+
+  gradient = compiled(jax.grad(loss))(params)
   assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(gradient))
-  assert not np.any(gradient["blocks"]["out"]["kernel"])
-  assert np.all(np.any(gradient["blocks"]["ls_1"]["gamma"], axis=-1))
+  assert not np.any(gradient["out"]["kernel"])
+  assert np.any(gradient["ls_1"]["gamma"])
 
 
 def test_qk_norm_makes_attention_blind_to_the_scale_of_q_and_k():
@@ -224,3 +267,11 @@ def test_batch_over_a_mesh_moves_no_activation_between_devices():
   assert not any(name in hlo for name in ("all-gather", "all-to-all", "collective-permute"))
   got, want = lowered(replicated, *sharded), outputs(model, params, batch)
   jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, want)
+
+
+def test_kernels_to_quantize_are_found_by_a_recipe_s_name_or_missed_aloud():
+  params = {"image": {"block_0": {"fc1": {"kernel": jnp.ones((16, 16))}}}}
+  found, expected = (quantize_kernels(params, r) for r in ("switchback", RECIPES["switchback"]))
+  jax.tree.map(np.testing.assert_array_equal, found, expected)
+  with pytest.raises(ValueError, match="No kernel of qkv, out, fc1, fc2"):
+    quantize_kernels({"Dense_0": {"kernel": jnp.ones((16, 16))}}, "switchback")

@@ -15,7 +15,8 @@ class ModelConfig:
   image_size: int = 0  # pixels; 0: the size's own
   patch_size: int = 0  # pixels; 0: the size's own
   context_length: int = 0  # 0: the size's own
-  recipe: str = "switchback"  # a key of sbjax.RECIPES
+  # A key of sbjax.RECIPES, or rules by the path of a linear: "*/fc1=full, *=switchback".
+  recipe: str = "switchback"
   backend: str = ""  # "xla", "mosaic", "triton"; "" chooses
   fused: bool = True  # layer norms and GELUs with the matmuls beside them; False is plain Flax
   dtype: str = "bfloat16"  # compute dtype; parameters are float32

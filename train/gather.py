@@ -14,6 +14,7 @@ from sbjax.fsdp import gather, gather_kernel
 from sbjax.linear import Kernel
 from sbjax.models.clip import CLIP
 from sbjax.models.transformer import BLOCK_LINEARS
+from sbjax.recipes import recipe_at
 from train.sharding import BATCH_AXES, parameter_axes
 
 
@@ -40,10 +41,9 @@ def gather_parameters(
       continue
     # One sum for a stack of layers: two H200s sum 400 MB at 281 GB/s and 17 MB at 120.
     x = gather(x, None, reduce_axes=others, gradient_dtype=gradient_dtype)
+    recipe = recipe_at(model.recipe, "/".join(path[:-1]))
     options = {"dtype": model.dtype, "gradient_dtype": gradient_dtype, "backend": model.backend}
-    kernels = [
-      gather_kernel(w, model.recipe, split, **options) for w in (x if x.ndim == 3 else [x])
-    ]
+    kernels = [gather_kernel(w, recipe, split, **options) for w in (x if x.ndim == 3 else [x])]
     kernel = jax.tree.map(lambda *a: jnp.stack(a), *kernels) if x.ndim == 3 else kernels[0]
     if isinstance(kernel, Kernel):
       gathered[path], quantized[path] = kernel.master, (kernel.fwd, kernel.dgrad)

@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 from sbjax.backends import get_backend
 from sbjax.models.clip import CLIP
 from sbjax.models.sizes import SIZES, CLIPConfig
-from sbjax.recipes import as_recipe
+from sbjax.recipes import parse_recipe
 from train import data
 from train.checkpoint import Checkpointer
 from train.config import Config, ModelConfig
@@ -62,7 +62,7 @@ def make_run(config: Config, workdir: Path) -> Run:
     ValueError, RunError: a value of the config that cannot be, or data that is not there.
   """
   config.check()
-  as_recipe(config.model.recipe)  # Before the data, which takes longer to be wrong.
+  parse_recipe(config.model.recipe)  # Before the data, which takes longer to be wrong.
   if config.loss not in LOSSES:
     raise ValueError(f"loss={config.loss!r} is none of {', '.join(LOSSES)}.")
   mesh = make_mesh(config.mesh)
@@ -115,7 +115,7 @@ def make_model(config: ModelConfig, tokenizer: Tokenizer, *, siglip: bool) -> CL
   get_backend(backend)
   return CLIP(
     CLIPConfig(size.embed_dim, vision, text),
-    recipe=as_recipe(config.recipe),
+    recipe=parse_recipe(config.recipe),
     backend=backend,
     fused=config.fused,
     dtype=jnp.dtype(config.dtype),

@@ -98,8 +98,8 @@ def parameter_specs(params, mesh: Mesh):
 def state_shardings(state, params, mesh: Mesh):
   """Shardings for any tree that holds copies of `params`, such as an optimizer's state.
 
-  A leaf whose path ends in a parameter's path and which has its shape is split like it; the
-  others (counts, RMS) are replicated.
+  A leaf under a parameter's path ("0/mu/image/proj", "0/mu/image/proj/values") with as many axes is
+  split as the parameter is, along those axes that have its size. The others are replicated.
   """
   shardings = parameter_shardings(params, mesh)
   known = {
@@ -110,10 +110,16 @@ def state_shardings(state, params, mesh: Mesh):
   }
 
   def sharding(path, leaf):
-    for start in range(len(path)):
-      shape, found = known.get(path_name(path[start:]), (None, None))
-      if shape == leaf.shape:
-        return found
-    return replicated(mesh)
+    size = len(path)
+    parts = (path_name(path[i:j]) for i in range(size) for j in range(size, i, -1))
+    owner = next((known[name] for name in parts if name in known), None)
+    if owner is None or len(owner[0]) != leaf.ndim:
+      return replicated(mesh)
+    shape, of_parameter = owner
+    spec = (*of_parameter.spec, *[None] * (leaf.ndim - len(of_parameter.spec)))
+    axes = [
+      a if own == whole else None for a, own, whole in zip(spec, leaf.shape, shape, strict=True)
+    ]
+    return NamedSharding(mesh, PartitionSpec(*axes))
 
   return jax.tree_util.tree_map_with_path(sharding, state)

@@ -9,9 +9,8 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from sbjax.models.clip import CLIP
-from sbjax.models.convert import unstack_blocks
 from sbjax.models.sizes import CLIPConfig
-from sbjax.models.transformer import quantize_kernels
+from sbjax.models.transformer import quantize_kernels, unstack_blocks
 from sbjax.stable_adamw import tensor_rms
 from train.gather import gather_parameters
 from train.images import normalize

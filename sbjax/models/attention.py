@@ -1,11 +1,12 @@
 """Softmax attention through JAX: cuDNN's flash attention where it runs, XLA's elsewhere."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from sbjax.pallas.chip import compute_capability, target
+from sbjax.device import compute_capability, target
 
 
 def attention(q_BLHD, k_BLHD, v_BLHD, *, causal: bool, length: int | None = None) -> jax.Array:
@@ -20,16 +21,19 @@ def attention(q_BLHD, k_BLHD, v_BLHD, *, causal: bool, length: int | None = None
   dtype, lengths = q_BLHD.dtype, None
   if length is not None and length < padded_length:
     # What is computed for keys that nothing attends to is nobody's promise.
-    q_BLHD, k_BLHD, v_BLHD = (_without_gradient(x, length) for x in (q_BLHD, k_BLHD, v_BLHD))
+    qkv: Any = [_without_gradient(x, length) for x in (q_BLHD, k_BLHD, v_BLHD)]
+    q_BLHD, k_BLHD, v_BLHD = qkv
     # Not the queries' too: their outputs would be nobody's promise either.
     lengths = None if causal else jnp.full((batch,), length, jnp.int32)
-  options = dict(is_causal=causal, key_value_seq_lengths=lengths)
+  attend: Any = functools.partial(
+    jax.nn.dot_product_attention, is_causal=causal, key_value_seq_lengths=lengths
+  )
   if cudnn_runs(dtype, head_dim):
-    return jax.nn.dot_product_attention(q_BLHD, k_BLHD, v_BLHD, **options, implementation="cudnn")
+    return attend(q_BLHD, k_BLHD, v_BLHD, implementation="cudnn")
   # In 16 bits XLA's has float32 logits too, but its backward pass multiplies them with 16-bit
   # operands, which strict promotion forbids; measured on a CPU, all float32 is as fast.
   qkv = (x.astype(jnp.float32) for x in (q_BLHD, k_BLHD, v_BLHD))
-  return jax.nn.dot_product_attention(*qkv, **options).astype(dtype)
+  return attend(*qkv).astype(dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

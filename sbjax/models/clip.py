@@ -19,8 +19,8 @@ import jax.numpy as jnp
 
 from sbjax.layers import SwitchBackDense
 from sbjax.models.sizes import CLIPConfig, TextConfig, VisionConfig
-from sbjax.models.transformer import REMAT_POLICIES, Inits, blocks, layer_norm
-from sbjax.recipes import FULL, Recipe
+from sbjax.models.transformer import BLOCK_LINEARS, REMAT_POLICIES, Inits, blocks, layer_norm
+from sbjax.recipes import FULL, Recipe, RecipeRules
 
 MAX_LOG_LOGIT_SCALE = math.log(100)
 
@@ -43,7 +43,8 @@ class CLIP(nn.Module):
   and a text without `eot_id` is read at its first token.
 
   Args:
-    recipe: what the block linears' matmuls are rounded to.
+    recipe: what the block linears' matmuls are rounded to; RecipeRules for each by its path, such
+      as "image/blocks/fc1", or "image/block_0/fc1" where layers are not scanned.
     backend: who computes them; None chooses.
     fused: layer norm with what it feeds and the MLP as one operation each (sbjax.fused); False is
       plain Flax around SwitchBackDense, rounded to the compute dtype in more places.
@@ -65,7 +66,7 @@ class CLIP(nn.Module):
   """
 
   config: CLIPConfig
-  recipe: Recipe = FULL
+  recipe: Recipe | RecipeRules = FULL
   backend: str | None = None
   fused: bool = True
   dtype: jnp.dtype = jnp.bfloat16
@@ -87,6 +88,8 @@ class CLIP(nn.Module):
       raise ValueError(f"unroll={self.unroll} must be 0 (all layers) or more.")
     if not 0 <= self.patch_dropout < 1:
       raise ValueError(f"patch_dropout={self.patch_dropout} must be in [0, 1).")
+    if isinstance(self.recipe, RecipeRules):
+      self.recipe.check(self._linears())
     stack = functools.partial(
       blocks,
       scan=self.scan,
@@ -109,6 +112,16 @@ class CLIP(nn.Module):
     self.logit_scale = self.param("logit_scale", constant(log_scale), (), jnp.float32)
     if self.init_logit_bias is not None:
       self.logit_bias = self.param("logit_bias", constant(self.init_logit_bias), (), jnp.float32)
+
+  def _linears(self) -> list[str]:
+    """The paths of the blocks' linear layers."""
+    towers = {"image": self.config.vision, "text": self.config.text}
+    return [
+      f"{tower}/{block}/{linear}"
+      for tower, config in towers.items()
+      for block in (["blocks"] if self.scan else [f"block_{i}" for i in range(config.layers)])
+      for linear in BLOCK_LINEARS
+    ]
 
   def __call__(
     self,

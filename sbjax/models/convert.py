@@ -16,6 +16,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from sbjax.models.clip import CLIP
 from sbjax.models.sizes import SIZES, CLIPConfig
+from sbjax.models.transformer import stack_blocks, unstack_blocks
 
 
 def load_open_clip(source, config: CLIPConfig, *, scan: bool = True) -> dict:
@@ -74,36 +75,6 @@ def open_clip_state_dict(params: dict, config: CLIPConfig) -> dict[str, np.ndarr
     for name, layer in zip(_names(keys, given[keys]), layers, strict=True):
       state[name] = np.array(_to_torch(keys, np.asarray(layer)), np.float32, order="C")
   return state
-
-
-def stack_blocks(params: dict) -> dict:
-  """`block_0`, `block_1`, ... of both towers stacked as `blocks`: what `scan=True` takes."""
-  return {**params, **{tower: _stack(params[tower]) for tower in ("image", "text")}}
-
-
-def unstack_blocks(params: dict) -> dict:
-  """`blocks` of both towers as `block_0`, `block_1`, ...: what `scan=False` takes."""
-  return {**params, **{tower: _unstack(params[tower]) for tower in ("image", "text")}}
-
-
-def _stack(tower: dict) -> dict:
-  if "blocks" in tower:
-    return tower
-  rest = {name: value for name, value in tower.items() if not name.startswith("block_")}
-  blocks = [tower[f"block_{layer}"] for layer in range(len(tower) - len(rest))]
-  return {**rest, "blocks": jax.tree.map(lambda *leaves: np.stack(leaves), *blocks)}
-
-
-def _unstack(tower: dict) -> dict:
-  if "blocks" not in tower:
-    return tower
-  rest = {name: value for name, value in tower.items() if name != "blocks"}
-  layers = len(jax.tree.leaves(tower["blocks"])[0])
-  blocks = {
-    f"block_{layer}": jax.tree.map(lambda leaf, layer=layer: leaf[layer], tower["blocks"])
-    for layer in range(layers)
-  }
-  return {**rest, **blocks}
 
 
 _NAMES = {
@@ -183,7 +154,8 @@ def _shapes(config: CLIPConfig, options: dict) -> dict[tuple[str, ...], tuple[in
   image = jax.ShapeDtypeStruct((1, size, size, 3), jnp.float32)
   text = jax.ShapeDtypeStruct((1, config.text.context_length), jnp.int32)
   variables = jax.eval_shape(model.init, jax.random.key(0), image, text)
-  return {path: leaf.shape for path, leaf in flatten_dict(variables["params"]).items()}
+  parameters: dict[tuple[str, ...], jax.Array] = flatten_dict(variables["params"])  # pyright: ignore
+  return {path: leaf.shape for path, leaf in parameters.items()}
 
 
 def _torch_shapes(shapes: dict) -> dict[str, tuple[int, ...]]:

@@ -5,21 +5,22 @@ Letters in shapes: B batch, L length, D width, H heads.
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.ad_checkpoint import checkpoint_name
 
 from sbjax.fused import norm_dot, norm_mlp
 from sbjax.layers import LayerNorm, LayerScale, SwitchBackDense
-from sbjax.linear import quantize_kernel
+from sbjax.linear import Kernel, quantize_kernel
 from sbjax.models.attention import attention, length_for
 from sbjax.models.sizes import TextConfig, VisionConfig
 from sbjax.quantized_dot import DOT_NAME, RESIDUAL_NAME, quantized_dot
-from sbjax.recipes import Recipe
+from sbjax.recipes import Recipe, RecipeRules, as_recipe, recipe_at
 from sbjax.rows import NORM_EPSILON
 
 # What a rematerialised block keeps besides its input. Policies go by name, since JAX's own
@@ -61,7 +62,7 @@ class Block(nn.Module):
   mlp_width: int
   causal: bool
   inits: Inits
-  recipe: Recipe
+  recipe: Recipe | RecipeRules
   backend: str | None
   fused: bool
   dtype: jnp.dtype
@@ -90,7 +91,7 @@ class Block(nn.Module):
     if self.fused:
       kernel, bias = qkv.parameters(width)
       norm = LayerNorm(name="ln_1")(width)
-      options = {"recipe": self.recipe, "backend": self.backend, "parts": 3}
+      options = {"recipe": self._recipe("qkv"), "backend": self.backend, "parts": 3}
       x_BLD, qkv_BLD = norm_dot(x_BLD, norm, kernel, bias=bias, **options)
     else:
       qkv_BLD = jnp.split(qkv(layer_norm(x_BLD, "ln_1")), 3, axis=-1)
@@ -106,7 +107,9 @@ class Block(nn.Module):
     if self._adds:
       kernel, bias = out.parameters(width)
       options = {"backend": self.backend, "bias": bias, "addend": x_BLD}
-      return checkpoint_name(quantized_dot(y_BLD, kernel, self.recipe, **options), _OUT_NAME)
+      return checkpoint_name(
+        quantized_dot(y_BLD, kernel, self._recipe("out"), **options), _OUT_NAME
+      )
     return x_BLD + self._layer_scale("ls_1", checkpoint_name(out(y_BLD), _OUT_NAME))
 
   def _mlp(self, x_BLD):
@@ -118,9 +121,10 @@ class Block(nn.Module):
       y_BLD = fc2(nn.gelu(fc1(layer_norm(x_BLD, "ln_2")), approximate=False))
       return x_BLD + self._layer_scale("ls_2", y_BLD)
     norm = LayerNorm(name="ln_2")(width)
+    recipes = self._recipe("fc1"), self._recipe("fc2")
     kernels = *fc1.parameters(width), *fc2.parameters(self.mlp_width)
     options = {"backend": self.backend, "add_input": self._adds}
-    found = norm_mlp(x_BLD, norm, *kernels, self.recipe, **options)
+    found: Any = norm_mlp(x_BLD, norm, *kernels, recipes, **options)
     return found if self._adds else found[0] + self._layer_scale("ls_2", found[1])
 
   def _linear(self, name, features, kernel_init, bias_init):
@@ -129,10 +133,14 @@ class Block(nn.Module):
       dtype=self.dtype,
       kernel_init=kernel_init,
       bias_init=bias_init,
-      recipe=self.recipe,
+      recipe=self._recipe(name),
       backend=self.backend,
       name=name,
     )
+
+  def _recipe(self, name):
+    """That of the linear layer of this name."""
+    return recipe_at(self.recipe, "/".join((*self.path, name)))
 
   def _place(self, x_BLD):
     """x where `sharding` says, and its gradient."""
@@ -177,26 +185,66 @@ def blocks(
   return x_BLD[:, :length], jnp.stack(outputs)
 
 
-def quantize_kernels(params, recipe: Recipe, *, backend: str | None = None) -> dict:
+def quantize_kernels(
+  params, recipe: Recipe | RecipeRules | str, *, backend: str | None = None
+) -> dict:
   """The collection "quantized" that goes with a CLIP's `params`: its block kernels in 8 bits.
 
   `model.apply({"params": params, "quantized": quantize_kernels(params, recipe)}, ...)` quantizes a
   kernel once, however often a step uses it: forward, rematerialised, backward, for each microbatch.
-  The result is the same without it.
+  The result is the same without it. Kernels that a recipe leaves in 16 bits are not in it.
+
+  Raises:
+    ValueError: none of the parameters is a block's kernel.
   """
-  if recipe.fwd is None and recipe.dgrad is None:
-    return {}
+  recipe = recipe if isinstance(recipe, RecipeRules) else as_recipe(recipe)
 
-  def once(w):
+  def once(w, recipe):
     kernel = quantize_kernel(jax.lax.stop_gradient(w), recipe, backend=backend)
-    return kernel.fwd, kernel.dgrad
+    return (kernel.fwd, kernel.dgrad) if isinstance(kernel, Kernel) else None
 
-  found = {}
-  for path, w in flatten_dict(params).items():
+  quantized = {}
+  kernels: dict[tuple[str, ...], jax.Array] = flatten_dict(params)  # pyright: ignore
+  for path, w in kernels.items():
     if path[-1] == "kernel" and path[-2] in BLOCK_LINEARS:
+      of_layer = functools.partial(once, recipe=recipe_at(recipe, "/".join(path[:-1])))
       stacked = w.ndim == 3  # [layers, K, N] of a scan.
-      found[path] = jax.tree.map(lambda *a: jnp.stack(a), *map(once, w)) if stacked else once(w)
-  return unflatten_dict(found)
+      quantized[path] = (
+        jax.tree.map(lambda *a: jnp.stack(a), *map(of_layer, w)) if stacked else of_layer(w)
+      )
+  if not quantized:
+    raise ValueError(f"No kernel of {', '.join(BLOCK_LINEARS)} is among the parameters of a CLIP.")
+  return unflatten_dict({path: pair for path, pair in quantized.items() if pair is not None})
+
+
+def stack_blocks(params: dict) -> dict:
+  """`block_0`, `block_1`, ... of both towers stacked as `blocks`: what `scan=True` takes."""
+  return {**params, **{tower: _stack(params[tower]) for tower in ("image", "text")}}
+
+
+def unstack_blocks(params: dict) -> dict:
+  """`blocks` of both towers as `block_0`, `block_1`, ...: what `scan=False` takes."""
+  return {**params, **{tower: _unstack(params[tower]) for tower in ("image", "text")}}
+
+
+def _stack(tower: dict) -> dict:
+  if "blocks" in tower:
+    return tower
+  rest = {name: value for name, value in tower.items() if not name.startswith("block_")}
+  blocks = [tower[f"block_{layer}"] for layer in range(len(tower) - len(rest))]
+  return {**rest, "blocks": jax.tree.map(lambda *leaves: np.stack(leaves), *blocks)}
+
+
+def _unstack(tower: dict) -> dict:
+  if "blocks" not in tower:
+    return tower
+  rest = {name: value for name, value in tower.items() if name != "blocks"}
+  layers = len(jax.tree.leaves(tower["blocks"])[0])
+  blocks = {
+    f"block_{layer}": jax.tree.map(lambda leaf, layer=layer: leaf[layer], tower["blocks"])
+    for layer in range(layers)
+  }
+  return {**rest, **blocks}
 
 
 def layer_norm(x: jax.Array, name: str) -> jax.Array:

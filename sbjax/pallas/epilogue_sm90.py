@@ -27,7 +27,8 @@ def scaling_of(scales, at, shape, piece):
     if vector.shape == (1,):
       return vector[0]
     part = vector.at[pl.ds(at[axis] + offset, piece[axis])]
-    return plgpu.load(part, layout=plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
+    layout = plgpu.Layout.WGMMA.reduce(1 - axis)
+    return plgpu.load(part, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
 
   held, registers = {}, math.prod(shape) // 128
   for which, axis in enumerate(axes):
@@ -61,14 +62,14 @@ class Pieces:
   """
 
   out: Any
-  addend: Any | None
+  addend: Any  # or None
   at: tuple
   shape: tuple[int, int]
   buffers: Any  # [2, rows, columns]
   fetched: Any  # A barrier for each buffer of each warpgroup.
 
   @property
-  def corners(self) -> list[tuple[int, int]]:
+  def corners(self) -> list[tuple[int, ...]]:
     steps = self.buffers.shape[-2:]
     return list(itertools.product(*map(range, (0, 0), self.shape, steps)))
 
@@ -101,7 +102,8 @@ class Pieces:
         if i and i % 2 == 0:
           self.fetch(i)
         plgpu.barrier_wait(self.arrived(i))
-        piece += plgpu.load(buffer, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+        addend = plgpu.load(buffer, layout=plgpu.Layout.WGMMA)  # pyright: ignore[reportCallIssue]
+        piece += addend.astype(jnp.float32)
         plgpu.commit_smem()  # All have read what is now overwritten.
       buffer[...] = piece.astype(self.out.dtype)
       plgpu.commit_smem()

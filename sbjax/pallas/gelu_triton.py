@@ -100,8 +100,8 @@ def gelu_quantize(
     VIA_FLOAT16=compute_capability() < 90,
     **dict(LIMIT=_limit(spec), KEEP_LIMIT=_limit(keep)),
   )
-  g = g if spec is None else Quantized(g, g_scale)
-  return g, h if keep is None else Quantized(kept, kept_scale)
+  g = g if spec is None else Quantized(g, g_scale, spec)
+  return g, h if keep is None else Quantized(kept, kept_scale, keep)
 
 
 def gelu_backward(
@@ -115,16 +115,14 @@ def gelu_backward(
   chip, m = compute_capability(), len(dg)
   check_rows(dg, spec, chip=chip)
   if isinstance(h, Quantized):
-    check_rows(
-      dg, Spec(h.values.dtype, "rowwise" if h.scale.size == m else "tensorwise"), chip=chip
-    )
+    check_rows(dg, h.spec, chip=chip)
   else:
     check_rows(h, None, chip=chip)
   if dg.size == 0:
     return rows.gelu_backward(h, dg, spec)
   config = backward_config(*dg.shape, dg.dtype.itemsize) if config is None else config
   dh, values, scale, sums, g = triton_call(
-    *(h if isinstance(h, Quantized) else (h, jnp.zeros((1, 1), jnp.float32))),
+    *((h.values, h.scale) if isinstance(h, Quantized) else (h, jnp.zeros((1, 1), jnp.float32))),
     dg,
     kernel=_gelu_backward_kernel,
     name="sbjax_gelu_backward",
@@ -141,7 +139,7 @@ def gelu_backward(
     VIA_FLOAT16=compute_capability() < 90,
     **dict(LIMIT=_limit(spec), DEQUANTIZE=isinstance(h, Quantized)),
   )
-  return dh, None if spec is None else Quantized(values, scale), jnp.sum(sums, axis=0), g
+  return dh, None if spec is None else Quantized(values, scale, spec), jnp.sum(sums, axis=0), g
 
 
 def quantize_sum(
@@ -174,7 +172,7 @@ def quantize_sum(
     **dict(LIMIT=_limit(spec), PARTS=len(parts)),
   )
   dy = joined if len(parts) == 3 else parts[0]
-  return dy, Quantized(values, scale), jnp.sum(sums, axis=0)
+  return dy, Quantized(values, scale, spec), jnp.sum(sums, axis=0)
 
 
 def _quantized(shape, spec):

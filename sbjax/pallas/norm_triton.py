@@ -81,7 +81,7 @@ def norm_quantize(
     LIMIT=max_value(INT8 if spec is None else spec.dtype),
     VIA_FLOAT16=compute_capability() < 90,
   )
-  return out if spec is None else Quantized(out, scale)
+  return out if spec is None else Quantized(out, scale, spec)
 
 
 def norm_backward(

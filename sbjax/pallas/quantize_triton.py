@@ -49,9 +49,9 @@ def quantize(x: jax.Array, spec: Spec, *, config: Config | None = None) -> Quant
   _check(x, spec)
   rows, k = x.shape
   if spec.scaling != "rowwise" or k > MAX_ROW:
-    return Quantized(*_two_passes(x, spec, 1, transpose=False))
+    return Quantized(*_two_passes(x, spec, 1, transpose=False), spec)
   if x.size == 0:
-    return Quantized(jnp.zeros(x.shape, spec.dtype), jnp.zeros((rows, 1), jnp.float32))
+    return Quantized(jnp.zeros(x.shape, spec.dtype), jnp.zeros((rows, 1), jnp.float32), spec)
   config = config_for(rows, k, x.dtype.itemsize) if config is None else config
   values, scale = triton_call(
     x,
@@ -65,14 +65,14 @@ def quantize(x: jax.Array, spec: Spec, *, config: Config | None = None) -> Quant
     LIMIT=max_value(spec.dtype),
     VIA_FLOAT16=compute_capability() < 90,
   )
-  return Quantized(values, scale)
+  return Quantized(values, scale, spec)
 
 
 def quantize_transposed(x: jax.Array, spec: Spec) -> Quantized:
   """`quantize(x.T, spec)`, x.T never written: a row scale is then shared by a column of x."""
   _check(x, spec)
   values, scale = _two_passes(x, spec, 0, transpose=True)
-  return Quantized(values, scale.T)
+  return Quantized(values, scale.T, spec)
 
 
 def quantize_both(x: jax.Array, spec: Spec) -> tuple[Quantized, Quantized]:
@@ -81,7 +81,7 @@ def quantize_both(x: jax.Array, spec: Spec) -> tuple[Quantized, Quantized]:
   if spec.scaling == "rowwise":
     raise ValueError("The rows of x and of x.T do not share scales: use 'tensorwise' or 'static'.")
   (values, transposed), scale = _two_passes(x, spec, None, transpose="both")
-  return Quantized(values, scale), Quantized(transposed, scale)
+  return Quantized(values, scale, spec), Quantized(transposed, scale, spec)
 
 
 def _two_passes(x, spec, axis, transpose):
@@ -178,7 +178,7 @@ def _cast_call(x, absmax, dtype, transpose, shape=(0, 0)):
 
 
 def _check(x, spec):
-  check_quantizable(x, spec)
+  check_quantizable(x)
   check_formats(x.dtype, spec.dtype, compute_capability())
 
 

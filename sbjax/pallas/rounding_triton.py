@@ -46,7 +46,7 @@ def check_rows(x, *specs: Spec | None, chip: int) -> None:
     check_formats(x.dtype, INT8 if spec is None else spec.dtype, chip)
     if spec is None:
       continue
-    check_quantizable(x, spec)
+    check_quantizable(x)
     if spec.scaling != "rowwise":
       raise NotImplementedError(
         f"A row is rounded when it is made, which takes scaling 'rowwise', not {spec.scaling!r}."

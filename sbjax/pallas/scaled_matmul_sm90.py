@@ -16,9 +16,7 @@ a third less time in blocks half as large. (benchmarks/matmul.py has the times.)
 
 import dataclasses
 import functools
-import json
 import math
-from pathlib import Path
 from typing import Literal
 
 import jax
@@ -27,10 +25,12 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from sbjax.device import num_sms, target
 from sbjax.formats import accumulator_dtype
 from sbjax.matmul import check_addend, check_operands, nothing
-from sbjax.pallas import chip
+from sbjax.pallas import tuning
 from sbjax.pallas.epilogue_sm90 import Pieces, scaling_of
+from sbjax.pallas.tuning import MANY_ROWS
 from sbjax.quantize import Quantized
 
 _COMPUTE_WARPGROUPS = 2
@@ -59,6 +59,18 @@ class Config:
   minor: Literal["m", "n"] = "n"
   width: int = 16
 
+  def __post_init__(self):
+    part_m, part_n = self.warpgroup
+    if part_m % 64 or part_n % 32 or part_n > 256 or part_m * part_n > 128 * 192:
+      raise ValueError(
+        f"block_m={self.block_m}, block_n={self.block_n} give a warpgroup {part_m} x {part_n}; it"
+        " takes 64s of rows and 32s of up to 256 columns, 24,576 elements at most."
+      )
+    if self.block_k % 32 or self.stages < 2:
+      raise ValueError(
+        f"block_k={self.block_k} must be a multiple of 32, stages={self.stages} > 1."
+      )
+
   @property
   def warpgroup(self) -> tuple[int, int]:
     """The part of a block that one warpgroup computes."""
@@ -76,7 +88,6 @@ TALL_IN_TURNS = Config(block_m=192, block_n=128, split=None, minor="m", width=8)
 WIDE = Config(block_m=128, block_n=256, cluster="m")
 SMALL = Config(block_m=128, block_n=128, stages=6, cluster=None)
 NARROW = Config(block_m=128, block_n=64, stages=8, cluster=None)
-MANY_ROWS = 4096  # From here on a few blocks more or less make no difference.
 
 
 def config_for(m: int, n: int, k: int, chip: str, multiprocessors: int) -> Config:
@@ -96,27 +107,10 @@ def by_rule(m: int, n: int, k: int, multiprocessors: int) -> Config:
   return min(candidates, key=lambda c: _clocks(c, m, n, k, multiprocessors))
 
 
-def is_slower_than_xla(m: int, n: int, k: int, chip: str) -> bool:
-  """Whether XLA's int8 product took 5 % less time than any cut, where (chip, n, k) was tuned.
-
-  That was for about m rows, a bfloat16 result, and neither bias nor addend.
-  """
-  tuned = _tuned_for(m, n, k, chip)
-  return tuned is not None and 1.05 * tuned["tops"] < tuned.get("xla_tops", 0)
-
-
 def _tuned_for(m: int, n: int, k: int, chip: str) -> dict | None:
-  """The row for (chip, n, k) that holds for m: as many blocks, or the nearest of many rows.
-
-  One with many rows holds for half as many and more.
-  """
-  rows = [row for row in _tuned() if (row["chip"], row["n"], row["k"]) == (chip, n, k)]
-  for row in rows:
-    block_m = Config(**row["config"]).block_m
-    if pl.cdiv(m, block_m) == pl.cdiv(row["m"], block_m):
-      return row
-  many = [row for row in rows if MANY_ROWS <= row["m"] <= 2 * m]
-  return min(many, key=lambda row: (abs(math.log(row["m"] / m)), row["m"]), default=None)
+  """The row for (chip, n, k) that holds for m, of the user's table or else of ours."""
+  tables = (tuning.user_table("scaled_matmul_sm90", Config), _tuned())
+  return tuning.row_for(tables, m, n, k, (chip, "sm_90"), Config)
 
 
 def _clocks(config: Config, m: int, n: int, k: int, multiprocessors: int) -> float:
@@ -142,9 +136,8 @@ def tuned_configs() -> set[Config]:
 
 @functools.cache
 def _tuned() -> list[dict]:
-  """What `python -m benchmarks.tune` found, a dict a shape: what it is, `config`, rates."""
-  lines = Path(__file__).with_name("scaled_matmul_sm90.jsonl").read_text().splitlines()
-  return [json.loads(line) for line in lines]
+  """The `config` that `python -m benchmarks.tune` found fastest for each chip, m, n and k."""
+  return tuning.shipped_table("scaled_matmul_sm90")
 
 
 def scaled_matmul(
@@ -205,8 +198,8 @@ def _matmul(lhs, rhs, scales, addend, out_dtype, config, multiprocessors, interp
       addend = jnp.pad(addend, ((0, m_fit - m), (0, n_fit - n)))
     y = _matmul(lhs, rhs, scales, addend, out_dtype, config, multiprocessors, interpret)
     return y[:m, :n]
-  device = chip.target()
-  multiprocessors = multiprocessors or chip.multiprocessors(device) or 132
+  device = target()
+  multiprocessors = multiprocessors or num_sms(device) or 132
   config = config or config_for(m, n, k, device.device_kind, multiprocessors)
   cluster_m, cluster_n = config.clustered
   step_m, step_n = config.block_m * cluster_m, config.block_n * cluster_n
@@ -333,7 +326,8 @@ def _kernel(lhs, rhs, *refs, config: Config, adds: bool):
           plgpu.barrier_arrive(free.at[lax.rem(first + steps - 1, stages)])
           return acc[...]
 
-        total = pl.run_scoped(sums, plgpu.ACC((part_m, part_n), accumulator_dtype(lhs.dtype)))
+        acc = plgpu.ACC((part_m, part_n), accumulator_dtype(lhs.dtype))  # pyright: ignore
+        total = pl.run_scoped(sums, acc)
         pieces.store(total, scaled)
 
       @_for_each_block(grid, config)

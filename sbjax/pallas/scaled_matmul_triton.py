@@ -1,50 +1,94 @@
 """scaled_matmul on Ampere, Ada and Hopper: Triton, 8-bit tensor cores, scales in the epilogue."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from sbjax.device import target
 from sbjax.formats import INT8, accumulator_dtype
 from sbjax.matmul import check_addend, check_operands, nothing
+from sbjax.pallas import tuning
 from sbjax.pallas.triton import compute_capability, triton_call
 from sbjax.quantize import Quantized
+
+NAME = "scaled_matmul_triton"
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-  """An output block is block_m x block_n; `stages` slices of block_k are on their way to it.
+  """The tile config: an output block is block_m x block_n, and its operands come in block_k of K.
 
-  Blocks are taken `group` along M at a time, so that the ones in flight share operands in L2.
+  block_k: 32 at least, what a tensor core takes of K at once: half of it came back from another
+    kernel as twice the sum.
+  num_warps: the warps that share a block.
+  num_stages: how many slices of the operands are loaded ahead.
+  group_m: blocks are taken so many along M at a time, so that those in flight share operands in L2.
   """
 
   block_m: int = 128
   block_n: int = 128
   block_k: int = 128
-  stages: int = 3
-  warps: int = 8
-  group: int = 8
+  num_warps: int = 8
+  num_stages: int = 3
+  group_m: int = 8
+
+  def __post_init__(self):
+    for field, least, most in (
+      ("block_m", 16, 256),
+      ("block_n", 16, 256),
+      ("block_k", 32, 256),
+      ("num_warps", 1, 16),
+    ):
+      value = getattr(self, field)
+      if not least <= value <= most or value & (value - 1):
+        raise ValueError(f"{field}={value} must be a power of two from {least} to {most}.")
+    for field, most in (("num_stages", 8), ("group_m", 1024)):
+      if not 1 <= (value := getattr(self, field)) <= most:
+        raise ValueError(f"{field}={value} must be from 1 to {most}.")
 
 
-def config_for(m: int, n: int, capability: int, adds: bool = False) -> Config:
-  """The largest blocks of which every multiprocessor gets one, within a chip's shared memory.
+def config_for(m: int, n: int, k: int, device, adds: bool = False) -> Config:
+  """The table's, the user's before ours, where it has a row for this size and chip; else a rule.
 
-  block_k is never below 32, what a tensor core takes of K at once: half of it came back from
-  another kernel as twice the sum.
+  device: the chip, or what else says its `device_kind`.
+  adds: whether there is an addend; tables are tuned without.
   """
+  capability = compute_capability()
+  if not (capability == 90 and adds):
+    tables = (tuning.user_table(NAME, Config), _shipped())
+    chips = (device.device_kind, f"sm_{capability}")
+    if row := tuning.row_for(tables, m, n, k, chips, Config):
+      return Config(**row["config"])
+  return by_rule(m, n, capability, adds)
+
+
+def by_rule(m: int, n: int, capability: int, adds: bool = False) -> Config:
+  """The largest blocks of which every multiprocessor gets one, within a chip's shared memory."""
   if m <= 64:
-    return Config(block_m=64, block_n=64, stages=4, warps=4)
+    return Config(block_m=64, block_n=64, num_stages=4, num_warps=4)
   if capability == 90 and adds:  # Beside larger sums an addend does not fit into registers.
-    large, multiprocessors = Config(stages=4), 132
+    large, multiprocessors = Config(num_stages=4), 132
   elif capability in (80, 90):
-    large, multiprocessors = Config(block_m=128, block_n=256, stages=4), 108
+    large, multiprocessors = Config(block_m=128, block_n=256, num_stages=4), 108
   else:
-    large, multiprocessors = Config(block_n=128, block_k=64, stages=4, warps=4), 128
+    large, multiprocessors = Config(block_n=128, block_k=64, num_stages=4, num_warps=4), 128
   if triton.cdiv(m, large.block_m) * triton.cdiv(n, large.block_n) >= multiprocessors:
     return large
-  return Config(block_m=64, block_n=128, block_k=64, stages=4, warps=4)
+  return Config(block_m=64, block_n=128, block_k=64, num_stages=4, num_warps=4)
+
+
+@functools.cache
+def _shipped() -> list[dict]:
+  return tuning.shipped_table(NAME)
+
+
+def tuned_configs() -> set[Config]:
+  """Every tile config of the table that the kernel ships with."""
+  return {Config(**row["config"]) for row in _shipped()}
 
 
 def scaled_matmul(
@@ -84,7 +128,7 @@ def _matmul(lhs, rhs, scales, bias, addend, out_dtype, config):
     raise NotImplementedError(f"sm_{capability} does not multiply {lhs.dtype.name}.")
   if m == 0 or n == 0 or k == 0:
     return nothing((m, n), out_dtype, bias, addend)
-  config = config_for(m, n, capability, addend is not None) if config is None else config
+  config = config or config_for(m, n, k, target(), addend is not None)
   # A pointer that is not followed may be any.
   lhs_scale, rhs_scale = (lhs, rhs) if scales is None else scales
   return triton_call(
@@ -98,8 +142,8 @@ def _matmul(lhs, rhs, scales, bias, addend, out_dtype, config):
     name="sbjax_accumulate" if scales is None else "sbjax_scaled_matmul",
     grid=triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n),
     out=jax.ShapeDtypeStruct((m, n), out_dtype),
-    num_warps=config.warps,
-    num_stages=config.stages,
+    num_warps=config.num_warps,
+    num_stages=config.num_stages,
     M=m,
     N=n,
     K=k,
@@ -111,7 +155,7 @@ def _matmul(lhs, rhs, scales, bias, addend, out_dtype, config):
     BLOCK_M=config.block_m,
     BLOCK_N=config.block_n,
     BLOCK_K=config.block_k,
-    GROUP=config.group,
+    GROUP=config.group_m,
   )
 
 

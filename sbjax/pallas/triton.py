@@ -15,7 +15,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax.interpreters import partial_eval
 
-from sbjax.pallas import chip
+from sbjax import device as devices
 
 
 def triton_call(
@@ -72,7 +72,7 @@ def _call_with_refs(call, operands, names, out, in_place):
 
 def compute_capability() -> int:
   """80, 89, 90...: of the chip that this trace is for."""
-  found = chip.compute_capability(device := chip.target())
+  found = devices.compute_capability(device := devices.target())
   if found is None:
     raise NotImplementedError(
       f"Triton kernels run on NVIDIA GPUs; JAX's default device is {device.platform!r}."
@@ -93,7 +93,7 @@ def _jax_triton():
   major, minor = importlib.metadata.version("jax-triton").split(".")[:2]
   old = (int(major), int(minor)) < (0, 4)
   if not old and jax.__version_info__ >= (0, 12):
-    _adapt_dead_code_rule(jax_triton.triton_lib.triton_kernel_call_p)
+    _adapt_dead_code_rule(jax_triton.triton_lib.triton_kernel_call_p)  # pyright: ignore
   return jax_triton, old
 
 
@@ -101,4 +101,4 @@ def _adapt_dead_code_rule(primitive):
   """jax-triton 0.4.1 has a rule of two arguments where JAX 0.12 calls it with three."""
   rule = partial_eval.dce_rules[primitive]
   if len(inspect.signature(rule).parameters) == 2:
-    partial_eval.dce_rules[primitive] = lambda used, live, eqn: rule(used, eqn)
+    partial_eval.dce_rules[primitive] = lambda used, live, eqn: rule(used, eqn)  # pyright: ignore

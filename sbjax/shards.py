@@ -5,7 +5,7 @@ import functools
 import jax
 
 from sbjax.matmul import apply_scales, check_operands
-from sbjax.pallas.partition import is_explicit, over_shards
+from sbjax.partition import is_explicit, over_shards
 from sbjax.quantize import (
   Quantized,
   check_quantizable,
@@ -23,16 +23,17 @@ def scaled_matmul(product, lhs, rhs, out_dtype, out_sharding=None, *, bias=None,
   check_operands(lhs.values, rhs.values)
   added = {"bias": (bias, ("n",)), "addend": (addend, ("m", "n"))}
   added = {name: given for name, given in added.items() if given[0] is not None}
+  lhs_spec, rhs_spec = lhs.spec, rhs.spec
 
   def local(run, split, lhs, rhs, lhs_scale, rhs_scale, *arrays):
     parts = dict(zip(added, arrays, strict=True))
     if "k" not in split:
-      lhs, rhs = Quantized(lhs, lhs_scale), Quantized(rhs, rhs_scale)
-      return (run(product.scaled_matmul, lhs, rhs, out_dtype, **parts),)
+      operands = Quantized(lhs, lhs_scale, lhs_spec), Quantized(rhs, rhs_scale, rhs_spec)
+      return (run(product.scaled_matmul, *operands, out_dtype, **parts),)
     total = jax.lax.psum(run(product.accumulate, lhs, rhs), split["k"])
     return (apply_scales(total, lhs_scale, rhs_scale, out_dtype, **parts),)
 
-  m, n = ("m" if lhs.scale.shape[0] > 1 else None), ("n" if rhs.scale.shape[0] > 1 else None)
+  m, n = ("m" if lhs_spec.is_rowwise else None), ("n" if rhs_spec.is_rowwise else None)
   operands = [lhs.values, rhs.values, lhs.scale, rhs.scale, *(a for a, _ in added.values())]
   inputs = [("m", "k"), ("n", "k"), (m, None), (n, None), *(names for _, names in added.values())]
   (y,) = over_shards(local, operands, inputs, [("m", "n")], sixteens="nk")
@@ -41,8 +42,8 @@ def scaled_matmul(product, lhs, rhs, out_dtype, out_sharding=None, *, bias=None,
 
 def quantize(kernels, form, x, spec):
   """A quantizer by the Triton kernels; a scale that devices share takes the maximum over them."""
-  check_quantizable(x, spec)
-  per_row = spec.scaling == "rowwise"
+  check_quantizable(x)
+  per_row = spec.is_rowwise
   shared = ("k" if form == "quantize" else "m") if per_row else "mk"
 
   def local(run, split, x):
@@ -66,8 +67,10 @@ def quantize(kernels, form, x, spec):
   }[form]  # fmt: skip
   found = over_shards(local, [x], [("m", "k")], outputs)
   if form == "quantize_both":
-    return Quantized(*found[:2]), Quantized(*found[2:])
-  return Quantized(*found)
+    values, scale, transposed, transposed_scale = found
+    return Quantized(values, scale, spec), Quantized(transposed, transposed_scale, spec)
+  values, scale = found
+  return Quantized(values, scale, spec)
 
 
 def by_rows(operation, definition, *arrays, splits_rows=False):

@@ -15,7 +15,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from sbjax.pallas.chip import target
+from sbjax.device import target
 
 Names = tuple[str | None, ...]  # An operand's axes; None for one that is never split.
 

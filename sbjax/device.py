@@ -1,4 +1,4 @@
-"""The chip that a trace is for."""
+"""The device that a trace is for, and what it can do."""
 
 import jax
 
@@ -11,7 +11,7 @@ def target():
   abstract = jax.sharding.get_abstract_mesh().abstract_device
   if abstract is not None:
     return _here(abstract)
-  device = jax.config.jax_default_device
+  device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
   return jax.devices(device)[0] if device is None or isinstance(device, str) else device
 
 
@@ -35,7 +35,7 @@ def compute_capability(device) -> int | None:
   return 10 * int(major) + int(minor or 0) if major.isdigit() else None
 
 
-def multiprocessors(device) -> int | None:
-  """How many a GPU has, where that is known."""
+def num_sms(device) -> int | None:
+  """How many streaming multiprocessors a GPU has, where that is known."""
   # An abstract device has num_cores, a real one core_count.
   return getattr(device, "num_cores", None) or getattr(device, "core_count", None)

@@ -1,0 +1,199 @@
+"""How fast is sbjax on this GPU, beside plain JAX, and beside the H200 of our result files?
+
+  python -m benchmarks.card
+
+Ten minutes at most, on any NVIDIA GPU: matmuls, quantizers, attention, and one training step of a
+ViT-B/16. Prints a table and leaves card_<chip>.json: CONTRIBUTING.md says where to send it, and
+`python -m benchmarks.predict --card` reads it. Kernels are Mosaic's where they run, else Triton's.
+Each section has its part of the time and a process of its own; what fails says why in the table and
+in the file, and the rest goes on. `--tiny` runs all of it on a CPU, in sizes that mean nothing.
+"""
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.tables import CHIP, cards, last, read
+
+SHARES = {"matmul": 0.3, "quantize": 0.12, "attention": 0.13, "step": 0.45}  # Of the time.
+CASE = {  # What names a case of a section, in the result files too.
+  "matmul": ("m", "n", "k"),
+  "quantize": ("operation", "format", "scaling", "rows", "width", "dtype"),
+  "attention": ("batch", "length", "heads", "head_dim", "causal"),
+  "step": ("size",),
+}
+UNITS = {
+  "matmul": "TOP/s",
+  "quantize": "ms",
+  "attention": "ms, forward and backward",
+  "step": "images/s",
+}
+PLAIN, OURS = ("flax", "flax_loop", "xla_bf16", "xla"), ("switchback", "ours_int8", "ours")
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--minutes", type=float, default=10.0, help="At most.")
+  parser.add_argument("--sections", nargs="+", default=list(SHARES), choices=SHARES)
+  parser.add_argument("--folder", type=Path, default=Path("."), help="Where the file goes.")
+  parser.add_argument("--tiny", action="store_true", help="Tiny sizes, on a CPU too: a test.")
+  args = parser.parse_args()
+  command = " ".join(["python -m benchmarks.card", *sys.argv[1:]])
+  card = {"benchmark": "card", "chip": None, "command": command, "device": None, "sections": {}}
+  ends, path = time.monotonic() + 60 * args.minutes, None
+  for i, name in enumerate(args.sections):
+    rest = sum(SHARES[other] for other in args.sections[i:])
+    seconds = (ends - time.monotonic()) * SHARES[name] / rest
+    print(f"{name}: up to {seconds:.0f} s", flush=True)
+    command = [sys.executable, "-m", "benchmarks.card_sections", name]
+    found = run_section(command + ["--tiny"] * args.tiny, seconds)
+    device = found.pop("device", None)
+    if refused := found.pop("refused", None):
+      sys.exit(f"No card was made: {refused}; --tiny runs everything in tiny sizes anywhere.")
+    if device and not card["device"]:
+      card |= {"chip": device["chip"], "device": device}
+      print(in_words(device), flush=True)
+    card["sections"][name] = found
+    print("\n".join(table(name, found)), flush=True)
+    if card["chip"]:
+      path = args.folder / f"card_{slug(card['chip'])}.json"
+      path.write_text(json.dumps(card, indent=1) + "\n")
+  if path is None:
+    sys.exit(
+      "No card was made: no section came as far as naming the device; the reasons are above."
+    )
+  print(f"\nWrote {path}. CONTRIBUTING.md says where to send it.")
+
+
+def run_section(command: list[str], seconds: float) -> dict:
+  """The rows that the section's process writes until it ends or its time does, and what failed."""
+  started = time.monotonic()
+  flags = os.environ.get("XLA_FLAGS", "")
+  environment = os.environ | {
+    "XLA_FLAGS": f"{flags} --xla_gpu_enable_triton_gemm=false".strip(),
+    "XLA_PYTHON_CLIENT_MEM_FRACTION": os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92"),
+  }
+  with tempfile.TemporaryDirectory() as folder:
+    out, said = Path(folder) / "rows.jsonl", Path(folder) / "stderr"
+    command = [*command, "--out", str(out), "--seconds", f"{0.85 * seconds:.0f}"]
+    with said.open("w") as errors:
+      process = subprocess.Popen(
+        command, env=environment, stderr=errors, cwd=Path(__file__).parent.parent
+      )
+      try:
+        code = process.wait(timeout=max(seconds, 0.1))
+      except subprocess.TimeoutExpired:
+        code = None
+      finally:
+        process.kill()
+        process.wait()
+    lines = out.read_text().splitlines() if out.exists() else []
+    complaint = said.read_text(errors="replace")
+  found = {"rows": [], "seconds": round(time.monotonic() - started, 1)}
+  for line in lines:
+    try:
+      row = json.loads(line)
+    except json.JSONDecodeError:  # Cut off.
+      continue
+    if "case" in row:
+      found["rows"].append(row)
+    else:
+      found |= row
+  if code is None:
+    found["failed"] = f"stopped after {seconds:.0f} s; the rows are those it had"
+  elif code and "refused" not in found:
+    found["failed"] = ended_with(code, complaint)
+  return found
+
+
+def ended_with(code: int, complaint: str) -> str:
+  """The signal or the exit status, and the last error that was printed."""
+  how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+  lines = [line.strip() for line in complaint.splitlines() if line.strip()]
+  errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Exit)\b", line)]
+  return f"{how}: {(errors or lines or ['it said nothing'])[-1][:300]}"
+
+
+def table(section: str, found: dict) -> list[str]:
+  """A line a case: plain JAX, sbjax and its gain here, and the same on the H200."""
+  lines = [
+    f"\n{section}, {UNITS[section]}",
+    f"{'':34} {'plain JAX':>10} {'sbjax':>10} {'gain':>6}   {CHIP}: {'plain JAX':>10} {'sbjax':>10}"
+    f" {'gain':>6}",
+  ]
+  known = reference(section)
+  for row in found["rows"]:
+    theirs = known.get(case(section, row))
+    here = "{:>10} {:>10} {:>6}".format(*shown(section, row))
+    there = "{:>10} {:>10} {:>6}".format(*shown(section, theirs or {}))
+    lines.append(f"{named(row):34} {here}   {'':{len(CHIP)}}  {there}")
+    lines += [f"  {name}: {why}" for name, why in row.get("failed", {}).items()]
+    if row.get("equal_to_xla_int8") is False:
+      lines.append("  WRONG: the int8 product is not that of XLA")
+    if theirs and row.get("batch_size") != theirs.get("batch_size"):
+      lines.append(f"  (the {CHIP} had {theirs['batch_size']} images a batch)")
+  if not found["rows"] and "failed" not in found:
+    lines.append("  no rows")
+  if "failed" in found:
+    lines.append(f"  FAILED: {found['failed']}")
+  return lines
+
+
+def named(row: dict) -> str:
+  return f"{row['case']}, {row['batch_size']} images" if "batch_size" in row else row["case"]
+
+
+def shown(section: str, row: dict) -> tuple[str, str, str]:
+  """Plain JAX's figure, ours, and how many times as fast that is; "-" for what is missing."""
+  figures = figures_of(section, row)
+  plain, ours = (next((figures[n] for n in names if n in figures), None) for names in (PLAIN, OURS))
+  gain = None
+  if plain and ours:
+    gain = plain / ours if UNITS[section].startswith("ms") else ours / plain
+  texts = ("-" if one is None else f"{one:,.4g}" for one in (plain, ours))
+  return *texts, "-" if gain is None else f"{gain:.2f}x"
+
+
+def figures_of(section: str, row: dict) -> dict[str, float]:
+  """By contender, in the section's unit."""
+  if section == "matmul":
+    return row.get("tops", {})
+  if section == "step":
+    return {n: one["images_per_second"] for n, one in row.get("contenders", {}).items()
+            if "images_per_second" in one}  # fmt: skip
+  return row.get("milliseconds", {})
+
+
+def case(section: str, row: dict) -> tuple:
+  return tuple(row.get(key) for key in CASE[section])
+
+
+def reference(section: str) -> dict[tuple, dict]:
+  """The H200's last row of each case: of the result files, and of cards where these have none."""
+  rows = cards(section) + (read(section) if section != "attention" else [])
+  rows = [row for row in rows if row["chip"] == CHIP and all(key in row for key in CASE[section])]
+  return {case(section, row): row for row in last(rows, *CASE[section])}
+
+
+def in_words(device: dict) -> str:
+  memory = device["memory_gigabytes"]
+  text = f"{device['chip']}, compute capability {device['compute_capability']},"
+  text += f" {memory} GB for JAX," if memory else ""
+  text += f" jax {device['jax']}; sbjax's backend is {device['backend']!r}"
+  return text + "".join(f"\n  (not {name!r}: {why})" for name, why in device["lacking"].items())
+
+
+def slug(chip: str) -> str:
+  """a100-sxm4-80gb, of NVIDIA A100-SXM4-80GB."""
+  return re.sub(r"[^a-z0-9]+", "-", chip.removeprefix("NVIDIA ").lower()).strip("-")
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,272 @@
+"""A GPU's card: what fails says why and stops nothing else; time and memory are kept to."""
+
+import json
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import card, step
+from benchmarks import card_sections as sections
+from benchmarks.tables import CHIP, read
+from sbjax.backends import get_backend
+from sbjax.models.sizes import CLIPConfig, TextConfig, VisionConfig
+
+
+def rows_of(cases, seconds=60.0):
+  rows = []
+  sections.run(cases, rows.append, seconds)
+  return rows
+
+
+@pytest.mark.parametrize("name", ["matmul", "quantize", "attention"])
+def test_a_section_measures_its_cases_on_a_cpu(name):
+  with jax.numpy_dtype_promotion("standard"):  # Of plain JAX's attention, backward.
+    rows = rows_of(sections.SECTIONS[name](get_backend("xla"), tiny=True))
+  contenders = {
+    "matmul": {"xla_bf16", "xla_int8", "ours_int8"},
+    "quantize": {"copy", "xla", "ours"},
+    "attention": {"xla", "ours"},
+  }[name]
+  for row in rows:
+    assert row["failed"] == {} and set(row["milliseconds"]) == contenders
+    assert set(card.CASE[name]) <= set(row)
+    assert all(time > 0 for time in row["milliseconds"].values())
+    assert row.get("equal_to_xla_int8", True)
+    json.dumps(row)
+  assert len({row["case"] for row in rows}) == len(rows) > 0
+
+
+def test_the_cases_are_those_of_the_result_files(monkeypatch):
+  monkeypatch.setattr(sections, "Operands", lambda *_, **__: None)
+  for name in ("matmul", "quantize"):
+    known = card.reference(name)
+    sizes = [
+      case.args[2:5] if name == "matmul" else (case.args[1], case.args[3], case.args[4])
+      for _, case in sections.SECTIONS[name](get_backend("xla"), tiny=False)
+    ]
+    measured = {key if name == "matmul" else (key[0], key[3], key[4]) for key in known}
+    assert len(sizes) > 4 and set(sizes) <= measured
+
+
+def test_a_contender_that_fails_says_why_and_the_others_race():
+  def broken(x):
+    raise RuntimeError("out of resource: shared memory\nmore")
+
+  built, failed = sections.timed({"bad": (broken, [(1.0,)]), "good": (jnp.sin, [(1.0,)])})
+  assert failed == {"bad": "RuntimeError: out of resource: shared memory"}
+  assert set(sections.milliseconds(built)) == {"good"}
+
+
+def test_a_case_that_fails_or_is_out_of_time_leaves_its_reason_and_the_rest_goes_on():
+  def fails():
+    raise ValueError("no such thing")
+
+  cases = [("bad", fails), ("good", lambda: {"x": 1})]
+  assert rows_of(iter(cases)) == [
+    {"case": "bad", "failed": {"case": "ValueError: no such thing"}},
+    {"case": "good", "x": 1},
+  ]
+  slow = ("slow", lambda: time.sleep(0.2) or {})
+  rows = rows_of(iter([slow, slow, *cases]), seconds=0.3)
+  assert [row.get("failed") for row in rows] == [
+    None,
+    *[{"case": "left out: no time was left"}] * 3,
+  ]
+
+
+def test_a_step_is_measured_on_a_cpu(monkeypatch):
+  small = dict(width=16, layers=1, heads=1)
+  vision = VisionConfig(image_size=8, patch_size=4, **small)
+  text = TextConfig(context_length=6, vocab_size=16, eot_id=1, **small)
+  monkeypatch.setitem(sections.SIZES, "tiny", CLIPConfig(16, vision, text))
+  monkeypatch.setattr(sections, "STEPPERS", ("full",))
+  monkeypatch.setattr(step, "race", lambda steps, *_: ({name: [0.5] for name in steps}, None, None))
+  with jax.numpy_dtype_promotion("standard"):  # Of optax.
+    ((name, measure),) = sections.steps(get_backend("xla"), tiny=True)
+    row = measure()
+  assert name == "ViT-tiny" and row["failed"] == {} and row["batch_size"] == 8
+  assert row["contenders"]["full"]["images_per_second"] == 16
+  assert {"compile_seconds", "peak_gigabytes", "milliseconds"} <= set(row["contenders"]["full"])
+
+
+def test_a_contender_of_the_step_that_does_not_compile_leaves_the_others(monkeypatch):
+  def compiled(model, *_):
+    if model.fused:
+      raise NotImplementedError("no kernel")
+    return "step", {"compile_seconds": 1.0, "peak_gigabytes": 1.0}
+
+  monkeypatch.setattr(sections, "make_init", lambda *_, **__: lambda: 0)
+  monkeypatch.setattr(step, "draw", lambda *_: None)
+  monkeypatch.setattr(step, "compiled", compiled)
+  monkeypatch.setattr(step, "race", lambda steps, *_: ({name: [2.0] for name in steps}, None, None))
+  row = sections.train_step("tiny", 8, "none")
+  assert row["failed"] == {
+    name: "NotImplementedError: no kernel" for name in ("switchback", "full")
+  }
+  assert row["contenders"]["flax"]["images_per_second"] == 4
+  monkeypatch.setattr(sections, "memory_limit", lambda _: 0.5e9)
+  with pytest.raises(MemoryError, match=r"flax needs 1\.0 of 0\.5 GB"):
+    sections.train_step("tiny", 8, "none")
+
+
+@pytest.mark.parametrize(
+  "said", ["RESOURCE_EXHAUSTED: Out of memory", "CUDA_ERROR_OUT_OF_MEMORY: out of memory"]
+)
+def test_out_of_memory_takes_half_the_batch_and_other_errors_do_not(monkeypatch, said):
+  tried = []
+
+  def train(size, batch_size, remat):
+    tried.append(batch_size)
+    if batch_size > 16:
+      raise RuntimeError(said)
+    return {"batch_size": batch_size}
+
+  monkeypatch.setattr(sections, "train_step", train)
+  assert sections.fitting_step("B/16", 64, "none") == {"batch_size": 16} and tried == [64, 32, 16]
+
+  def never_fits(*_):
+    tried.append(_)
+    raise MemoryError("never")
+
+  tried.clear()
+  monkeypatch.setattr(sections, "train_step", never_fits)
+  with pytest.raises(MemoryError, match="never"):
+    sections.fitting_step("B/16", 32, "none")
+  assert len(tried) == 3
+
+  def wrong(*_):
+    raise RuntimeError("illegal instruction")
+
+  monkeypatch.setattr(sections, "train_step", wrong)
+  with pytest.raises(RuntimeError, match="illegal"):
+    sections.fitting_step("B/16", 64, "none")
+
+
+@pytest.mark.parametrize(("gigabytes", "batch"), [(140, 512), (46, 256), (22, 128), (6, 32)])
+def test_the_first_batch_is_one_that_should_fit(monkeypatch, gigabytes, batch):
+  monkeypatch.setattr(sections, "memory_limit", lambda _: gigabytes * 1e9)
+  ((_, measure),) = sections.steps(get_backend("xla"), tiny=False)
+  assert measure.args == ("B/16", batch, "none")
+
+
+def section(program, seconds=20.0):
+  """A section's process that runs this; `emit` writes a line."""
+  emit = (
+    "import json, os, sys, time\n"
+    "file = open(sys.argv[sys.argv.index('--out') + 1], 'w')\n"
+    "def emit(**line): print(json.dumps(line), file=file, flush=True)\n"
+  )
+  return card.run_section([sys.executable, "-c", emit + program], seconds)
+
+
+def test_rows_of_a_section_come_back_with_what_it_says_of_the_device():
+  found = section("emit(device={'chip': 'any'}); emit(case='1', m=2)")
+  assert found.pop("seconds") > 0
+  assert found == {"device": {"chip": "any"}, "rows": [{"case": "1", "m": 2}]}
+
+
+def test_a_section_that_dies_leaves_its_rows_and_the_reason():
+  found = section("emit(case='1'); os.abort()")
+  assert found["rows"] == [{"case": "1"}] and "ended by SIGABRT" in found["failed"]
+  found = section(
+    "emit(case='1'); file.write('{\"case'); file.flush(); raise ValueError('bad chip')"
+  )
+  assert found["rows"] == [{"case": "1"}]
+  assert found["failed"] == "ended with status 1: ValueError: bad chip"
+
+
+def test_a_section_ends_with_its_time():
+  started = time.monotonic()
+  found = section("emit(case='1'); time.sleep(60)", seconds=1.5)
+  assert time.monotonic() - started < 15
+  assert found["rows"] == [{"case": "1"}] and found["failed"].startswith("stopped after 2 s")
+
+
+def test_a_section_runs_with_exact_int8_matmuls(monkeypatch):
+  monkeypatch.setenv("XLA_FLAGS", "--xla_mine=1")
+  found = section("emit(case=os.environ['XLA_FLAGS'])")
+  assert found["rows"][0]["case"] == "--xla_mine=1 --xla_gpu_enable_triton_gemm=false"
+
+
+def test_a_table_has_the_h200_s_figures_of_the_result_files():
+  sizes = {"m": 65536, "n": 5120, "k": 1280}
+  row = {"case": "65536 x 5120 x 1280", **sizes, "tops": {"xla_bf16": 100.0, "ours_int8": 250.0}}
+  theirs = [r for r in read("matmul") if r["chip"] == CHIP and sizes.items() <= r.items()][-1]
+  *_, line = card.table("matmul", {"rows": [row]})
+  ours, plain = (theirs["tops"][name] for name in ("ours_int8", "xla_bf16"))
+  assert line.split()[5:8] == ["100", "250", "2.50x"]
+  assert line.split()[8:] == [f"{plain:,.4g}", f"{ours:,.4g}", f"{ours / plain:.2f}x"]
+
+
+def test_gains_are_ratios_of_times_or_rates():
+  assert (
+    card.shown("quantize", {"milliseconds": {"copy": 1.0, "xla": 3.0, "ours": 2.0}})[2] == "1.50x"
+  )
+  each = {"flax": {"images_per_second": 100.0}, "switchback": {"images_per_second": 150.0}}
+  assert card.shown("step", {"contenders": each}) == ("100", "150", "1.50x")
+  assert card.shown("attention", {"milliseconds": {"xla": 3.0}}) == ("3", "-", "-")
+
+
+def test_a_table_says_what_failed_and_what_is_wrong():
+  rows = [
+    {"case": "1 x 2 x 3", "failed": {"ours_int8": "RuntimeError: no"}, "tops": {"xla_bf16": 1.0}},
+    {"case": "4 x 5 x 6", "equal_to_xla_int8": False},
+  ]
+  text = "\n".join(card.table("matmul", {"rows": rows, "failed": "stopped after 9 s"}))
+  assert "ours_int8: RuntimeError: no" in text and "WRONG: the int8 product" in text
+  assert "FAILED: stopped after 9 s" in text
+  step = {"case": "ViT-B/16", "size": "B/16", "batch_size": 64, "contenders": {}}
+  text = "\n".join(card.table("step", {"rows": [step]}))
+  assert "ViT-B/16, 64 images" in text and f"(the {CHIP} had 512 images a batch)" in text
+
+
+def test_a_file_is_named_after_its_chip():
+  names = ("NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090", "NVIDIA L40")
+  assert [card.slug(n) for n in names] == ["a100-sxm4-80gb", "geforce-rtx-4090", "l40"]
+
+
+def main(monkeypatch, tmp_path, *arguments):
+  monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+  monkeypatch.setattr("sys.argv", ["card", "--folder", str(tmp_path), *arguments])
+  card.main()
+
+
+def test_a_card_is_made_on_a_cpu_where_that_is_asked_for(monkeypatch, tmp_path, capsys):
+  main(monkeypatch, tmp_path, "--tiny", "--sections", "quantize")
+  assert f"Wrote {tmp_path}/card_cpu.json" in capsys.readouterr().out
+  made = json.loads((tmp_path / "card_cpu.json").read_text())
+  assert made["chip"] == "cpu" and made["device"]["backend"] == "xla"
+  assert made["command"].startswith("python -m benchmarks.card") and "command" not in made["device"]
+  rows = made["sections"]["quantize"]["rows"]
+  assert len(rows) == 3 and all(row["failed"] == {} for row in rows)
+
+
+def test_without_a_gpu_a_card_is_refused_in_one_sentence(monkeypatch, tmp_path):
+  with pytest.raises(SystemExit, match=r"^No card was made: an NVIDIA GPU .*'cpu'; --tiny .*\.$"):
+    main(monkeypatch, tmp_path, "--sections", "quantize")
+  assert not list(tmp_path.iterdir())
+
+
+def test_one_section_s_end_is_not_the_card_s(monkeypatch, tmp_path, capsys):
+  limits = []
+
+  def run_section(command, seconds):
+    limits.append(seconds)
+    if command[-1] == "matmul":
+      return {"rows": [], "seconds": 1.0, "failed": "ended by SIGSEGV: it said nothing"}
+    device = {"chip": "NVIDIA L4", "compute_capability": 89, "memory_gigabytes": 22.0,
+              "jax": "0.11.2", "backend": "triton", "lacking": {"mosaic": "no"}}  # fmt: skip
+    return {"device": device, "rows": [], "seconds": 1.0}
+
+  monkeypatch.setattr(card, "run_section", run_section)
+  main(monkeypatch, tmp_path)
+  said = capsys.readouterr().out
+  assert "FAILED: ended by SIGSEGV" in said and "NVIDIA L4, compute capability 89, 22.0 GB" in said
+  made = json.loads((tmp_path / "card_l4.json").read_text())
+  assert list(made["sections"]) == ["matmul", "quantize", "attention", "step"]
+  assert "SIGSEGV" in made["sections"]["matmul"]["failed"]
+  # The time that a section did not take is the others'.
+  assert limits[0] == pytest.approx(180, abs=1) and limits[-1] == pytest.approx(600, abs=1)

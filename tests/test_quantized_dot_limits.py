@@ -1,0 +1,83 @@
+"""What `quantized_dot` takes, and what it answers to what it does not."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dot_case import make_case
+
+from sbjax import (
+  INT8,
+  RECIPES,
+  Norm,
+  Recipe,
+  Spec,
+  norm_dot,
+  norm_mlp,
+  quantize_kernel,
+  quantized_dot,
+)
+
+# ---- Weights quantized before
+
+
+@pytest.mark.parametrize("name", ["switchback", "switchback_q", "llm_int8", "fp8_switchback"])
+@pytest.mark.parametrize("shape", [(1, 16), (32, 1), (1, 1)], ids=str)
+def test_a_weight_of_one_row_or_column_may_be_quantized_before(name, shape):
+  x, w = jnp.ones((4, shape[0])), jnp.ones(shape)
+  y = quantized_dot(x, quantize_kernel(w, name), name)
+  np.testing.assert_array_equal(y, quantized_dot(x, w, name))
+
+
+def test_a_weight_quantized_with_another_scaling_is_refused():
+  static = Spec(INT8, "static")
+  recipe = Recipe(fwd=(static, static), dgrad=(static, static), wgrad=None)
+  kernel = quantize_kernel(jnp.ones((16, 16)), recipe)
+  with pytest.raises(ValueError, match="quantized for another recipe"):
+    quantized_dot(jnp.ones((4, 16)), kernel, "switchback")
+
+
+# ---- What cannot be differentiated, traced or taken
+
+
+def _norm_mlp(x, w, name):
+  norm = Norm(jnp.ones(x.shape[-1]), jnp.zeros(x.shape[-1]))
+  return norm_mlp(x, norm, w, None, w.T, None, name, add_input=True)
+
+
+def _norm_dot(x, w, name):
+  return norm_dot(x, Norm(jnp.ones(x.shape[-1]), jnp.zeros(x.shape[-1])), w, name)[1]
+
+
+@pytest.mark.parametrize("function", [quantized_dot, _norm_dot, _norm_mlp])
+def test_gradients_of_gradients_are_refused_where_something_is_rounded(function):
+  x, w = jnp.ones((4, 16)), jnp.eye(16)
+
+  def gradient_norm(x, w, name):
+    return jnp.sum(jax.grad(lambda x, w: jnp.sum(function(x, w, name) ** 2), (0, 1))(x, w)[1] ** 2)
+
+  with pytest.raises(NotImplementedError, match=r"Gradients of gradients.*'full'"):
+    jax.grad(gradient_norm)(x, w, "switchback")
+  assert np.all(np.isfinite(jax.grad(gradient_norm)(x, w, "full")))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_batch_of_any_size_is_exported(name):
+  rows = jax.export.symbolic_shape("b, 16")
+  w = jax.ShapeDtypeStruct((16, 32), jnp.float32)
+  run = jax.jit(lambda x, w: quantized_dot(x, w, name))
+  exported = jax.export.export(run)(jax.ShapeDtypeStruct(rows, jnp.float32), w)
+  x, w = make_case(m=16, k=16, n=32)[:2]
+  np.testing.assert_array_equal(exported.call(x, w), run(x, w))
+
+
+@pytest.mark.parametrize(
+  ("x", "recipe", "message"),
+  [
+    ([[1.0]], "switchback", "x must be an array, not a list"),
+    (jnp.ones((1, 1)), ["switchback"], r"a Recipe or the name of one, not \['switchback'\]"),
+  ],
+)
+def test_what_is_no_array_and_no_recipe_is_named(x, recipe, message):
+  with pytest.raises(TypeError, match=message):
+    quantized_dot(x, jnp.ones((1, 1)), recipe)

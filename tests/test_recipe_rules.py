@@ -1,0 +1,118 @@
+"""A recipe for each linear layer of a model, by its path."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from clip_case import clip, image_gradient, image_loss, pairs, random_params
+from dot_case import assert_close, assert_same
+from jax.sharding import PartitionSpec as P
+
+from sbjax import RECIPES, Norm, RecipeRules, norm_mlp, quantized_dot
+from sbjax.models.transformer import quantize_kernels
+from sbjax.recipes import parse_recipe
+from train.config import MeshConfig
+from train.gather import gather_parameters
+from train.sharding import make_mesh, parameter_specs
+
+SWITCHBACK = RECIPES["switchback"]
+
+
+def int8_products(model, params) -> int:
+  """How many int8 matmuls the image tower's loss and gradient have."""
+  jaxpr = jax.make_jaxpr(jax.grad(functools.partial(image_loss, model)))(params)
+  return str(jaxpr).count("preferred_element_type=int32")
+
+
+def test_one_rule_for_all_is_the_recipe():
+  params = random_params()
+  by_rule = clip(recipe=RecipeRules.of({"*": "switchback"}))
+  assert_same(image_gradient(by_rule, params), image_gradient(clip(recipe=SWITCHBACK), params))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_layer_and_a_linear_can_have_a_recipe_of_their_own(fused):
+  params, options = random_params(scan=False), {"scan": False, "fused": fused}
+
+  def count(**rules):
+    return int8_products(clip(recipe=RecipeRules.of(rules), **options), params)
+
+  everywhere = count(**{"*": "switchback"})
+  # Forward and input gradient of four linears; a fused block has a product each of q, k and v.
+  of_a_layer = (6 if fused else 4) + 4
+  assert everywhere == 3 * of_a_layer
+  assert count(**{"*/fc1": "full", "*": "switchback"}) == everywhere - 2 * 3
+  assert count(**{"image/block_0/*": "full", "*": "switchback"}) == 2 * of_a_layer
+  assert count(**{"image/*/out": "switchback", "*": "full"}) == 2 * 3
+
+
+@pytest.mark.parametrize("pair", [("full", "switchback"), ("switchback_m", "full")], ids=str)
+def test_an_mlp_s_two_linears_can_differ(pair):
+  rng = np.random.default_rng(0)
+  x, dy = rng.normal(size=(2, 12, 32)).astype(np.float32)
+  w1, w2 = (rng.normal(size=s).astype(np.float32) / 6 for s in ((32, 64), (64, 32)))
+  norm = Norm(jnp.ones(32), jnp.zeros(32))
+
+  def ours(x, w1, w2):
+    return norm_mlp(x, norm, w1, None, w2, None, pair, add_input=True)
+
+  def apart(x, w1, w2):
+    n = nn.LayerNorm(epsilon=1e-5, use_bias=False, use_scale=False).apply({}, x)
+    h = nn.gelu(quantized_dot(n, w1, pair[0]), approximate=False)
+    return x + quantized_dot(h, w2, pair[1])
+
+  found, expected = (
+    jax.jit(lambda *a, f=f: (lambda y, back: (y, back(dy)))(*jax.vjp(f, *a)))(x, w1, w2)
+    for f in (ours, apart)
+  )
+  # Rounding to 8 bits of what is summed in another order; switchback_m's dw sees rounded inputs.
+  assert_close(found, expected, 2e-2)
+
+
+def test_kernels_are_quantized_once_as_their_rules_say():
+  rules = RecipeRules.of({"*/fc1": "full", "*": "switchback"})
+  params, model = random_params(), clip(recipe=rules)
+  quantized = quantize_kernels(params, rules)
+  assert set(quantized["image"]["blocks"]) == {"qkv", "out", "fc2"}
+  image, text = pairs()
+  variables = {"params": params, "quantized": quantized}
+  assert_same(
+    jax.jit(model.apply)(variables, image, text),
+    jax.jit(model.apply)({"params": params}, image, text),
+  )
+
+
+def test_shards_are_gathered_as_their_rules_say():
+  rules = RecipeRules.of({"*/fc1": "full", "*": "switchback"})
+  mesh, params = make_mesh(MeshConfig(data=1, fsdp=8)), random_params()
+  gather = functools.partial(gather_parameters, clip(recipe=rules), mesh=mesh)
+  specs = parameter_specs(params, mesh)
+  run = jax.shard_map(gather, mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=False)
+  found = jax.eval_shape(run, params)
+  assert set(found["quantized"]["image"]["blocks"]) == {"qkv", "out", "fc2"}
+  shapes = jax.tree.map(lambda leaf: leaf.shape, (found["params"], params))
+  assert shapes[0] == shapes[1]
+
+
+def test_rules_are_read_from_a_config():
+  rules = {"*/fc1": "full", "*": "switchback"}
+  assert parse_recipe("*/fc1=full, *=switchback") == RecipeRules.of(rules)
+  assert parse_recipe("switchback") is SWITCHBACK
+
+
+@pytest.mark.parametrize(
+  ("rules", "message"),
+  [
+    ("*/fc1=full", r"No rule fits the linear layer 'image/blocks/qkv'.*'\*'"),
+    ("*/fc3=full, *=switchback", r"'\*/fc3' fits no linear layer.*image/blocks/qkv, "),
+    ("image/block_0/*=full, *=switchback", r"'image/block_0/\*' fits no linear.*image/blocks/qkv"),
+    ("*=int4", "Unknown recipe 'int4'"),
+    ("*/fc1=full, switchback", "'switchback' of .* must be a rule: a pattern, '=', a recipe"),
+  ],
+)
+def test_rules_that_cannot_be_meant_are_named(rules, message):
+  with pytest.raises(ValueError, match=message):
+    jax.eval_shape(clip(recipe=parse_recipe(rules)).init, jax.random.key(0), *pairs())
