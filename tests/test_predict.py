@@ -31,6 +31,13 @@ def test_a_measured_step_is_predicted_as_measured(h200):
     assert step.how == f"measured: ViT-{row['size']}"
 
 
+def test_the_fastest_of_either_side_counts():
+  times = {"flax": 3.0, "flax_loop": 2.0, "full": 0.5, "switchback_loop": 1.25, "switchback": 1.0}
+  each = {name: {"milliseconds": time} for name, time in times.items()}
+  assert predict.gain_of_step({"contenders": each}) == 2.0
+  assert predict.gain_of_step({"contenders": {"flax": {"milliseconds": 3.0}}}) is None
+
+
 def test_a_measured_mlp_is_predicted_as_measured(h200):
   rows = last([r for r in read("linear") if r["chip"] == CHIP], "dim", "tokens")
   assert len(rows) == 12
@@ -65,7 +72,7 @@ def test_in_between_is_between_the_neighbours(h200):
       values = [points[point] for point in around]
       assert min(values) <= predict.interpolate(points, at) <= max(values)
   assert 1.344 < gains(h200, h200, 3000, 65536)[1].gain < 1.41
-  assert predict.interpolate({(1,): 1.0, (4,): 4.0}, (2,)) == pytest.approx(2)
+  assert predict.interpolate({(1,): 1.0, (16,): 16.0}, (2,)) == pytest.approx(2)
 
 
 def test_beyond_what_was_measured_is_the_nearest_and_says_so(h200):
