@@ -2,7 +2,7 @@
 
 import dataclasses
 import inspect
-import logging
+import re
 import sys
 from pathlib import Path
 
@@ -20,10 +20,6 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 exclude_patterns = ["_build"]
-# docs/studies may be empty. This warning has no type that suppress_warnings could name.
-logging.getLogger("sphinx.sphinx.directives.other").addFilter(
-  lambda record: getattr(record, "subtype", None) != "empty_glob"
-)
 
 autodoc_member_order = "bysource"
 autodoc_inherit_docstrings = False  # Flax's own texts are in Flax's documentation.
@@ -58,6 +54,15 @@ def _argument(field) -> str:
   return f"{field.name}={field.default!r}" if is_short else f"{field.name}=..."
 
 
+def _plain_stars(app, what, name, obj, options, lines):
+  """A star outside of code is a star, not emphasis."""
+  for i, line in enumerate(lines):
+    pieces = line.split("`")
+    pieces[::2] = [re.sub(r"(?<![\\*])\*(?!\*)", r"\\*", piece) for piece in pieces[::2]]
+    lines[i] = "`".join(pieces)
+
+
 def setup(app):
+  app.connect("autodoc-process-docstring", _plain_stars)
   app.connect("autodoc-process-signature", _signature)
   app.connect("autodoc-skip-member", _is_noise)
