@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from sbjax.backends import NAMES, Backend, get_backend
 from sbjax.formats import E4M3, INT8
+from sbjax.fused_ops import LayerNormParams
 from sbjax.quantize import Quantized, Spec
-from sbjax.rows import Norm
 
 
 def main() -> None:
@@ -46,7 +46,7 @@ def cuts(name: str, dtype):
     Quantized(jnp.ones((rows, 464), dtype), jnp.ones((1, 1)), spec) for rows in (333, 208)
   )
   run = functools.partial(
-    product.scaled_matmul, lhs, rhs, jnp.bfloat16, addend=jnp.ones((333, 208), jnp.bfloat16)
+    product.scaled_matmul, lhs, rhs, jnp.bfloat16, residual=jnp.ones((333, 208), jnp.bfloat16)
   )
   return product.accumulate(lhs.values, rhs.values), [run(**one) for one in options]
 
@@ -57,7 +57,7 @@ def matmuls(ops: Backend, dtype):
   w = jax.random.normal(jax.random.key(1), (464, 208))
   row, tensor = Spec(dtype, "rowwise"), Spec(dtype, "tensorwise")
   x_q, kernels = ops.quantize(x, row), [ops.quantize_transposed(w, s) for s in (row, tensor)]
-  added = {"bias": jnp.ones(208), "addend": jnp.ones((333, 208), jnp.bfloat16)}
+  added = {"bias": jnp.ones(208), "residual": jnp.ones((333, 208), jnp.bfloat16)}
   options = [{}, {"bias": added["bias"]}, added]
   products = [ops.scaled_matmul(x_q, k, jnp.bfloat16, **o) for k in kernels for o in options]
   return products, ops.quantize_both(w, tensor), ops.quantize(w, tensor)
@@ -65,7 +65,7 @@ def matmuls(ops: Backend, dtype):
 
 def between(ops: Backend, dtype):
   """What stands between the products: layer norm and GELU with their gradients, and sums."""
-  spec, norm = Spec(dtype, "rowwise"), Norm(jnp.ones(464), jnp.zeros(464))
+  spec, norm = Spec(dtype, "rowwise"), LayerNormParams(jnp.ones(464), jnp.zeros(464))
   x, dy, dx = (jax.random.normal(key, (333, 464), jnp.bfloat16)
                for key in jax.random.split(jax.random.key(2), 3))  # fmt: skip
   forward = [ops.norm_quantize(x, norm, s) for s in (None, spec)]

@@ -25,7 +25,7 @@ from sbjax import Quantized, Spec, quantized_dot
 from sbjax.backends import get_backend
 from sbjax.formats import INT8
 from sbjax.matmul import full_dot
-from sbjax.token_sum import token_sum
+from sbjax.split_k_matmul import split_k_matmul
 
 RECIPES = ("full", "switchback", "switchback_m", "switchback_q", "fp8_switchback")
 ROW, TENSOR = Spec(INT8, "rowwise"), Spec(INT8, "tensorwise")
@@ -39,10 +39,10 @@ OPERATIONS = {  # Of a layer, as `full` and `switchback` have them.
   "cast w": lambda ops, a: a.w.astype(a.x.dtype),
   "x w": lambda ops, a: full_dot(a.x, a.w16, ((1,), (0,)), a.x.dtype),
   "dy w.T": lambda ops, a: full_dot(a.dy, a.w16, ((1,), (1,)), a.x.dtype),
-  "x.T dy": lambda ops, a: token_sum(a.x, a.dy, a.w.dtype),
+  "x.T dy": lambda ops, a: split_k_matmul(a.x, a.dy, a.w.dtype),
 }
 OF_W = ("quantize w.T", "quantize w", "cast w")
-# A weight gradient's parts are summed in a kernel of XLA's (sbjax/token_sum.py).
+# A weight gradient's parts are summed in a kernel of XLA's (sbjax/split_k_matmul.py).
 MATMULS = f"{GROUPS['8-bit matmuls']}|{GROUPS['16-bit matmuls']}|^loop_reduce_fusion"
 
 

@@ -17,8 +17,8 @@ from benchmarks.kernels import kernel_seconds
 from benchmarks.timing import append, contender, provenance
 from sbjax.backends import get_backend
 from sbjax.formats import INT8
+from sbjax.fused_ops import LayerNormParams
 from sbjax.quantize import Spec
-from sbjax.rows import Norm
 
 WIDTHS = (512, 768, 1024, 1280, 1664)  # Of layer norm; GELU's are four times these.
 INT8_ROW = Spec(INT8, "rowwise")
@@ -53,7 +53,7 @@ def main() -> None:
 def measure(operation: str, rows: int, width: int) -> dict:
   run, operands, bytes_each = OPERATIONS[operation]
   count = max(2, round(400e6 / (rows * width * 2 * operands)))
-  norm = Norm(jnp.full((width,), 1.5), jnp.full((width,), 0.5))
+  norm = LayerNormParams(jnp.full((width,), 1.5), jnp.full((width,), 0.5))
   sets = [
     tuple(jax.random.normal(key, (rows, width), jnp.bfloat16)
           for key in jax.random.split(jax.random.key(i), operands))

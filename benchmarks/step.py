@@ -6,9 +6,9 @@
 Images and texts through both towers, loss, backward, StableAdamW on float32 parameters, as
 train.main compiles it, for each row of CASES. All contenders of a row train the same parameters in
 turns, on one batch of random pixels and tokens. What they are compared to is recipe "full" in plain
-Flax (`fused=False`), compiled by XLA, with cuDNN's attention, and with sbjax/token_sum.py as all:
-its layers in a loop or unrolled, whichever of those that were raced is faster. Adds a line a row:
-time, images a second, memory, compile time, MFU, and where the time goes.
+Flax (`fused=False`), compiled by XLA, with cuDNN's attention and, as all, split_k_matmul: layers
+in a loop or unrolled, whichever of those raced is faster. Adds a line a row: time, images
+a second, memory, compile time, MFU, and where the time goes.
 """
 
 import argparse

@@ -1,15 +1,15 @@
 """sbjax: 8-bit training of vision-language models in JAX."""
 
 from sbjax.formats import E4M3, E5M2, INT8
-from sbjax.fsdp import gather, gather_kernel
-from sbjax.fused import norm_dot, norm_mlp
-from sbjax.layers import LayerScale, NormDense, NormMLP, SwitchBackDense, SwitchBackLinear
-from sbjax.linear import Kernel, quantize_kernel
+from sbjax.fsdp import gather, gather_weight
+from sbjax.fused import layer_norm_dense, layer_norm_mlp
+from sbjax.fused_ops import LayerNormParams
+from sbjax.layers import LayerNormDense, LayerNormMLP, LayerScale, SwitchBackDense, SwitchBackLinear
+from sbjax.linear import QuantizedWeight, quantize_weight
 from sbjax.matmul import scaled_matmul
 from sbjax.quantize import Quantized, Spec, dequantize, quantize
 from sbjax.quantized_dot import quantized_dot, quantized_dot_general
 from sbjax.recipes import RECIPES, Recipe, RecipeRules
-from sbjax.rows import Norm
 from sbjax.stable_adamw import scale_by_stable_adam, stable_adamw
 
 __version__ = "0.1.0"
@@ -19,12 +19,12 @@ __all__ = [
   "E5M2",
   "INT8",
   "RECIPES",
-  "Kernel",
+  "LayerNormDense",
+  "LayerNormMLP",
+  "LayerNormParams",
   "LayerScale",
-  "Norm",
-  "NormDense",
-  "NormMLP",
   "Quantized",
+  "QuantizedWeight",
   "Recipe",
   "RecipeRules",
   "Spec",
@@ -32,11 +32,11 @@ __all__ = [
   "SwitchBackLinear",
   "dequantize",
   "gather",
-  "gather_kernel",
-  "norm_dot",
-  "norm_mlp",
+  "gather_weight",
+  "layer_norm_dense",
+  "layer_norm_mlp",
   "quantize",
-  "quantize_kernel",
+  "quantize_weight",
   "quantized_dot",
   "quantized_dot_general",
   "scale_by_stable_adam",

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from sbjax import rows, shards
+from sbjax import fused_ops, shards
 from sbjax.device import compute_capability, target
 from sbjax.formats import INT8
 from sbjax.matmul import scaled_matmul
@@ -37,7 +37,7 @@ class Backend(NamedTuple):
   quantize_transposed: Callable  # (x, spec): quantize(x.T, spec)
   quantize_both: Callable  # (x, spec): both, for a spec with one scale
   scaled_matmul: Callable  # as sbjax.matmul.scaled_matmul
-  norm_quantize: Callable  # as in sbjax.rows, and all that follow
+  norm_quantize: Callable  # as in sbjax.fused_ops, and all that follow
   norm_backward: Callable
   gelu_quantize: Callable
   gelu_backward: Callable
@@ -129,9 +129,9 @@ def _guarded(kernels: Backend, chip: str, has_fp8: bool) -> Backend:
     return jax.jit(run)  # A model's layers repeat: each size is traced and lowered once.
 
   @functools.partial(jax.jit, static_argnums=(2, 3))
-  def multiply(lhs, rhs, out_dtype, out_sharding=None, *, bias=None, addend=None):
+  def multiply(lhs, rhs, out_dtype, out_sharding=None, *, bias=None, residual=None):
     k, n = lhs.values.shape[1], rhs.values.shape[0]
-    options = dict(out_dtype=out_dtype, out_sharding=out_sharding, bias=bias, addend=addend)
+    options = dict(out_dtype=out_dtype, out_sharding=out_sharding, bias=bias, residual=residual)
     run = functools.partial(_XLA.scaled_matmul, **options)
     is_int8 = lhs.values.dtype == INT8
     if k % 16 or n % 16 or jnp.dtype(out_dtype).itemsize > 4 or not (has_fp8 or is_int8):
@@ -164,7 +164,7 @@ _XLA = Backend(
   _quantize_transposed,
   _quantize_both,
   scaled_matmul,
-  *(getattr(rows, name) for name in _ROWS),
+  *(getattr(fused_ops, name) for name in _ROWS),
 )
 
 
@@ -182,7 +182,7 @@ def _kernels(name: str) -> Backend:
 
 
 def _on_shards(name: str, product, quantizers, by_rows: dict[str, Callable]) -> Backend:
-  """A backend of two modules' kernels, and of those for the operations of sbjax.rows."""
+  """A backend of two modules' kernels, and of those for the operations of sbjax.fused_ops."""
   operations: dict[str, Callable] = {
     form: functools.partial(shards.quantize, quantizers, form) for form in _QUANTIZERS
   }
@@ -201,7 +201,7 @@ def _row_operation(kernel, backend: str, name: str):
       raise NotImplementedError(
         f"backend={backend!r} has a kernel of {name} {reason}; backend=None leaves it to XLA."
       )
-    return shards.by_rows(kernel, getattr(rows, name), *args, splits_rows=splits_rows)
+    return shards.by_rows(kernel, getattr(fused_ops, name), *args, splits_rows=splits_rows)
 
   return run
 
@@ -211,10 +211,10 @@ def _quantize_sum(kernel, quantize):
 
   def run(parts, spec):
     width = sum(part.shape[1] for part in parts)
-    if spec.scaling != "rowwise" or width > rows.MAX_ROW:
-      return rows.quantize_sum(parts, spec, quantize=quantize)
+    if spec.scaling != "rowwise" or width > fused_ops.MAX_WIDTH_IN_REGISTERS:
+      return fused_ops.quantize_sum(parts, spec, quantize=quantize)
     # A shard of each part is no shard of all.
-    return shards.by_rows(kernel, rows.quantize_sum, parts, spec, splits_rows=len(parts) == 1)
+    return shards.by_rows(kernel, fused_ops.quantize_sum, parts, spec, splits_rows=len(parts) == 1)
 
   return run
 
@@ -227,8 +227,9 @@ def _rows_lack(name: str, args) -> str | None:
   specs = [*_specs(args), *(a.spec for a in args if isinstance(a, Quantized))]
   if not all(spec.is_rowwise for spec in specs):
     return "for a scale a row, not one for all rows"
-  if width > rows.MAX_ROW:
-    return f"for rows of at most {rows.MAX_ROW:,}, which stay in registers, not {width:,}"
+  if width > fused_ops.MAX_WIDTH_IN_REGISTERS:
+    most = fused_ops.MAX_WIDTH_IN_REGISTERS
+    return f"for rows of at most {most:,}, which stay in registers, not {width:,}"
   return None
 
 

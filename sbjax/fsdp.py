@@ -14,14 +14,14 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from sbjax.linear import Kernel, quantize_kernel
+from sbjax.linear import QuantizedWeight, quantize_weight
 from sbjax.quantize import Quantized, Spec, largest, round_to
 from sbjax.recipes import Recipe, as_recipe
 
 Axes = str | tuple[str, ...]
 
 
-def gather_kernel(
+def gather_weight(
   w: jax.Array,
   recipe: Recipe | str,
   axis_name: str | None,
@@ -30,14 +30,15 @@ def gather_kernel(
   dtype: jnp.dtype = jnp.bfloat16,
   gradient_dtype: jnp.dtype = jnp.float32,
   backend: str | None = None,
-) -> Kernel | jax.Array:
+) -> QuantizedWeight | jax.Array:
   """A linear layer's kernel [K, N] from the shards [K / n, N] that n devices keep.
 
-  The result goes wherever the kernel would (`quantized_dot`, `norm_dot`, `norm_mlp`, the
-  collection "quantized" of SwitchBackDense) and gives the same numbers. A recipe that rounds w in
-  both products gathers 8-bit values; the float32 weight is never gathered, and the Kernel's
-  `master` is a placeholder of zeros that carries the gradient. A recipe that leaves w in 16 bits
-  gathers it in `dtype`; one that rounds it in a single product gathers all of its float32.
+  The result goes wherever the kernel would (`quantized_dot`, `layer_norm_dense`,
+  `layer_norm_mlp`, the collection "quantized" of SwitchBackDense) and gives the same numbers. A
+  recipe that rounds w in both products gathers 8-bit values; the float32 weight is never gathered,
+  and `master` of the QuantizedWeight is a placeholder of zeros that carries the gradient. A recipe
+  that leaves w in 16 bits gathers it in `dtype`; one that rounds it in a single product gathers all
+  of its float32.
 
   The gradient is summed over `axis_name` and `reduce_axes`, so each device's loss is its share of
   the whole: `local_sum / global_batch`.
@@ -56,14 +57,14 @@ def gather_kernel(
     ValueError: w is not [K / n, N], or an unknown recipe.
   """
   if w.ndim != 2:
-    raise ValueError(f"gather_kernel takes a shard of a kernel [K, N], not {w.shape}.")
+    raise ValueError(f"gather_weight takes a shard of a kernel [K, N], not {w.shape}.")
   recipe = as_recipe(recipe)
   how = (axis_name, 0, reduce_axes, jnp.dtype(gradient_dtype))
   if recipe.fwd is None and recipe.dgrad is None:
     return _gather(*how, jnp.dtype(dtype), w)
   if recipe.fwd is None or recipe.dgrad is None:
-    return quantize_kernel(_gather(*how, w.dtype, w), recipe, backend=backend)
-  return _gather_kernel(how, recipe, backend, w)
+    return quantize_weight(_gather(*how, w.dtype, w), recipe, backend=backend)
+  return _gather_weight(how, recipe, backend, w)
 
 
 def gather(
@@ -81,7 +82,7 @@ def gather(
     x: this device's shard.
     axis_name: the mesh axis over which `axis` of x is split; None if each device has all of x.
     axis: of x.
-    reduce_axes: further mesh axes to sum the gradient over; see `gather_kernel`.
+    reduce_axes: further mesh axes to sum the gradient over; see `gather_weight`.
     dtype: in which x travels; None is its own.
     gradient_dtype: in which devices add up the gradient.
   """
@@ -108,10 +109,10 @@ _gather.defvjp(_gather_fwd, _gather_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _gather_kernel(how, recipe, backend, w):
+def _gather_weight(how, recipe, backend, w):
   axis_name = how[0]
   if axis_name is None:
-    return quantize_kernel(w, recipe, backend=backend)
+    return quantize_weight(w, recipe, backend=backend)
   (_, fwd), (_, dgrad) = recipe.fwd, recipe.dgrad
   values = _quantize_shards(w, dgrad, axis_name, contracted=1)
   if fwd == dgrad and not fwd.is_rowwise:
@@ -121,18 +122,18 @@ def _gather_kernel(how, recipe, backend, w):
   rows = jax.lax.axis_size(axis_name) * w.shape[0]
   master = jnp.zeros((rows, w.shape[1]), w.dtype)
   # Each device has a gradient of its own for it, where types say so (check_vma=True).
-  return Kernel(jax.lax.pcast(master, axis_name, to="varying"), transposed, values)
+  return QuantizedWeight(jax.lax.pcast(master, axis_name, to="varying"), transposed, values)
 
 
-def _gather_kernel_fwd(how, recipe, backend, w):
-  return _gather_kernel(how, recipe, backend, w), None
+def _gather_weight_fwd(how, recipe, backend, w):
+  return _gather_weight(how, recipe, backend, w), None
 
 
-def _gather_kernel_bwd(how, recipe, backend, _, gradient):
+def _gather_weight_bwd(how, recipe, backend, _, gradient):
   return (_reduce_scatter(gradient.master, *how),)
 
 
-_gather_kernel.defvjp(_gather_kernel_fwd, _gather_kernel_bwd)
+_gather_weight.defvjp(_gather_weight_fwd, _gather_weight_bwd)
 
 
 def _quantize_shards(w, spec: Spec, axis_name, contracted: int) -> Quantized:

@@ -2,9 +2,9 @@
 
 Between two 8-bit matmuls stand a layer norm or a GELU, a quantizer, and in the backward pass a
 bias's gradient too. Each of these reads what the one before wrote; here they are one operation
-(`sbjax.rows`), and a layer norm with its linear layer, or a whole MLP, is one custom_vjp. What the
-weight gradient takes, the output of layer norm or GELU, is not kept but made again in the backward
-pass, by the operation that reads its input anyway.
+(`sbjax.fused_ops`), and a layer norm with its linear layer, or a whole MLP, is one custom_vjp. The
+weight gradient takes the output of layer norm or GELU. It is not kept but made again in the
+backward pass, by the operation that reads its input anyway.
 """
 
 import functools
@@ -15,7 +15,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from sbjax import linear
 from sbjax.backends import get_backend
-from sbjax.linear import Kernel
+from sbjax.fused_ops import LayerNormParams
+from sbjax.linear import QuantizedWeight
 from sbjax.partition import vary_alike
 from sbjax.quantize import Quantized
 from sbjax.quantized_dot import (
@@ -30,70 +31,69 @@ from sbjax.quantized_dot import (
   warn_where_inexact,
 )
 from sbjax.recipes import Recipe, as_recipe
-from sbjax.rows import Norm
 
 
-def norm_dot(
+def layer_norm_dense(
   x: jax.Array,
-  norm: Norm,
-  w: jax.Array | Kernel,
+  norm: LayerNormParams,
+  w: jax.Array | QuantizedWeight,
   recipe: Recipe | str,
   *,
   bias: jax.Array | None = None,
   backend: str | None = None,
-  parts: int | None = None,
+  num_outputs: int | None = None,
 ) -> tuple[jax.Array, jax.Array | tuple[jax.Array, ...]]:
   """(x, layer_norm(x) @ w + bias) for x [..., K], w [K, N] and bias [N].
 
-  The product is [..., N], or a tuple of so many `parts` [..., N / parts]: queries, keys and values
-  come from one kernel, and would be copied out of one array.
+  The product is [..., N], or a tuple of `num_outputs` arrays [..., N / num_outputs]: queries, keys
+  and values come from one kernel, and would be copied out of one array.
 
   x comes back as it was, to go on from there to a residual connection: the two gradients that then
   meet in x are added where layer norm's is made. Layer norm is computed in float32 (epsilon 1e-5)
-  and quantized from there. Otherwise as `quantized_dot`, but for residuals="quantized": the layer
+  and quantized from there. Otherwise as `quantized_dot`, but for saved="quantized": the layer
   norm is made again from x, so that the weight gradient sees it before it was rounded.
 
   Raises:
-    NotImplementedError: `backend` is "mosaic" or "triton", and K (of `norm_mlp` also H) is more
-      than 8,192, or the recipe has one scale for all of x.
+    NotImplementedError: `backend` is "mosaic" or "triton", and K (of `layer_norm_mlp` also H) is
+      more than 8,192, or the recipe has one scale for all of x.
   """
   recipe = as_recipe(recipe)
   warn_where_inexact(recipe, backend)
   _check_norm(x, norm)
   w = prepared("w", w, x.shape, recipe, backend)
   check_bias("bias", bias, w)
-  columns = linear.master(w).shape[1]
-  if parts is not None and (parts < 1 or columns % parts):
-    raise ValueError(f"{parts=} must divide the {columns} columns of w.")
+  columns = linear.master_weight(w).shape[1]
+  if num_outputs is not None and (num_outputs < 1 or columns % num_outputs):
+    raise ValueError(f"{num_outputs=} must divide the {columns} columns of w.")
   x_rows, norm, w, bias = vary_alike(as_rows(x), norm, w, bias)
-  results: Any = _norm_dot(recipe, backend, parts or 1, x_rows, norm, w, bias)
+  results: Any = _layer_norm_dense(recipe, backend, num_outputs or 1, x_rows, norm, w, bias)
   x_rows, ys = results
   ys = tuple(named_dot(y, x) for y in ys)
-  return from_rows(x_rows, x), ys if parts else ys[0]
+  return from_rows(x_rows, x), ys if num_outputs else ys[0]
 
 
-def norm_mlp(
+def layer_norm_mlp(
   x: jax.Array,
-  norm: Norm,
-  w1: jax.Array | Kernel,
+  norm: LayerNormParams,
+  w1: jax.Array | QuantizedWeight,
   b1: jax.Array | None,
-  w2: jax.Array | Kernel,
+  w2: jax.Array | QuantizedWeight,
   b2: jax.Array | None,
   recipe: Recipe | str | tuple[Recipe | str, Recipe | str],
   *,
   backend: str | None = None,
-  add_input: bool = False,
+  add_residual: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
   """(x, gelu(layer_norm(x) @ w1 + b1) @ w2 + b2) for x [..., K], w1 [K, H] and w2 [H, N].
 
-  With `add_input` their sum instead, which is a residual block [..., K]: x is added in the second
-  product's epilogue.
+  With `add_residual` their sum instead, which is a residual block [..., K]: x is added in the
+  second product's epilogue.
 
   recipe: one for both linear layers, or a pair: that of w1, that of w2.
 
   GELU is the exact one. What is kept for the backward pass is x and what goes into GELU [..., H]:
-  the latter in x's dtype, or in 8 bits if the recipe of w2 has residuals="quantized". For the rest
-  see `norm_dot`.
+  the latter in x's dtype, or in 8 bits if the recipe of w2 has saved="quantized". For the rest
+  see `layer_norm_dense`.
   """
   pair = recipe if isinstance(recipe, tuple) else (recipe, recipe)
   recipes = first, second = tuple(as_recipe(one) for one in pair)
@@ -101,15 +101,17 @@ def norm_mlp(
     warn_where_inexact(one, backend)
   _check_norm(x, norm)
   w1 = prepared("w1", w1, x.shape, first, backend)
-  w2 = prepared("w2", w2, (*x.shape[:-1], linear.master(w1).shape[1]), second, backend)
+  w2 = prepared("w2", w2, (*x.shape[:-1], linear.master_weight(w1).shape[1]), second, backend)
   check_bias("b1", b1, w1)
   check_bias("b2", b2, w2)
-  if add_input and linear.master(w2).shape[1] != x.shape[-1]:
-    raise ValueError(f"add_input needs w2 [H, {x.shape[-1]}], not {linear.master(w2).shape}.")
+  if add_residual and linear.master_weight(w2).shape[1] != x.shape[-1]:
+    raise ValueError(
+      f"add_residual needs w2 [H, {x.shape[-1]}], not {linear.master_weight(w2).shape}."
+    )
   x_rows, norm, w1, b1, w2, b2 = vary_alike(as_rows(x), norm, w1, b1, w2, b2)
-  results: Any = _norm_mlp(recipes, backend, add_input, x_rows, norm, w1, b1, w2, b2)
+  results: Any = _layer_norm_mlp(recipes, backend, add_residual, x_rows, norm, w1, b1, w2, b2)
   x_rows, y = results
-  return named_dot(y, x) if add_input else (from_rows(x_rows, x), named_dot(y, x))
+  return named_dot(y, x) if add_residual else (from_rows(x_rows, x), named_dot(y, x))
 
 
 def _check_norm(x, norm):
@@ -125,58 +127,58 @@ def _spec(pair):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _norm_dot(recipe, backend, parts, x, norm, w, bias):
-  return _norm_dot_fwd(recipe, backend, parts, x, norm, w, bias)[0]
+def _layer_norm_dense(recipe, backend, num_outputs, x, norm, w, bias):
+  return _layer_norm_dense_fwd(recipe, backend, num_outputs, x, norm, w, bias)[0]
 
 
-def _norm_dot_fwd(recipe, backend, parts, x, norm, w, bias):
+def _layer_norm_dense_fwd(recipe, backend, num_outputs, x, norm, w, bias):
   ops = get_backend(backend)
   n = ops.norm_quantize(x, norm, _spec(recipe.fwd))
-  columns = linear.columns(ops, recipe, w, bias, parts)
+  columns = linear.split_columns(ops, recipe, w, bias, num_outputs)
   ys = tuple(linear.forward(ops, recipe, n, w, bias, x.dtype) for w, bias in columns)
-  return (x, ys), (x, norm, linear.kept(w), bias)
+  return (x, ys), (x, norm, linear.saved_weight(w), bias)
 
 
-def _norm_dot_bwd(recipe, backend, parts, residuals, gradients):
+def _layer_norm_dense_bwd(recipe, backend, num_outputs, residuals, gradients):
   ops = get_backend(backend)
   x, norm, w, bias = residuals
   dx, dys = gradients
-  dy, dy_q, d_bias = linear.gradient(ops, recipe, dys, bias)
+  dy, dy_q, d_bias = linear.quantize_output_grad(ops, recipe, dys, bias)
   dn = linear.dgrad(ops, recipe, dy_q, w, dy.dtype, jax.typeof(x).sharding)
   dx, d_norm, n = ops.norm_backward(x, norm, dn, dx)
   dw = linear.wgrad(ops, recipe, n, dy, w)
-  d_norm = jax.tree.map(linear.like, norm, d_norm)
+  d_norm = jax.tree.map(linear.cotangent_like, norm, d_norm)
   return linear.gradients((dx, d_norm, linear.cotangent(w, dw), d_bias), recipe)
 
 
-_norm_dot.defvjp(_norm_dot_fwd, _norm_dot_bwd)
+_layer_norm_dense.defvjp(_layer_norm_dense_fwd, _layer_norm_dense_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _norm_mlp(recipes, backend, add_input, x, norm, w1, b1, w2, b2):
-  return _norm_mlp_fwd(recipes, backend, add_input, x, norm, w1, b1, w2, b2)[0]
+def _layer_norm_mlp(recipes, backend, add_residual, x, norm, w1, b1, w2, b2):
+  return _layer_norm_mlp_fwd(recipes, backend, add_residual, x, norm, w1, b1, w2, b2)[0]
 
 
-def _norm_mlp_fwd(recipes, backend, add_input, x, norm, w1, b1, w2, b2):
+def _layer_norm_mlp_fwd(recipes, backend, add_residual, x, norm, w1, b1, w2, b2):
   ops = get_backend(backend)
   first, second = recipes
   n = ops.norm_quantize(x, norm, _spec(first.fwd))
   h = checkpoint_name(linear.forward(ops, first, n, w1, b1, x.dtype), DOT_NAME)
   spec = _spec(second.fwd)
-  g, h = ops.gelu_quantize(h, spec, spec if second.residuals == "quantized" else None)
-  y = linear.forward(ops, second, g, w2, b2, x.dtype, x if add_input else None)
+  g, h = ops.gelu_quantize(h, spec, spec if second.saved == "quantized" else None)
+  y = linear.forward(ops, second, g, w2, b2, x.dtype, x if add_residual else None)
   h = checkpoint_name(h, RESIDUAL_NAME) if isinstance(h, Quantized) else h
-  results = (None if add_input else x), y
-  return results, (x, norm, h, linear.kept(w1), b1, linear.kept(w2), b2)
+  results = (None if add_residual else x), y
+  return results, (x, norm, h, linear.saved_weight(w1), b1, linear.saved_weight(w2), b2)
 
 
-def _norm_mlp_bwd(recipes, backend, add_input, residuals, gradients):
+def _layer_norm_mlp_bwd(recipes, backend, add_residual, residuals, gradients):
   ops, (first, second) = get_backend(backend), recipes
   x, norm, h, w1, b1, w2, b2 = residuals
   dx, dy = gradients
-  dx = linear.like(x, dy) if add_input else dx
+  dx = linear.cotangent_like(x, dy) if add_residual else dx
   h_sharding = jax.typeof(jax.tree.leaves(h)[0]).sharding
-  dy, dy_q, db2 = linear.gradient(ops, second, (dy,), b2)
+  dy, dy_q, db2 = linear.quantize_output_grad(ops, second, (dy,), b2)
   dg = linear.dgrad(ops, second, dy_q, w2, dy.dtype, h_sharding)
   dh, dh_q, db1, g = ops.gelu_backward(h, dg, _spec(first.dgrad))
   dw2 = linear.wgrad(ops, second, g, dy, w2)
@@ -184,8 +186,10 @@ def _norm_mlp_bwd(recipes, backend, add_input, residuals, gradients):
   dx, d_norm, n = ops.norm_backward(x, norm, dn, dx)
   dw1 = linear.wgrad(ops, first, n, dh, w1)
   dw1, dw2 = linear.cotangent(w1, dw1), linear.cotangent(w2, dw2)
-  d_norm, db1 = jax.tree.map(linear.like, (norm, b1), (d_norm, None if b1 is None else db1))
+  d_norm, db1 = jax.tree.map(
+    linear.cotangent_like, (norm, b1), (d_norm, None if b1 is None else db1)
+  )
   return linear.gradients((dx, d_norm, dw1, db1, dw2, db2), *recipes)
 
 
-_norm_mlp.defvjp(_norm_mlp_fwd, _norm_mlp_bwd)
+_layer_norm_mlp.defvjp(_layer_norm_mlp_fwd, _layer_norm_mlp_bwd)

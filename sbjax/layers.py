@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.linen.dtypes import canonicalize_dtype
 
-from sbjax.fused import norm_dot, norm_mlp
-from sbjax.linear import Kernel, master
+from sbjax.fused import layer_norm_dense, layer_norm_mlp
+from sbjax.fused_ops import LayerNormParams
+from sbjax.linear import QuantizedWeight, master_weight
 from sbjax.quantized_dot import check_floating, quantized_dot
 from sbjax.recipes import SWITCHBACK, Recipe, as_recipe
-from sbjax.rows import Norm
 
 # What nn.Dense and nnx.Linear offer to replace the product: here the recipe is the product.
 _REPLACED = (
@@ -46,17 +46,17 @@ class SwitchBackDense(nn.Dense):
     return _linear(self, inputs, *self.parameters(inputs.shape[-1]))
 
   @nn.compact
-  def parameters(self, width: int) -> tuple[jax.Array | Kernel, jax.Array | None]:
+  def parameters(self, width: int) -> tuple[jax.Array | QuantizedWeight, jax.Array | None]:
     """The kernel [width, features] and the bias [features] or None, for a function to multiply by.
 
-    The kernel is a `Kernel` where the collection "quantized" has its 8 bits.
+    The kernel is a `QuantizedWeight` where the collection "quantized" has its 8 bits.
     """
     _check_not_replaced(
       {name for name in _REPLACED if getattr(self, name, None) is not getattr(nn.Dense, name, None)}
     )
     kernel = self.param("kernel", self.kernel_init, (width, self.features), self.param_dtype)
     if self.has_variable("quantized", "kernel"):
-      kernel = Kernel(kernel, *self.get_variable("quantized", "kernel"))
+      kernel = QuantizedWeight(kernel, *self.get_variable("quantized", "kernel"))
     bias = None
     if self.use_bias:
       bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype)
@@ -97,7 +97,7 @@ def _check_not_replaced(names) -> None:
 
 
 def _linear(layer, x, kernel, bias):
-  x = x.astype(canonicalize_dtype(x, master(kernel), bias, dtype=layer.dtype))
+  x = x.astype(canonicalize_dtype(x, master_weight(kernel), bias, dtype=layer.dtype))
   return quantized_dot(x, kernel, layer.recipe, bias=bias, backend=layer.backend)
 
 
@@ -109,16 +109,16 @@ class LayerNorm(nn.Module):
   """The parameters of a layer norm that a linear layer computes: those of `nn.LayerNorm`."""
 
   @nn.compact
-  def __call__(self, width: int) -> Norm:
+  def __call__(self, width: int) -> LayerNormParams:
     ones, zeros = nn.initializers.ones, nn.initializers.zeros
-    return Norm(
+    return LayerNormParams(
       self.param("scale", ones, (width,), jnp.float32),
       self.param("bias", zeros, (width,), jnp.float32),
     )
 
 
-class NormDense(nn.Module):
-  """`SwitchBackDense(features)(nn.LayerNorm(epsilon=1e-5)(x))` in one piece: see `norm_dot`.
+class LayerNormDense(nn.Module):
+  """`SwitchBackDense(features)(nn.LayerNorm(epsilon=1e-5)(x))` in one piece.
 
   The parameters are {"norm": {"scale", "bias"}, "dense": {"kernel", "bias"}}.
 
@@ -139,25 +139,27 @@ class NormDense(nn.Module):
     norm = LayerNorm(name="norm")(width)
     dense = SwitchBackDense(self.features, use_bias=self.use_bias, name="dense")
     kernel, bias = dense.parameters(width)
-    x, y = norm_dot(x, norm, kernel, self.recipe, bias=bias, backend=self.backend, parts=1)
+    x, y = layer_norm_dense(
+      x, norm, kernel, self.recipe, bias=bias, backend=self.backend, num_outputs=1
+    )
     return x, y[0]
 
 
-class NormMLP(nn.Module):
-  """A transformer's MLP in one piece: layer norm, linear, exact GELU, linear; see `norm_mlp`.
+class LayerNormMLP(nn.Module):
+  """A transformer's MLP in one piece: layer norm, linear, exact GELU, linear; see `layer_norm_mlp`.
 
   The parameters are {"norm": {"scale", "bias"}, "fc1": {"kernel", "bias"}, "fc2": {...}}.
 
   Returns:
     x, for a residual connection, and the result, both [..., K] in `dtype` (None: x's own); or with
-    `add_input` their sum.
+    `add_residual` their sum.
   """
 
   hidden: int
   dtype: jnp.dtype | None = None
   recipe: Recipe | str = SWITCHBACK
   backend: str | None = None
-  add_input: bool = False
+  add_residual: bool = False
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -166,8 +168,8 @@ class NormMLP(nn.Module):
     norm = LayerNorm(name="norm")(width)
     fc1 = SwitchBackDense(self.hidden, name="fc1").parameters(width)
     fc2 = SwitchBackDense(width, name="fc2").parameters(self.hidden)
-    options = {"backend": self.backend, "add_input": self.add_input}
-    return norm_mlp(x, norm, *fc1, *fc2, self.recipe, **options)
+    options = {"backend": self.backend, "add_residual": self.add_residual}
+    return layer_norm_mlp(x, norm, *fc1, *fc2, self.recipe, **options)
 
 
 class LayerScale(nn.Module):

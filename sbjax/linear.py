@@ -15,10 +15,10 @@ from sbjax.matmul import full_dot
 from sbjax.partition import is_explicit
 from sbjax.quantize import Quantized
 from sbjax.recipes import Recipe, as_recipe
-from sbjax.token_sum import token_sum
+from sbjax.split_k_matmul import split_k_matmul
 
 
-class Kernel(NamedTuple):
+class QuantizedWeight(NamedTuple):
   """A kernel, and what a recipe makes of it: quantized once for all its uses in a step.
 
   Its gradient is that of `master`; the rest is a constant that follows from it.
@@ -29,9 +29,9 @@ class Kernel(NamedTuple):
   dgrad: Quantized | None  # w [K, N] as the input gradient takes it, or None
 
 
-def quantize_kernel(
+def quantize_weight(
   w: jax.Array, recipe: Recipe | str, *, backend: str | None = None
-) -> Kernel | jax.Array:
+) -> QuantizedWeight | jax.Array:
   """w [K, N] as `recipe` multiplies with it, to be used wherever w is; w itself for "full".
 
   For a kernel that is used more than once a step: rematerialised, or over several microbatches.
@@ -43,33 +43,33 @@ def quantize_kernel(
   fwd, dgrad = (pair and pair[1] for pair in (recipe.fwd, recipe.dgrad))
   if fwd is not None and fwd == dgrad and not fwd.is_rowwise:
     straight, turned = ops.quantize_both(constant, fwd)
-    return Kernel(w, turned, straight)
+    return QuantizedWeight(w, turned, straight)
   turned = None if fwd is None else ops.quantize_transposed(constant, fwd)
-  return Kernel(w, turned, None if dgrad is None else ops.quantize(constant, dgrad))
+  return QuantizedWeight(w, turned, None if dgrad is None else ops.quantize(constant, dgrad))
 
 
-def forward(ops: Backend, recipe: Recipe, x, w, bias, dtype, addend=None):
-  """`x @ w + bias + addend` [M, N] in `dtype`; x may be quantized already, w a Kernel."""
+def forward(ops: Backend, recipe: Recipe, x, w, bias, dtype, residual=None):
+  """`x @ w + bias + residual` [M, N] in `dtype`; x may be quantized, w a QuantizedWeight."""
   if recipe.fwd is None:
-    y = full_dot(x, master(w).astype(x.dtype), ((1,), (0,)), dtype)
+    y = full_dot(x, master_weight(w).astype(x.dtype), ((1,), (0,)), dtype)
     y = y if bias is None else y + bias.astype(dtype)[None, :]
-    return y if addend is None else addend + y
+    return y if residual is None else residual + y
   x_spec, w_spec = recipe.fwd
   x_q = x if isinstance(x, Quantized) else ops.quantize(x, x_spec)
-  w_q = w.fwd if isinstance(w, Kernel) else ops.quantize_transposed(w, w_spec)
-  return ops.scaled_matmul(x_q, w_q, dtype, bias=bias, addend=addend)
+  w_q = w.fwd if isinstance(w, QuantizedWeight) else ops.quantize_transposed(w, w_spec)
+  return ops.scaled_matmul(x_q, w_q, dtype, bias=bias, residual=residual)
 
 
-def columns(ops: Backend, recipe: Recipe, w, bias, parts: int) -> list[tuple]:
+def split_columns(ops: Backend, recipe: Recipe, w, bias, num_outputs: int) -> list[tuple]:
   """(w, bias) of so many equal parts of the output, for `forward`; quantized as the whole is."""
-  if parts == 1:
+  if num_outputs == 1:
     return [(w, bias)]
-  if recipe.fwd is not None and not isinstance(w, Kernel):
-    w = Kernel(w, ops.quantize_transposed(w, recipe.fwd[1]), None)
-  size = master(w).shape[1] // parts
-  cuts = [slice(i * size, (i + 1) * size) for i in range(parts)]
+  if recipe.fwd is not None and not isinstance(w, QuantizedWeight):
+    w = QuantizedWeight(w, ops.quantize_transposed(w, recipe.fwd[1]), None)
+  size = master_weight(w).shape[1] // num_outputs
+  cuts = [slice(i * size, (i + 1) * size) for i in range(num_outputs)]
   if recipe.fwd is None:
-    kernels = [master(w)[:, cut] for cut in cuts]
+    kernels = [master_weight(w)[:, cut] for cut in cuts]
   else:
     kernels = [_columns_of(w, cut) for cut in cuts]
   return [
@@ -77,7 +77,7 @@ def columns(ops: Backend, recipe: Recipe, w, bias, parts: int) -> list[tuple]:
   ]
 
 
-def _columns_of(w: Kernel, columns: slice) -> Kernel:
+def _columns_of(w: QuantizedWeight, columns: slice) -> QuantizedWeight:
   """w with those columns of what the forward pass takes."""
   q = w.fwd
   assert q is not None  # The forward pass is quantized.
@@ -85,24 +85,28 @@ def _columns_of(w: Kernel, columns: slice) -> Kernel:
   return w._replace(fwd=Quantized(q.values[columns], scale, q.spec))
 
 
-def kept(w):
-  """What the backward pass needs of w: of a Kernel only the 8 bits."""
-  if not isinstance(w, Kernel):
+def saved_weight(w):
+  """The part of w that is saved for the backward pass; of a QuantizedWeight only the 8 bits."""
+  if not isinstance(w, QuantizedWeight):
     return w
   like = w.master if w.dgrad is None else jnp.zeros((0,), w.master.dtype)
-  return Kernel(like, None, w.dgrad)
+  return QuantizedWeight(like, None, w.dgrad)
 
 
-def gradient(ops: Backend, recipe: Recipe, dys, bias):
+def quantize_output_grad(ops: Backend, recipe: Recipe, dys, bias):
   """dy [M, N], of parts `dys`; dy as `dgrad` takes it; and the gradient of bias [N] or None."""
   if bias is not None and recipe.dgrad is not None:
     dy, dy_q, summed = ops.quantize_sum(dys, recipe.dgrad[0])
-    return dy, dy_q, like(bias, summed)
+    return dy, dy_q, cotangent_like(bias, summed)
   dy = jnp.concatenate(dys, axis=1)
-  return dy, dy, None if bias is None else like(bias, jnp.sum(dy.astype(jnp.float32), axis=0))
+  return (
+    dy,
+    dy,
+    None if bias is None else cotangent_like(bias, jnp.sum(dy.astype(jnp.float32), axis=0)),
+  )
 
 
-def like(array, gradient):
+def cotangent_like(array, gradient):
   """The gradient of an array in its dtype and, in explicit mode, split as it is."""
   return split_as(jax.typeof(array).sharding, gradient.astype(array.dtype))
 
@@ -113,21 +117,23 @@ def split_as(sharding, gradient):
 
 
 def dgrad(ops: Backend, recipe: Recipe, dy, w, dtype, out_sharding):
-  """`dy @ w.T` [M, K] in `dtype`; dy may be quantized already, w is what was `kept`."""
+  """`dy @ w.T` [M, K] in `dtype`; dy may be quantized already, w is its `saved_weight`."""
   if recipe.dgrad is None:
-    return full_dot(dy, master(w).astype(dy.dtype), ((1,), (1,)), dtype, out_sharding)
+    return full_dot(dy, master_weight(w).astype(dy.dtype), ((1,), (1,)), dtype, out_sharding)
   dy_spec, w_spec = recipe.dgrad
   dy_q = dy if isinstance(dy, Quantized) else ops.quantize(dy, dy_spec)
-  w_q = w.dgrad if isinstance(w, Kernel) else ops.quantize(w, w_spec)
+  w_q = w.dgrad if isinstance(w, QuantizedWeight) else ops.quantize(w, w_spec)
   return ops.scaled_matmul(dy_q, w_q, dtype, out_sharding)
 
 
 def wgrad(ops: Backend, recipe: Recipe, x, dy, w):
-  """`x.T @ dy` [K, N] in the dtype of w, which is what was `kept` of it."""
-  values = w.dgrad.values if isinstance(w, Kernel) and w.dgrad is not None else master(w)
-  dtype, sharding = master(w).dtype, jax.typeof(values).sharding
+  """`x.T @ dy` [K, N] in the dtype of w, which is its `saved_weight`."""
+  values = (
+    w.dgrad.values if isinstance(w, QuantizedWeight) and w.dgrad is not None else master_weight(w)
+  )
+  dtype, sharding = master_weight(w).dtype, jax.typeof(values).sharding
   if recipe.wgrad is None:
-    return token_sum(x, dy, dtype, sharding)
+    return split_k_matmul(x, dy, dtype, sharding)
   x_spec, dy_spec = recipe.wgrad
   x_q, dy_q = ops.quantize_transposed(x, x_spec), ops.quantize_transposed(dy, dy_spec)
   return ops.scaled_matmul(x_q, dy_q, dtype, sharding)
@@ -152,10 +158,10 @@ def _differentiated_twice(primals, tangents):
   )
 
 
-def master(w):
-  return w.master if isinstance(w, Kernel) else w
+def master_weight(w):
+  return w.master if isinstance(w, QuantizedWeight) else w
 
 
 def cotangent(w, dw):
-  """The gradient of w in the form of w; of a Kernel's 8 bits there is none."""
-  return Kernel(dw, None, None) if isinstance(w, Kernel) else dw
+  """The gradient of w in the form of w; of a QuantizedWeight's 8 bits there is none."""
+  return QuantizedWeight(dw, None, None) if isinstance(w, QuantizedWeight) else dw

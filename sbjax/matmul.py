@@ -20,21 +20,21 @@ def scaled_matmul(
   out_sharding=None,
   *,
   bias: jax.Array | None = None,
-  addend: jax.Array | None = None,
+  residual: jax.Array | None = None,
 ) -> jax.Array:
-  """`dequantize(lhs) @ dequantize(rhs).T + bias + addend` for lhs [M, K] and rhs [N, K], [M, N].
+  """`dequantize(lhs) @ dequantize(rhs).T + bias + residual` for lhs [M, K] and rhs [N, K], [M, N].
 
   int8 products are summed in int32 without error, fp8 products in float32. The product of the
-  two scales multiplies the sum in float32, bias [N] and then the addend [M, N], which has
+  two scales multiplies the sum in float32, bias [N] and then the residual [M, N], which has
   `out_dtype`, are added in float32, and the result is cast once, to `out_dtype`. `out_sharding`
   is jax.lax.dot_general's.
 
   Raises:
-    ValueError: the contracted sizes differ, int8 meets fp8, K > 131,072 in int8, or an addend of
+    ValueError: the contracted sizes differ, int8 meets fp8, K > 131,072 in int8, or an residual of
       another shape or dtype than the result's.
   """
   check_operands(lhs.values, rhs.values)
-  check_addend(addend, (lhs.values.shape[0], rhs.values.shape[0]), out_dtype)
+  check_residual(residual, (lhs.values.shape[0], rhs.values.shape[0]), out_dtype)
   total = jax.lax.dot_general(
     lhs.values,
     rhs.values,
@@ -42,16 +42,16 @@ def scaled_matmul(
     preferred_element_type=accumulator_dtype(lhs.values.dtype),
     out_sharding=out_sharding,
   )
-  return apply_scales(total, lhs.scale, rhs.scale, out_dtype, bias, addend)
+  return apply_scales(total, lhs.scale, rhs.scale, out_dtype, bias, residual)
 
 
-def apply_scales(total, lhs_scale, rhs_scale, out_dtype, bias=None, addend=None) -> jax.Array:
+def apply_scales(total, lhs_scale, rhs_scale, out_dtype, bias=None, residual=None) -> jax.Array:
   """What `scaled_matmul` makes of the sums [M, N] of 8-bit products."""
   y = total.astype(jnp.float32) * (lhs_scale * rhs_scale.T)
   if bias is not None:
     y += bias.astype(jnp.float32)[None, :]
-  if addend is not None:
-    y += addend.astype(jnp.float32)
+  if residual is not None:
+    y += residual.astype(jnp.float32)
   return y.astype(out_dtype)
 
 
@@ -66,19 +66,19 @@ def check_operands(lhs: jax.Array, rhs: jax.Array) -> None:
     raise ValueError(f"{k=} int8 products can overflow int32; at most {MAX_INT8_CONTRACTION}.")
 
 
-def check_addend(addend: jax.Array | None, shape: tuple[int, ...], dtype) -> None:
+def check_residual(residual: jax.Array | None, shape: tuple[int, ...], dtype) -> None:
   """Raises the ValueError of `scaled_matmul` for what is added to a result."""
-  if addend is not None and (addend.shape != shape or addend.dtype != dtype):
+  if residual is not None and (residual.shape != shape or residual.dtype != dtype):
     raise ValueError(
-      f"addend must be {jnp.dtype(dtype).name} {shape} as the result,"
-      f" not {addend.dtype.name} {addend.shape}."
+      f"residual must be {jnp.dtype(dtype).name} {shape} as the result,"
+      f" not {residual.dtype.name} {residual.shape}."
     )
 
 
-def nothing(shape, dtype, bias, addend) -> jax.Array:
+def nothing(shape, dtype, bias, residual) -> jax.Array:
   """What `scaled_matmul` makes of no products."""
   one = jnp.ones((1, 1))
-  return apply_scales(jnp.zeros(shape), one, one, dtype, bias, addend)
+  return apply_scales(jnp.zeros(shape), one, one, dtype, bias, residual)
 
 
 def full_dot(lhs, rhs, contracting, out_dtype, out_sharding=None) -> jax.Array:

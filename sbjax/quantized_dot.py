@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 from sbjax import linear
 from sbjax.backends import get_backend, warn_of_inexact_int8
 from sbjax.formats import INT8
-from sbjax.linear import Kernel
-from sbjax.matmul import check_addend
+from sbjax.linear import QuantizedWeight
+from sbjax.matmul import check_residual
 from sbjax.partition import is_explicit, vary_alike
 from sbjax.quantize import Quantized, dequantize
 from sbjax.recipes import Recipe, as_recipe
@@ -30,26 +30,26 @@ RESIDUAL_NAME = "sbjax_residual"
 
 def quantized_dot(
   x: jax.Array,
-  w: jax.Array | Kernel,
+  w: jax.Array | QuantizedWeight,
   recipe: Recipe | str,
   *,
   bias: jax.Array | None = None,
-  addend: jax.Array | None = None,
+  residual: jax.Array | None = None,
   backend: str | None = None,
 ) -> jax.Array:
-  """`x @ w + bias + addend` for x [..., K], w [K, N] and bias [N]: [..., N] in x's dtype.
+  """`x @ w + bias + residual` for x [..., K], w [K, N] and bias [N]: [..., N] in x's dtype.
 
-  Differentiable once, in x, w, bias and addend; dx has x's dtype. w may be wider than x (a float32
-  master copy beside bfloat16 activations): it is quantized as it is, and dw is the float32
-  accumulator of x.T @ dy in w's dtype, never rounded to x's. Bias and addend are added to a
+  Differentiable once, in x, w, bias and residual; dx has x's dtype. w may be wider than x (a
+  float32 master copy beside bfloat16 activations): it is quantized as it is, and dw is the float32
+  accumulator of x.T @ dy in w's dtype, never rounded to x's. Bias and residual are added to a
   quantized product in float32, and the sum is rounded once; the bias's gradient is summed in
   float32. Within `jax.shard_map` operands are a device's own, and so is a scale that tokens share:
   one scale for all of x, and the scales of a weight gradient in 8 bits.
 
   Args:
-    w: an array, or what `quantize_kernel` made of one for the same recipe.
+    w: an array, or what `quantize_weight` made of one for the same recipe.
     recipe: a `Recipe` or the name of one in RECIPES.
-    addend: [..., N] in x's dtype, what a residual connection adds.
+    residual: [..., N] in x's dtype, what a residual connection adds.
     backend: "xla", ...; None chooses.
 
   Raises:
@@ -62,10 +62,10 @@ def quantized_dot(
   check_floating("x", x)
   w = prepared("w", w, x.shape, recipe, backend)
   check_bias("bias", bias, w)
-  check_addend(addend, (*x.shape[:-1], linear.master(w).shape[1]), x.dtype)
-  addend = None if addend is None else as_rows(addend)
-  added = None if addend is None else jax.typeof(addend).sharding
-  operands = vary_alike(as_rows(x), w, bias, addend)
+  check_residual(residual, (*x.shape[:-1], linear.master_weight(w).shape[1]), x.dtype)
+  residual = None if residual is None else as_rows(residual)
+  added = None if residual is None else jax.typeof(residual).sharding
+  operands = vary_alike(as_rows(x), w, bias, residual)
   return named_dot(_dot(recipe, backend, x.dtype, added, *operands), x)
 
 
@@ -118,21 +118,21 @@ def warn_where_inexact(recipe: Recipe, backend: str | None) -> None:
 
 def prepared(name: str, w, x_shape, recipe: Recipe, backend: str | None):
   """w, checked against x; in 8 bits if the backward is to find those that the forward took."""
-  array = linear.master(w)
+  array = linear.master_weight(w)
   check_floating(name, array)
   if array.ndim != 2:
     raise ValueError(f"{name} must be [K, N], not {array.shape}.")
   if len(x_shape) < 1 or x_shape[-1] != array.shape[0]:
     raise ValueError(f"x [..., K] and {name} [K, N] must agree in K: {x_shape} and {array.shape}.")
-  if isinstance(w, Kernel):
+  if isinstance(w, QuantizedWeight):
     w = _with_transpose(w, recipe)
     _check_made_for(name, w, recipe)
-  if recipe.residuals == "quantized" and not isinstance(w, Kernel):
-    return linear.quantize_kernel(w, recipe, backend=backend)
+  if recipe.saved == "quantized" and not isinstance(w, QuantizedWeight):
+    return linear.quantize_weight(w, recipe, backend=backend)
   return w
 
 
-def _with_transpose(kernel: Kernel, recipe: Recipe) -> Kernel:
+def _with_transpose(kernel: QuantizedWeight, recipe: Recipe) -> QuantizedWeight:
   """The kernel with what `fwd` multiplies by, where that is the transpose of what dgrad does."""
   shares = recipe.fwd and recipe.dgrad and recipe.fwd[1] == recipe.dgrad[1]
   if not shares or kernel.fwd is not None or kernel.dgrad is None or kernel.dgrad.spec.is_rowwise:
@@ -140,13 +140,13 @@ def _with_transpose(kernel: Kernel, recipe: Recipe) -> Kernel:
   return kernel._replace(fwd=kernel.dgrad.T)
 
 
-def _check_made_for(name: str, kernel: Kernel, recipe: Recipe) -> None:
+def _check_made_for(name: str, kernel: QuantizedWeight, recipe: Recipe) -> None:
   for matmul in ("fwd", "dgrad"):
     pair, found = getattr(recipe, matmul), getattr(kernel, matmul)
     if (pair and pair[1]) != (found and found.spec):
       raise ValueError(
         f"{name} was quantized for another recipe: its {matmul} is not what {recipe} takes."
-        " Use quantize_kernel with the same recipe."
+        " Use quantize_weight with the same recipe."
       )
 
 
@@ -155,8 +155,8 @@ def check_bias(name: str, bias, w) -> None:
   if bias is None:
     return
   check_floating(name, bias)
-  if bias.shape != linear.master(w).shape[1:]:
-    raise ValueError(f"{name} must be {linear.master(w).shape[1:]}, not {bias.shape}.")
+  if bias.shape != linear.master_weight(w).shape[1:]:
+    raise ValueError(f"{name} must be {linear.master_weight(w).shape[1:]}, not {bias.shape}.")
 
 
 def check_floating(name: str, operand: jax.Array) -> None:
@@ -172,16 +172,16 @@ def check_floating(name: str, operand: jax.Array) -> None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _dot(recipe, backend, dtype, added, x, w, bias, addend):
-  return _dot_fwd(recipe, backend, dtype, added, x, w, bias, addend)[0]
+def _dot(recipe, backend, dtype, added, x, w, bias, residual):
+  return _dot_fwd(recipe, backend, dtype, added, x, w, bias, residual)[0]
 
 
-def _dot_fwd(recipe, backend, dtype, added, x, w, bias, addend):
+def _dot_fwd(recipe, backend, dtype, added, x, w, bias, residual):
   ops = get_backend(backend)
   x_q = x if recipe.fwd is None else ops.quantize(x, recipe.fwd[0])
-  y = linear.forward(ops, recipe, x_q, w, bias, dtype, addend)
-  w = linear.kept(w)
-  if recipe.residuals == "quantized":
+  y = linear.forward(ops, recipe, x_q, w, bias, dtype, residual)
+  w = linear.saved_weight(w)
+  if recipe.saved == "quantized":
     x, w = checkpoint_name((x_q, w), RESIDUAL_NAME)
   return y, (x, w, bias)
 
@@ -191,11 +191,11 @@ def _dot_bwd(recipe, backend, dtype, added, residuals, dy):
   x, w, bias = residuals
   x_sharding = jax.typeof(x.values if isinstance(x, Quantized) else x).sharding
   x = dequantize(x, dtype) if isinstance(x, Quantized) else x
-  d_addend = None if added is None else linear.split_as(added, dy)
-  dy, dy_q, d_bias = linear.gradient(ops, recipe, (dy,), bias)
+  d_residual = None if added is None else linear.split_as(added, dy)
+  dy, dy_q, d_bias = linear.quantize_output_grad(ops, recipe, (dy,), bias)
   dx = linear.dgrad(ops, recipe, dy_q, w, dtype, x_sharding)
   dw = linear.wgrad(ops, recipe, x, dy, w)
-  return linear.gradients((dx, linear.cotangent(w, dw), d_bias, d_addend), recipe)
+  return linear.gradients((dx, linear.cotangent(w, dw), d_bias, d_residual), recipe)
 
 
 _dot.defvjp(_dot_fwd, _dot_bwd)

@@ -22,26 +22,26 @@ from sbjax.quantize import Spec
 class Recipe:
   """What is rounded to what; None leaves a matmul in the compute dtype.
 
-  residuals: what the forward pass keeps for the backward: "full" keeps x and w as they came,
+  saved: what the forward pass keeps for the backward: "original" keeps x and w as they came,
     "quantized" keeps their 8-bit values and scales, so that wgrad sees the dequantized x.
   """
 
   fwd: tuple[Spec, Spec] | None
   dgrad: tuple[Spec, Spec] | None
   wgrad: tuple[Spec, Spec] | None
-  residuals: Literal["full", "quantized"] = "full"
+  saved: Literal["original", "quantized"] = "original"
 
   def __post_init__(self):
     for name in ("fwd", "dgrad", "wgrad"):
       _check_pair(name, getattr(self, name))
-    if self.residuals not in ("full", "quantized"):
-      raise ValueError(f"residuals={self.residuals!r} must be 'full' or 'quantized'.")
-    if self.residuals == "quantized":
+    if self.saved not in ("original", "quantized"):
+      raise ValueError(f"saved={self.saved!r} must be 'original' or 'quantized'.")
+    if self.saved == "quantized":
       if self.fwd is None or self.dgrad is None:
-        raise ValueError("residuals='quantized' needs a quantized fwd and dgrad to share them.")
+        raise ValueError("saved='quantized' needs a quantized fwd and dgrad to share them.")
       if self.fwd[1] != self.dgrad[1] or self.fwd[1].is_rowwise:
         raise ValueError(
-          "residuals='quantized' reuses the forward's w, transposed, in dgrad: both need the same"
+          "saved='quantized' reuses the forward's w, transposed, in dgrad: both need the same"
           f" 'tensorwise' or 'static' Spec, not fwd={self.fwd[1]} and dgrad={self.dgrad[1]}."
         )
 
@@ -71,7 +71,7 @@ FULL = Recipe(fwd=None, dgrad=None, wgrad=None)
 # memory, Q has a scale for each row of w too. LLM_INT8 is the paper's baseline (Dettmers et al.
 # 2022 without outlier decomposition, as the paper ran it): the weight gradient in int8 as well.
 SWITCHBACK = Recipe(fwd=(int8_row, int8_tensor), dgrad=(int8_row, int8_tensor), wgrad=None)
-SWITCHBACK_M = dataclasses.replace(SWITCHBACK, residuals="quantized")
+SWITCHBACK_M = dataclasses.replace(SWITCHBACK, saved="quantized")
 SWITCHBACK_Q = Recipe(fwd=(int8_row, int8_row), dgrad=(int8_row, int8_row), wgrad=None)
 LLM_INT8 = dataclasses.replace(SWITCHBACK_Q, wgrad=(int8_row, int8_row))
 

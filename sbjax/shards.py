@@ -15,13 +15,13 @@ from sbjax.quantize import (
 )
 
 
-def scaled_matmul(product, lhs, rhs, out_dtype, out_sharding=None, *, bias=None, addend=None):
+def scaled_matmul(product, lhs, rhs, out_dtype, out_sharding=None, *, bias=None, residual=None):
   """scaled_matmul by the kernels in `product`; K split over devices is summed before it is scaled.
 
   `out_sharding` counts in JAX's explicit mode; else the result is split as the operands are.
   """
   check_operands(lhs.values, rhs.values)
-  added = {"bias": (bias, ("n",)), "addend": (addend, ("m", "n"))}
+  added = {"bias": (bias, ("n",)), "residual": (residual, ("m", "n"))}
   added = {name: given for name, given in added.items() if given[0] is not None}
   lhs_spec, rhs_spec = lhs.spec, rhs.spec
 
@@ -74,7 +74,7 @@ def quantize(kernels, form, x, spec):
 
 
 def by_rows(operation, definition, *arrays, splits_rows=False):
-  """An operation of sbjax.rows: [M, K] is split by rows, as it comes; [K] counts for all rows.
+  """An operation of sbjax.fused_ops: [M, K] is split by rows, as it comes; [K] counts for all rows.
 
   A result [K] is a sum over rows, and goes on over the devices that have the others. K is that of
   the first array; of what is wider, made of several, rows stay whole. Where rows may be split too,

@@ -35,24 +35,24 @@ from benchmarks.scaling import moved
 from sbjax import (
   E4M3,
   RECIPES,
-  Norm,
-  NormDense,
-  NormMLP,
+  LayerNormDense,
+  LayerNormMLP,
+  LayerNormParams,
   Quantized,
   Spec,
   SwitchBackDense,
   SwitchBackLinear,
-  gather_kernel,
-  norm_dot,
-  norm_mlp,
+  gather_weight,
+  layer_norm_dense,
+  layer_norm_mlp,
   partition,
-  quantize_kernel,
+  quantize_weight,
   quantized_dot,
   quantized_dot_general,
 )
 from sbjax.pallas import scaled_matmul_sm90 as sm90
 from sbjax.recipes import SWITCHBACK
-from sbjax.token_sum import token_sum
+from sbjax.split_k_matmul import split_k_matmul
 
 M, K, N = 8192, 256, 512  # An eighth of an activation is still no smaller than the weight.
 
@@ -122,13 +122,13 @@ def _linear(recipe, backend, x, w):
 
 
 def _mlp(recipe, backend, x, w):
-  norm, b1, b2 = Norm(jnp.ones(K), jnp.zeros(K)), jnp.zeros(N), jnp.zeros(K)
-  return norm_mlp(x, norm, w, b1, w.T, b2, recipe, backend=backend, add_input=True)
+  norm, b1, b2 = LayerNormParams(jnp.ones(K), jnp.zeros(K)), jnp.zeros(N), jnp.zeros(K)
+  return layer_norm_mlp(x, norm, w, b1, w.T, b2, recipe, backend=backend, add_residual=True)
 
 
 def _qkv(recipe, backend, x, w):
-  norm, bias = Norm(jnp.ones(K), jnp.zeros(K)), jnp.zeros(384)
-  ys = norm_dot(x, norm, w[:, :384], recipe, bias=bias, backend=backend, parts=3)[1]
+  norm, bias = LayerNormParams(jnp.ones(K), jnp.zeros(K)), jnp.zeros(384)
+  ys = layer_norm_dense(x, norm, w[:, :384], recipe, bias=bias, backend=backend, num_outputs=3)[1]
   return jnp.concatenate(ys, axis=1)
 
 
@@ -209,12 +209,12 @@ def cuts(capability):
   Where a warpgroup has a block of its own, and few registers left, in fp8 and without scales too.
   """
 
-  def product(config, lhs, rhs, scale, bias, addend):
-    # No recipe has fp8 with a scale a row on both sides, a bias and an addend.
+  def product(config, lhs, rhs, scale, bias, residual):
+    # No recipe has fp8 with a scale a row on both sides, a bias and an residual.
     rhs_spec = Spec(rhs.dtype, "rowwise" if lhs.dtype == jnp.int8 else "tensorwise")
     lhs = Quantized(lhs, scale, Spec(lhs.dtype, "rowwise"))
     rhs = Quantized(rhs, scale[: n if rhs_spec.is_rowwise else 1], rhs_spec)
-    return sm90.scaled_matmul(lhs, rhs, addend.dtype, bias=bias, addend=addend, config=config)
+    return sm90.scaled_matmul(lhs, rhs, residual.dtype, bias=bias, residual=residual, config=config)
 
   def sums(config, lhs, rhs, *_):
     return sm90.accumulate(lhs, rhs, config=config)
@@ -241,7 +241,7 @@ def token_sums(capability):
   """What cuBLAS is asked for, and all that is gathered or turned, where tokens are on 4 devices."""
   with _mesh(capability, (4,), ("data",)) as mesh:
     arguments = [_argument(mesh, (4 * 66048, n), jnp.bfloat16, P("data")) for n in (1280, 5120)]
-    run = jax.jit(functools.partial(token_sum, dtype=jnp.float32))
+    run = jax.jit(functools.partial(split_k_matmul, dtype=jnp.float32))
     hlo = run.lower(*arguments).compile().as_text()
   return {
     "products": re.findall(r"= \((\w+\[[\d,]*\]).*custom_call_target=\"__cublas", hlo),
@@ -260,33 +260,33 @@ def _linen(make, backend, x, w):
 
 def _norm_dense(backend, x, w):
   norm, dense = {"scale": jnp.ones(K), "bias": jnp.zeros(K)}, {"kernel": w, "bias": jnp.zeros(N)}
-  return NormDense(N, backend=backend).apply({"params": {"norm": norm, "dense": dense}}, x)[1]
+  return LayerNormDense(N, backend=backend).apply({"params": {"norm": norm, "dense": dense}}, x)[1]
 
 
-def _norm_mlp(backend, x, w):
+def _layer_norm_mlp(backend, x, w):
   norm, fc1 = {"scale": jnp.ones(K), "bias": jnp.zeros(K)}, {"kernel": w, "bias": jnp.zeros(N)}
   params = {"norm": norm, "fc1": fc1, "fc2": {"kernel": w.T, "bias": jnp.zeros(K)}}
-  return NormMLP(N, backend=backend, add_input=True).apply({"params": params}, x)
+  return LayerNormMLP(N, backend=backend, add_residual=True).apply({"params": params}, x)
 
 
 def _with_quantized_kernel(backend, x, w):
-  kernel = quantize_kernel(w, SWITCHBACK, backend=backend)
+  kernel = quantize_weight(w, SWITCHBACK, backend=backend)
   return quantized_dot(x, kernel, SWITCHBACK, backend=backend)
 
 
 def _with_gathered_kernel(backend, x, w):
-  kernel = gather_kernel(w, SWITCHBACK, None, backend=backend)
+  kernel = gather_weight(w, SWITCHBACK, None, backend=backend)
   return quantized_dot(x, kernel, SWITCHBACK, backend=backend)
 
 
 OPERATIONS = {
   "quantized_dot": functools.partial(_linear, "switchback"),
-  "quantize_kernel": _with_quantized_kernel,
-  "gather_kernel": _with_gathered_kernel,
-  "norm_mlp": functools.partial(_mlp, "switchback"),
-  "norm_dot": functools.partial(_qkv, "switchback"),
-  "NormDense": _norm_dense,
-  "NormMLP": _norm_mlp,
+  "quantize_weight": _with_quantized_kernel,
+  "gather_weight": _with_gathered_kernel,
+  "layer_norm_mlp": functools.partial(_mlp, "switchback"),
+  "layer_norm_dense": functools.partial(_qkv, "switchback"),
+  "LayerNormDense": _norm_dense,
+  "LayerNormMLP": _layer_norm_mlp,
   "SwitchBackDense": functools.partial(_linen, lambda b: SwitchBackDense(N, backend=b)),
   "SwitchBackLinear": _nnx,
   "quantized_dot_general": functools.partial(

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 
-from sbjax import INT8, quantize, rows, scaled_matmul
+from sbjax import INT8, fused_ops, quantize, scaled_matmul
 from sbjax.backends import _ROWS, Backend, _on_shards
 from sbjax.formats import accumulator_dtype, max_value
 from sbjax.quantize import factor_and_scale
@@ -59,7 +59,9 @@ QUANTIZERS = types.SimpleNamespace(
 
 def on_shards(product):
   """A backend of these kernels, with the parts of sbjax.backends that give each device its own."""
-  return _on_shards("mosaic", product, QUANTIZERS, {name: getattr(rows, name) for name in _ROWS})
+  return _on_shards(
+    "mosaic", product, QUANTIZERS, {name: getattr(fused_ops, name) for name in _ROWS}
+  )
 
 
 def make_mesh(kind=AxisType.Auto):
@@ -73,4 +75,4 @@ def put(mesh, specs, *arrays):
 def plain():
   """The same without a mesh."""
   forms = (getattr(QUANTIZERS, form) for form in FORMS)
-  return Backend("xla", *forms, scaled_matmul, *(getattr(rows, name) for name in _ROWS))
+  return Backend("xla", *forms, scaled_matmul, *(getattr(fused_ops, name) for name in _ROWS))

@@ -16,14 +16,14 @@ from sbjax import (
   Spec,
   backends,
   device,
+  fused_ops,
   quantize,
   quantized_dot,
   quantized_dot_general,
-  rows,
   scaled_matmul,
 )
 from sbjax.backends import Backend, get_backend
-from sbjax.rows import Norm
+from sbjax.fused_ops import LayerNormParams
 
 ROWWISE, TENSORWISE = Spec(INT8, "rowwise"), Spec(INT8, "tensorwise")
 
@@ -108,7 +108,7 @@ def test_rows_without_a_kernel_are_an_error_by_name_and_else_left_to_xla(
   with triton_case.chip(90), caplog.at_level("DEBUG", logger="sbjax"):
     found = getattr(get_backend(None), operation)(*args)
   assert f"{operation} goes to XLA" in caplog.text
-  jax.tree.map(np.testing.assert_array_equal, found, getattr(rows, operation)(*args))
+  jax.tree.map(np.testing.assert_array_equal, found, getattr(fused_ops, operation)(*args))
   assert installed.calls == []
 
 
@@ -122,8 +122,10 @@ def test_a_gradient_that_no_kernel_sums_is_quantized_all_the_same(count, spec, c
     return lambda *args: calls.append(name) or operation(*args)
 
   calls, parts = [], tuple(i + jnp.ones((2, 4096)) for i in range(count))  # 8,192 is the longest.
-  run = backends._quantize_sum(noting("kernel", rows.quantize_sum), noting("quantize", quantize))
-  jax.tree.map(np.testing.assert_array_equal, run(parts, spec), rows.quantize_sum(parts, spec))
+  run = backends._quantize_sum(
+    noting("kernel", fused_ops.quantize_sum), noting("quantize", quantize)
+  )
+  jax.tree.map(np.testing.assert_array_equal, run(parts, spec), fused_ops.quantize_sum(parts, spec))
   assert set(calls) == {called}
 
 
@@ -257,7 +259,7 @@ def test_what_none_gives_to_the_kernels_a_cpu_still_computes(installed):
     w_q, w_q_transposed = chosen.quantize_both(w, TENSORWISE)
     del w_q
     chosen.quantize_transposed(w, ROWWISE)
-    norm = Norm(jnp.ones(32), jnp.zeros(32))
+    norm = LayerNormParams(jnp.ones(32), jnp.zeros(32))
     chosen.norm_quantize(x, norm, None)
     chosen.norm_backward(x, norm, x, None)
     chosen.gelu_quantize(x, ROWWISE, None)

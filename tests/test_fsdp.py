@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from mesh_case import make_mesh, put
 
-from sbjax import RECIPES, gather, gather_kernel, quantize_kernel, quantized_dot
-from sbjax.linear import Kernel
+from sbjax import RECIPES, gather, gather_weight, quantize_weight, quantized_dot
+from sbjax.linear import QuantizedWeight
 
 K, N, ROWS = 64, 48, 32
 IN_8_BITS = [name for name in RECIPES if name != "full"]
@@ -40,7 +40,7 @@ def gradients(recipe, check_vma=False, **options):
     axes = {} if check_vma else {"reduce_axes": "data"}
 
     def loss(x, w):
-      kernel = gather_kernel(w, recipe, "fsdp", dtype=jnp.float32, **axes, **options)
+      kernel = gather_weight(w, recipe, "fsdp", dtype=jnp.float32, **axes, **options)
       return jnp.sum(jnp.sin(layer(x, kernel)))
 
     return jax.grad(loss, (0, 1))(x, w)
@@ -56,9 +56,9 @@ def gradients(recipe, check_vma=False, **options):
 @pytest.mark.parametrize("name", IN_8_BITS)
 def test_gathered_shards_are_the_quantized_kernel(name):
   _, w = case()
-  run = on_devices(lambda w: gather_kernel(w, name, "fsdp")[1:], P("fsdp"), P(), check_vma=False)
+  run = on_devices(lambda w: gather_weight(w, name, "fsdp")[1:], P("fsdp"), P(), check_vma=False)
   fwd, dgrad = run(w)
-  _, *expected = jax.jit(functools.partial(quantize_kernel, recipe=name))(w)
+  _, *expected = jax.jit(functools.partial(quantize_weight, recipe=name))(w)
   shared = RECIPES[name].fwd[1] == RECIPES[name].dgrad[1] and dgrad.scale.size == 1
   assert (fwd is None) == shared
   jax.tree.map(np.testing.assert_array_equal, [dgrad.T if shared else fwd, dgrad], expected)
@@ -96,16 +96,16 @@ def test_a_gradient_travels_in_the_dtype_asked_for(dtype):
 
 def test_a_weight_that_stays_in_16_bits_travels_in_16_bits():
   _, w = case()
-  run = on_devices(lambda w: gather_kernel(w, "full", "fsdp"), P("fsdp"), P(), check_vma=False)
+  run = on_devices(lambda w: gather_weight(w, "full", "fsdp"), P("fsdp"), P(), check_vma=False)
   assert "bf16" in run.lower(w).as_text()
   np.testing.assert_array_equal(run(w), w.astype(jnp.bfloat16).astype(np.float32))
 
 
 def test_a_kernel_on_every_device_is_quantized_as_ever():
   _, w = case()
-  found = gather_kernel(w, "switchback", None)
-  assert isinstance(found, Kernel)
-  jax.tree.map(np.testing.assert_array_equal, found, quantize_kernel(w, "switchback"))
+  found = gather_weight(w, "switchback", None)
+  assert isinstance(found, QuantizedWeight)
+  jax.tree.map(np.testing.assert_array_equal, found, quantize_weight(w, "switchback"))
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -126,4 +126,4 @@ def test_any_array_is_gathered_along_its_axis_and_its_gradient_split(axis):
 
 def test_a_stack_of_kernels_is_an_error():
   with pytest.raises(ValueError, match=r"a kernel \[K, N\], not \(2, 3, 4\)"):
-    gather_kernel(jnp.zeros((2, 3, 4)), "switchback", "fsdp")
+    gather_weight(jnp.zeros((2, 3, 4)), "switchback", "fsdp")

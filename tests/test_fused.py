@@ -11,16 +11,16 @@ from flax_case import compiled, drawn, normal
 
 from sbjax import (
   RECIPES,
-  Kernel,
-  Norm,
-  NormDense,
-  NormMLP,
-  norm_dot,
-  norm_mlp,
+  LayerNormDense,
+  LayerNormMLP,
+  LayerNormParams,
+  QuantizedWeight,
+  fused_ops,
+  layer_norm_dense,
+  layer_norm_mlp,
   quantize,
-  quantize_kernel,
+  quantize_weight,
   quantized_dot,
-  rows,
 )
 from sbjax.recipes import FULL, SWITCHBACK, SWITCHBACK_M
 
@@ -29,7 +29,7 @@ ROWS, WIDTH, HIDDEN = (3, 7), 48, 80
 
 def make(dtype="float32"):
   """x, a gradient for each result, and the parameters of an MLP."""
-  norm = Norm(1 + normal((WIDTH,), seed=1) / 4, normal((WIDTH,), seed=2) / 4)
+  norm = LayerNormParams(1 + normal((WIDTH,), seed=1) / 4, normal((WIDTH,), seed=2) / 4)
   w1, w2 = normal((WIDTH, HIDDEN), seed=3) / 7, normal((HIDDEN, WIDTH), seed=4) / 9
   b1, b2 = normal((HIDDEN,), seed=5) / 2, normal((WIDTH,), seed=6) / 2
   x, dx = (normal((*ROWS, WIDTH), dtype, seed) for seed in (7, 8))
@@ -53,10 +53,10 @@ def plain_dot(x, norm, w, b, recipe):
 
 
 def fused_dot(x, norm, w, b, recipe):
-  return norm_dot(x, norm, w, recipe, bias=b, backend="xla")
+  return layer_norm_dense(x, norm, w, recipe, bias=b, backend="xla")
 
 
-fused_mlp = functools.partial(norm_mlp, backend="xla")
+fused_mlp = functools.partial(layer_norm_mlp, backend="xla")
 
 
 def results(function, x, gradients, parameters, recipe):
@@ -137,7 +137,7 @@ def test_an_added_input_is_a_residual_connection(name):
   dy = dy[..., :WIDTH]
 
   def added(x, *parameters):
-    return fused_mlp(x, *parameters, name, add_input=True)
+    return fused_mlp(x, *parameters, name, add_residual=True)
 
   def apart(x, *parameters):
     return jnp.add(*fused_mlp(x, *parameters, name))
@@ -152,15 +152,15 @@ def test_an_added_input_is_a_residual_connection(name):
 @pytest.mark.parametrize("name", ["full", "switchback"])
 def test_an_addend_is_added_to_the_product_and_takes_its_gradient(name):
   x, (_, dy), (_, w, b, _, _) = make()
-  addend = normal((*ROWS, HIDDEN), seed=11)
+  residual = normal((*ROWS, HIDDEN), seed=11)
 
-  def run(x, w, b, addend):
-    return quantized_dot(x, w, name, bias=b, addend=addend, backend="xla")
+  def run(x, w, b, residual):
+    return quantized_dot(x, w, name, bias=b, residual=residual, backend="xla")
 
-  y, *gradients, d_addend = output_and_gradients(run, dy, x, w, b, addend)
+  y, *gradients, d_residual = output_and_gradients(run, dy, x, w, b, residual)
   plain, *expected = output_and_gradients(lambda *a: run(*a, None), dy, x, w, b)
-  np.testing.assert_array_equal(d_addend, dy)
-  found, expected = (y, *gradients), (plain + addend, *expected)
+  np.testing.assert_array_equal(d_residual, dy)
+  found, expected = (y, *gradients), (plain + residual, *expected)
   assert_near(*jax.tree.map(np.asarray, (found, expected)), 1e-6)
 
 
@@ -171,8 +171,8 @@ def test_a_kernel_quantized_once_gives_the_same_bits(name):
   want = results(fused_mlp, x, gradients, (norm, w1, b1, w2, b2), recipe)
 
   def with_kernels(x, norm, w1, b1, w2, b2, recipe):
-    w1, w2 = (quantize_kernel(w, recipe, backend="xla") for w in (w1, w2))
-    assert isinstance(w1, Kernel) == (name != "full")
+    w1, w2 = (quantize_weight(w, recipe, backend="xla") for w in (w1, w2))
+    assert isinstance(w1, QuantizedWeight) == (name != "full")
     return fused_mlp(x, norm, w1, b1, w2, b2, recipe)
 
   got = results(with_kernels, x, gradients, (norm, w1, b1, w2, b2), recipe)
@@ -185,26 +185,28 @@ def test_a_kernel_quantized_once_gives_the_same_bits(name):
 @pytest.mark.parametrize("name", RECIPES)
 def test_parts_are_columns_of_the_whole(name, quantized, biased):
   x, (_, dy), (norm, w, b, _, _) = make()
-  w = quantize_kernel(w, name, backend="xla") if quantized else w
+  w = quantize_weight(w, name, backend="xla") if quantized else w
   b = b if biased else None
 
   def whole(x, norm, w, b):
     return fused_dot(x, norm, w, b, name)[1]
 
   def parts(x, norm, w, b):
-    return jnp.concatenate(norm_dot(x, norm, w, name, bias=b, backend="xla", parts=5)[1], axis=-1)
+    return jnp.concatenate(
+      layer_norm_dense(x, norm, w, name, bias=b, backend="xla", num_outputs=5)[1], axis=-1
+    )
 
   found, expected = (
     (lambda y, vjp: (y, *vjp(dy)))(*jax.vjp(function, x, norm, w, b)) for function in (parts, whole)
   )
   for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-    if a.dtype != jax.dtypes.float0:  # Of a Kernel's 8 bits.
+    if a.dtype != jax.dtypes.float0:  # Of a QuantizedWeight's 8 bits.
       np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
 def test_a_kernel_passes_its_gradient_to_the_master_alone():
   x, (_, dy), (_, w, *_) = make()
-  kernel = quantize_kernel(w, SWITCHBACK, backend="xla")
+  kernel = quantize_weight(w, SWITCHBACK, backend="xla")
   run = functools.partial(quantized_dot, recipe=SWITCHBACK, backend="xla")
   _, backward = jax.vjp(lambda k: run(x, k), kernel)
   (found,) = backward(dy)
@@ -230,8 +232,8 @@ def test_the_residual_s_gradient_is_added_before_anything_is_rounded():
   x, (dx, _), (norm, *_) = make("bfloat16")
   x, dx, dn = x.reshape(21, WIDTH), dx.reshape(21, WIDTH), normal((21, WIDTH), "bfloat16", 3)
   wide = [jnp.asarray(a, jnp.float32) for a in (x, dn, dx)]
-  alone = rows.norm_backward(wide[0], norm, wide[1], None)[0]
-  found = rows.norm_backward(jnp.asarray(x), norm, jnp.asarray(dn), jnp.asarray(dx))[0]
+  alone = fused_ops.norm_backward(wide[0], norm, wide[1], None)[0]
+  found = fused_ops.norm_backward(jnp.asarray(x), norm, jnp.asarray(dn), jnp.asarray(dx))[0]
   np.testing.assert_array_equal(found, (alone + wide[2]).astype(jnp.bfloat16))
 
 
@@ -245,7 +247,7 @@ def test_what_is_not_finite_stays_so(bad):
     assert np.isfinite(np.delete(y.reshape(21, -1), 9, 0)).all()
 
 
-@pytest.mark.parametrize("layer", [NormDense(HIDDEN), NormMLP(HIDDEN)])
+@pytest.mark.parametrize("layer", [LayerNormDense(HIDDEN), LayerNormMLP(HIDDEN)])
 def test_layers_are_the_functions_with_flax_s_parameters(layer):
   x, _, _ = make()
   shapes = jax.eval_shape(layer.init, jax.random.key(0), x)["params"]
@@ -255,13 +257,15 @@ def test_layers_are_the_functions_with_flax_s_parameters(layer):
   params = drawn(shapes)
   same, y = layer.apply({"params": params}, x)
   np.testing.assert_array_equal(same, x)
-  norm = Norm(**params["norm"])
+  norm = LayerNormParams(**params["norm"])
   if "dense" in params:
-    want = norm_dot(x, norm, params["dense"]["kernel"], "switchback", bias=params["dense"]["bias"])
+    want = layer_norm_dense(
+      x, norm, params["dense"]["kernel"], "switchback", bias=params["dense"]["bias"]
+    )
   else:
     linears = [params[fc][name] for fc in ("fc1", "fc2") for name in ("kernel", "bias")]
-    want = norm_mlp(x, norm, *linears, "switchback")
-    added = NormMLP(HIDDEN, add_input=True).apply({"params": params}, x)
+    want = layer_norm_mlp(x, norm, *linears, "switchback")
+    added = LayerNormMLP(HIDDEN, add_residual=True).apply({"params": params}, x)
     np.testing.assert_allclose(added, x + y, rtol=1e-5, atol=1e-5)
   np.testing.assert_array_equal(y, want[1])
 
@@ -270,36 +274,42 @@ def test_layers_are_the_functions_with_flax_s_parameters(layer):
   ("change", "why"),
   [
     ({"x": jnp.ones((2, WIDTH), jnp.int32)}, "x must be floating point, not int32"),
-    ({"norm": Norm(jnp.ones(3), jnp.ones(3))}, r"norm.scale must be \(48,\) for x .*, not \(3,\)"),
+    (
+      {"norm": LayerNormParams(jnp.ones(3), jnp.ones(3))},
+      r"norm.scale must be \(48,\) for x .*, not \(3,\)",
+    ),
     ({"w1": jnp.ones((5, HIDDEN))}, r"x \[..., K\] and w1 \[K, N\] must agree in K"),
     ({"w2": jnp.ones((5, WIDTH))}, r"x \[..., K\] and w2 \[K, N\] must agree in K"),
     ({"recipe": "int4"}, "Unknown recipe 'int4'"),
     ({"b1": jnp.ones(3)}, r"b1 must be \(80,\), not \(3,\)"),
     ({"b2": jnp.ones(WIDTH, jnp.int32)}, "b2 must be floating point, not int32"),
-    ({"w2": jnp.ones((HIDDEN, 9)), "b2": None, "add_input": True}, r"w2 \[H, 48\], not \(80, 9\)"),
-    ({"w1": quantize_kernel(jnp.ones((WIDTH, HIDDEN)), "switchback_q")}, "w1 was quantized for an"),
-    ({"w2": quantize_kernel(jnp.ones((HIDDEN, WIDTH)), "switchback"), "recipe": "full"}, "w2 was"),
+    (
+      {"w2": jnp.ones((HIDDEN, 9)), "b2": None, "add_residual": True},
+      r"w2 \[H, 48\], not \(80, 9\)",
+    ),
+    ({"w1": quantize_weight(jnp.ones((WIDTH, HIDDEN)), "switchback_q")}, "w1 was quantized for an"),
+    ({"w2": quantize_weight(jnp.ones((HIDDEN, WIDTH)), "switchback"), "recipe": "full"}, "w2 was"),
   ],
 )
 def test_errors_name_what_would_be_right(change, why):
   x, _, (norm, w1, b1, w2, b2) = make()
   arguments = dict(x=x, norm=norm, w1=w1, b1=b1, w2=w2, b2=b2, recipe="switchback") | change
   with pytest.raises(ValueError, match=why):
-    norm_mlp(**arguments)
+    layer_norm_mlp(**arguments)
 
 
 @pytest.mark.parametrize("parts", [0, -1, 7])
 def test_parts_that_cannot_be_are_refused(parts):
   x, _, (norm, w, b, _, _) = make()
-  with pytest.raises(ValueError, match=f"parts={parts} must divide the 80 columns of w"):
-    norm_dot(x, norm, w, "switchback", bias=b, parts=parts)
+  with pytest.raises(ValueError, match=f"num_outputs={parts} must divide the 80 columns of w"):
+    layer_norm_dense(x, norm, w, "switchback", bias=b, num_outputs=parts)
 
 
 def test_biases_may_be_left_out():
   x, _, (norm, w1, b1, w2, b2) = make()
 
   def sum_of(w1, b1, b2):
-    return jnp.sum(norm_mlp(x, norm, w1, b1, w2, b2, "switchback")[1])
+    return jnp.sum(layer_norm_mlp(x, norm, w1, b1, w2, b2, "switchback")[1])
 
   with_zeros, without = (
     jax.value_and_grad(sum_of)(w1, *biases) for biases in ((0 * b1, 0 * b2), (None, None))
@@ -309,16 +319,16 @@ def test_biases_may_be_left_out():
 
 def test_a_gradient_s_parts_lie_side_by_side_and_one_is_left_as_it_is():
   parts, spec = tuple(jnp.asarray(normal((2, 4, 16)))), SWITCHBACK.dgrad[0]
-  dy, dy_q, summed = rows.quantize_sum(parts, spec)
+  dy, dy_q, summed = fused_ops.quantize_sum(parts, spec)
   np.testing.assert_array_equal(dy, np.hstack(parts))
   jax.tree.map(np.testing.assert_array_equal, dy_q, quantize(dy, spec))
   np.testing.assert_array_equal(summed, np.hstack([np.sum(part, axis=0) for part in parts]))
-  assert rows.quantize_sum(parts[:1], spec)[0] is parts[0]
+  assert fused_ops.quantize_sum(parts[:1], spec)[0] is parts[0]
 
 
 def test_gelu_s_input_is_quantized_where_residuals_are():
   h, spec = jnp.asarray(normal((4, 16))), SWITCHBACK_M.fwd[0]
-  g, kept = rows.gelu_quantize(h, spec, spec)
+  g, kept = fused_ops.gelu_quantize(h, spec, spec)
   jax.tree.map(np.testing.assert_array_equal, kept, quantize(h, spec))
-  jax.tree.map(np.testing.assert_array_equal, rows.gelu_quantize(h, spec)[0], g)
-  assert rows.gelu_quantize(h, spec)[1] is h
+  jax.tree.map(np.testing.assert_array_equal, fused_ops.gelu_quantize(h, spec)[0], g)
+  assert fused_ops.gelu_quantize(h, spec)[1] is h

@@ -9,7 +9,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from mesh_case import Product, make_mesh, on_shards, plain, put
 
-from sbjax import Norm, fused, linear, norm_dot, norm_mlp
+from sbjax import LayerNormParams, fused, layer_norm_dense, layer_norm_mlp, linear
 
 MLP_LAYOUTS = {  # of x [M, K], w1 [K, H] and w2 [H, K]
   "batch": (P(("data", "fsdp")), P(), P()),
@@ -39,8 +39,8 @@ def make_mlp(monkeypatch, name, backend):
     adds = name != "switchback_m"  # Which gives x and y apart here.
 
     def mlp(x, scale, bias, w1, b1, w2, b2):
-      norm = Norm(1 + scale / 4, bias)
-      return norm_mlp(x, norm, w1, b1, w2, b2, name, add_input=adds)
+      norm = LayerNormParams(1 + scale / 4, bias)
+      return layer_norm_mlp(x, norm, w1, b1, w2, b2, name, add_residual=adds)
 
     y, backward = jax.vjp(mlp, x, scale, bias, w1, b1, w2, b2)
     return y, backward(gradients[1] if adds else tuple(gradients))
@@ -86,8 +86,8 @@ def test_an_added_input_s_gradient_is_split_as_the_input():
   specs = P("data"), P(), P(), P(), P(None, "fsdp")  # So that the product is split by columns.
 
   def loss(x, vectors, w1, b1, w2):
-    norm = Norm(1 + vectors[0] / 4, vectors[1])
-    y = norm_mlp(x, norm, w1, b1, w2, None, "switchback", backend="xla", add_input=True)
+    norm = LayerNormParams(1 + vectors[0] / 4, vectors[1])
+    y = layer_norm_mlp(x, norm, w1, b1, w2, None, "switchback", backend="xla", add_residual=True)
     return jnp.sum(y * y)
 
   gradient = jax.jit(jax.grad(loss))
@@ -131,7 +131,9 @@ def make_dot(monkeypatch, backend):
     x, dx = x_and_dx
 
     def dot(x, scale, shift, w, bias):
-      return norm_dot(x, Norm(1 + scale / 4, shift), w, "switchback", bias=bias, parts=3)
+      return layer_norm_dense(
+        x, LayerNormParams(1 + scale / 4, shift), w, "switchback", bias=bias, num_outputs=3
+      )
 
     (_, ys), backward = jax.vjp(dot, x, *norm, w, bias)
     return ys, backward((dx, tuple(dys)))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sbjax import RECIPES, Norm, Quantized, Spec, quantize, quantized_dot
+from sbjax import RECIPES, LayerNormParams, Quantized, Spec, quantize, quantized_dot
 from sbjax.backends import NAMES, get_backend
 from sbjax.formats import E4M3, E5M2, INT8
 from sbjax.matmul import scaled_matmul
@@ -72,7 +72,7 @@ def drawn_operand(numbers, rows, k, spec, exact):
 
 
 def check_products(ours, shape):
-  """int8 and fp8, with a bias and an addend or without, as drawn."""
+  """int8 and fp8, with a bias and an residual or without, as drawn."""
   m, n, k = shape
   pick, numbers = random.Random(str(shape)), np.random.default_rng(k)
   for dtypes in ((INT8, INT8), (pick.choice([E4M3, E5M2]), pick.choice([E4M3, E5M2]))):
@@ -81,7 +81,7 @@ def check_products(ours, shape):
       drawn_operand(numbers, rows, k, Spec(dtype, pick.choice(["tensorwise", "rowwise"])), adds)
       for rows, dtype in zip((m, n), dtypes, strict=True)
     )
-    added = {"bias": numbers.normal(size=n), "addend": 99 * numbers.normal(size=(m, n))}
+    added = {"bias": numbers.normal(size=n), "residual": 99 * numbers.normal(size=(m, n))}
     added = {name: jnp.asarray(a, out_dtype) for name, a in added.items() if adds}
     found, expected = (
       np.asarray(jax.jit(multiply, static_argnums=2)(lhs, rhs, out_dtype, **added), np.float32)
@@ -133,7 +133,7 @@ def test_kernels_quantize_as_the_definition_does(backend, form, shape):
 
 
 def row_operations(x, dy, dx, norm):
-  """Every operation of sbjax.rows on these operands: {name: (function of a backend, arrays)}."""
+  """The operations of sbjax.fused_ops on these operands: {name: (function, arrays)}."""
   int8, e5m2 = Spec(INT8, "rowwise"), Spec(E5M2, "rowwise")
   kept = quantize(x, int8)
   return {
@@ -157,7 +157,7 @@ def test_kernels_of_rows_are_the_definition_to_rounding(backend, shape):
   keys = jax.random.split(jax.random.key(k), 5)
   x, dy, dx = (jax.random.normal(key, (rows, k), jnp.bfloat16) for key in keys[:3])
   x, dy = x.at[rows // 2].set(0), dy.at[rows // 3].set(0)
-  norm = Norm(*(1 + jax.random.normal(key, (k,)) / 4 for key in keys[3:]))
+  norm = LayerNormParams(*(1 + jax.random.normal(key, (k,)) / 4 for key in keys[3:]))
   for name, (operation, arrays) in row_operations(x, dy, dx, norm).items():
     found = jax.jit(functools.partial(operation, backend))(*arrays)
     expected = on_cpu(functools.partial(operation, get_backend("xla")), *arrays)

@@ -71,10 +71,10 @@ def test_an_addend_is_added_after_the_bias_and_before_the_cast(out_dtype):
   lhs, rhs = operand(0, 7, 100), operand(1, 5, 100)
   numbers = np.random.default_rng(2)
   bias = np.asarray(numbers.normal(size=5), np.float32)
-  addend = jnp.asarray(numbers.normal(size=(7, 5)), out_dtype)
-  y = jax.jit(lambda b, a: scaled_matmul(lhs, rhs, out_dtype, bias=b, addend=a))(bias, addend)
+  residual = jnp.asarray(numbers.normal(size=(7, 5)), out_dtype)
+  y = jax.jit(lambda b, a: scaled_matmul(lhs, rhs, out_dtype, bias=b, residual=a))(bias, residual)
   first = (float64(lhs) @ float64(rhs).T + bias).astype(np.float32)
-  expected = (first.astype(np.float64) + np.asarray(addend, np.float64)).astype(np.float32)
+  expected = (first.astype(np.float64) + np.asarray(residual, np.float64)).astype(np.float32)
   np.testing.assert_array_equal(y, expected.astype(out_dtype))
 
 
@@ -82,7 +82,7 @@ def test_an_addend_is_added_after_the_bias_and_before_the_cast(out_dtype):
 def test_an_addend_that_is_no_result_is_refused(shape, dtype):
   lhs, rhs = operand(0, 7, 100), operand(1, 5, 100)
   with pytest.raises(ValueError, match=rf"float32 \(7, 5\).*not {dtype}"):
-    scaled_matmul(lhs, rhs, jnp.float32, addend=jnp.zeros(shape, dtype))
+    scaled_matmul(lhs, rhs, jnp.float32, residual=jnp.zeros(shape, dtype))
 
 
 @pytest.mark.parametrize("sign", [1, -1])

@@ -58,7 +58,7 @@ def product_on_shards(mesh, layout, biased, product):
   added = {}
   if biased:
     numbers = np.linspace(-1, 1, 64 * 128, dtype=np.float32).reshape(64, 128)
-    added = {"bias": numbers[3] * 9, "addend": numbers}
+    added = {"bias": numbers[3] * 9, "residual": numbers}
   specs = (x_spec, P(n, k), P(x_spec[0]), P(n) if biased else P(), P(n), P(x_spec[0], n))
   lhs_spec, rhs_spec = lhs.spec, rhs.spec
   operands_of_all = lhs.values, rhs.values, lhs.scale, rhs.scale, *added.values()

@@ -106,7 +106,7 @@ def test_halves_round_to_even(kernels):
 
 
 def test_a_row_too_long_for_registers_takes_two_passes(kernels, monkeypatch):
-  monkeypatch.setattr(kernels, "MAX_ROW", 32)
+  monkeypatch.setattr(kernels, "MAX_WIDTH_IN_REGISTERS", 32)
   x = normal(3, 40).at[1, 7].set(np.inf)
   assert_same(kernels.quantize(x, INT8_ROW), quantize(x, INT8_ROW))
 

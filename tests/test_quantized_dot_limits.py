@@ -9,12 +9,12 @@ from dot_case import make_case
 from sbjax import (
   INT8,
   RECIPES,
-  Norm,
+  LayerNormParams,
   Recipe,
   Spec,
-  norm_dot,
-  norm_mlp,
-  quantize_kernel,
+  layer_norm_dense,
+  layer_norm_mlp,
+  quantize_weight,
   quantized_dot,
 )
 
@@ -25,14 +25,14 @@ from sbjax import (
 @pytest.mark.parametrize("shape", [(1, 16), (32, 1), (1, 1)], ids=str)
 def test_a_weight_of_one_row_or_column_may_be_quantized_before(name, shape):
   x, w = jnp.ones((4, shape[0])), jnp.ones(shape)
-  y = quantized_dot(x, quantize_kernel(w, name), name)
+  y = quantized_dot(x, quantize_weight(w, name), name)
   np.testing.assert_array_equal(y, quantized_dot(x, w, name))
 
 
 def test_a_weight_quantized_with_another_scaling_is_refused():
   static = Spec(INT8, "static")
   recipe = Recipe(fwd=(static, static), dgrad=(static, static), wgrad=None)
-  kernel = quantize_kernel(jnp.ones((16, 16)), recipe)
+  kernel = quantize_weight(jnp.ones((16, 16)), recipe)
   with pytest.raises(ValueError, match="quantized for another recipe"):
     quantized_dot(jnp.ones((4, 16)), kernel, "switchback")
 
@@ -40,16 +40,18 @@ def test_a_weight_quantized_with_another_scaling_is_refused():
 # ---- What cannot be differentiated, traced or taken
 
 
-def _norm_mlp(x, w, name):
-  norm = Norm(jnp.ones(x.shape[-1]), jnp.zeros(x.shape[-1]))
-  return norm_mlp(x, norm, w, None, w.T, None, name, add_input=True)
+def _layer_norm_mlp(x, w, name):
+  norm = LayerNormParams(jnp.ones(x.shape[-1]), jnp.zeros(x.shape[-1]))
+  return layer_norm_mlp(x, norm, w, None, w.T, None, name, add_residual=True)
 
 
-def _norm_dot(x, w, name):
-  return norm_dot(x, Norm(jnp.ones(x.shape[-1]), jnp.zeros(x.shape[-1])), w, name)[1]
+def _layer_norm_dense(x, w, name):
+  return layer_norm_dense(
+    x, LayerNormParams(jnp.ones(x.shape[-1]), jnp.zeros(x.shape[-1])), w, name
+  )[1]
 
 
-@pytest.mark.parametrize("function", [quantized_dot, _norm_dot, _norm_mlp])
+@pytest.mark.parametrize("function", [quantized_dot, _layer_norm_dense, _layer_norm_mlp])
 def test_gradients_of_gradients_are_refused_where_something_is_rounded(function):
   x, w = jnp.ones((4, 16)), jnp.eye(16)
 

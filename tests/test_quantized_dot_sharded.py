@@ -101,18 +101,20 @@ def test_in_explicit_mode_each_gradient_is_sharded_as_its_primal(name, layout):
 def test_in_explicit_mode_an_addend_s_gradient_is_split_as_the_addend(spec):
   case = case_32()
   x, w, dy = sharded(case, "N", AxisType.Explicit)
-  addend = jax.device_put(np.ones_like(case.dy), NamedSharding(x.sharding.mesh, spec))
+  residual = jax.device_put(np.ones_like(case.dy), NamedSharding(x.sharding.mesh, spec))
 
   @jax.jit
-  def run(x, w, addend, dy):
-    y, backward = jax.vjp(lambda *a: quantized_dot(*a[:2], SWITCHBACK, addend=a[2]), x, w, addend)
+  def run(x, w, residual, dy):
+    y, backward = jax.vjp(
+      lambda *a: quantized_dot(*a[:2], SWITCHBACK, residual=a[2]), x, w, residual
+    )
     return y, *backward(dy)
 
   with jax.set_mesh(x.sharding.mesh):
-    y, dx, _, d_addend = run(x, w, addend, dy)
+    y, dx, _, d_residual = run(x, w, residual, dy)
   alone = apply(*case, SWITCHBACK)
-  assert d_addend.sharding.is_equivalent_to(addend.sharding, 2)
-  assert_close((y, dx, d_addend), (alone.y + 1, alone.dx, case.dy), 1e-6)
+  assert d_residual.sharding.is_equivalent_to(residual.sharding, 2)
+  assert_close((y, dx, d_residual), (alone.y + 1, alone.dx, case.dy), 1e-6)
 
 
 def test_explicit_mode_takes_a_batch_of_sequences():

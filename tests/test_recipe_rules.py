@@ -11,8 +11,8 @@ from clip_case import clip, image_gradient, image_loss, pairs, random_params
 from dot_case import assert_close, assert_same
 from jax.sharding import PartitionSpec as P
 
-from sbjax import RECIPES, Norm, RecipeRules, norm_mlp, quantized_dot
-from sbjax.models.transformer import quantize_kernels
+from sbjax import RECIPES, LayerNormParams, RecipeRules, layer_norm_mlp, quantized_dot
+from sbjax.models.transformer import quantize_weights
 from sbjax.recipes import parse_recipe
 from train.config import MeshConfig
 from train.gather import gather_parameters
@@ -54,10 +54,10 @@ def test_an_mlp_s_two_linears_can_differ(pair):
   rng = np.random.default_rng(0)
   x, dy = rng.normal(size=(2, 12, 32)).astype(np.float32)
   w1, w2 = (rng.normal(size=s).astype(np.float32) / 6 for s in ((32, 64), (64, 32)))
-  norm = Norm(jnp.ones(32), jnp.zeros(32))
+  norm = LayerNormParams(jnp.ones(32), jnp.zeros(32))
 
   def ours(x, w1, w2):
-    return norm_mlp(x, norm, w1, None, w2, None, pair, add_input=True)
+    return layer_norm_mlp(x, norm, w1, None, w2, None, pair, add_residual=True)
 
   def apart(x, w1, w2):
     n = nn.LayerNorm(epsilon=1e-5, use_bias=False, use_scale=False).apply({}, x)
@@ -75,7 +75,7 @@ def test_an_mlp_s_two_linears_can_differ(pair):
 def test_kernels_are_quantized_once_as_their_rules_say():
   rules = RecipeRules.of({"*/fc1": "full", "*": "switchback"})
   params, model = random_params(), clip(recipe=rules)
-  quantized = quantize_kernels(params, rules)
+  quantized = quantize_weights(params, rules)
   assert set(quantized["image"]["blocks"]) == {"qkv", "out", "fc2"}
   image, text = pairs()
   variables = {"params": params, "quantized": quantized}

@@ -26,7 +26,7 @@ def test_each_named_recipe_is_the_reference_s(name):
     fwd=specs(method.y),
     dgrad=specs(method.dx),
     wgrad=specs(method.dw),
-    residuals="quantized" if method.saves_rounded_x else "full",
+    saved="quantized" if method.saves_rounded_x else "original",
   )
 
 
@@ -39,7 +39,7 @@ def test_equality_is_by_value():
   twin = Recipe(fwd=(INT8_ROW, INT8_TENSOR), dgrad=(INT8_ROW, INT8_TENSOR), wgrad=None)
   assert twin == SWITCHBACK and hash(twin) == hash(SWITCHBACK)
   assert twin != SWITCHBACK_M
-  assert dataclasses.replace(twin, residuals="quantized") == SWITCHBACK_M
+  assert dataclasses.replace(twin, saved="quantized") == SWITCHBACK_M
 
 
 def test_equal_recipes_share_one_trace_as_static_argument():
@@ -91,11 +91,11 @@ ROWS = (INT8_ROW, INT8_ROW)
     ({"wgrad": jnp.dot}, r"wgrad=.*None or a pair of Specs"),
     ({"fwd": (INT8_ROW, Spec(E4M3, "tensorwise"))}, r"fwd: .*int8 with float8_e4m3fn"),
     ({"fwd": (INT8_ROW, Spec(jnp.float8_e4m3fn, "tensorwise"))}, r"fwd: .*int8 with float8_e4m3fn"),
-    ({"residuals": "int8"}, r"residuals='int8'.*'full' or 'quantized'"),
-    ({"fwd": None, "residuals": "quantized"}, r"'quantized' needs a quantized fwd and dgrad"),
-    ({"dgrad": None, "residuals": "quantized"}, r"'quantized' needs a quantized fwd and dgrad"),
-    ({"fwd": ROWS, "dgrad": ROWS, "residuals": "quantized"}, r"'tensorwise'.*rowwise"),
-    ({"dgrad": (INT8_ROW, Spec(INT8, "static")), "residuals": "quantized"}, r"same.*static"),
+    ({"saved": "int8"}, r"saved='int8'.*'original' or 'quantized'"),
+    ({"fwd": None, "saved": "quantized"}, r"'quantized' needs a quantized fwd and dgrad"),
+    ({"dgrad": None, "saved": "quantized"}, r"'quantized' needs a quantized fwd and dgrad"),
+    ({"fwd": ROWS, "dgrad": ROWS, "saved": "quantized"}, r"'tensorwise'.*rowwise"),
+    ({"dgrad": (INT8_ROW, Spec(INT8, "static")), "saved": "quantized"}, r"same.*static"),
   ],
 )
 def test_an_impossible_recipe_is_refused(fields, message):

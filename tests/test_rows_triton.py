@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import triton_case
 
-from sbjax import E4M3, E5M2, INT8, Norm, Spec, quantize, rows
+from sbjax import E4M3, E5M2, INT8, LayerNormParams, Spec, quantize, rows
 
 pytestmark = pytest.mark.aot
 
@@ -31,10 +31,10 @@ def _norm(x):
   """Parameters for rows like x's."""
   draw = np.random.default_rng(x.shape[1]).normal
   scale, bias = (jnp.asarray(draw(size=x.shape[1]).astype(np.float32)) for _ in range(2))
-  return Norm(1 + scale / 4, bias / 4)
+  return LayerNormParams(1 + scale / 4, bias / 4)
 
 
-# Of f, which has the five functions: sbjax.rows, or the interpreted kernels of one module.
+# Of f, which has the five functions: sbjax.fused_ops, or the interpreted kernels of one module.
 OPERATIONS = {
   "norm_quantize": lambda f, x, dy, spec, **how: f.norm_quantize(x, _norm(x), spec, **how),
   "norm_backward": lambda f, x, dy, spec, **how: f.norm_backward(x, _norm(x), dy, None, **how),

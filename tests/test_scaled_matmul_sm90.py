@@ -140,7 +140,7 @@ def test_an_addend_comes_in_where_the_result_goes_out(config, n, out_dtype):
   numbers = np.random.default_rng(2)
   options = {
     "bias": jnp.asarray(numbers.normal(size=n), jnp.float32),
-    "addend": jnp.asarray(numbers.normal(size=(395, n)) * 9, out_dtype),
+    "residual": jnp.asarray(numbers.normal(size=(395, n)) * 9, out_dtype),
   }
   config = (CONFIGS | {"three pieces": dataclasses.replace(SMALL, block_n=192)})[config]
   y = interpreted(sm90.scaled_matmul, lhs, rhs, out_dtype, config=config, **options)
@@ -181,7 +181,7 @@ def test_an_empty_sum_is_zero(shape):
   m, n, k = shape
   lhs = Quantized(jnp.zeros((m, k), jnp.int8), jnp.ones((m, 1)), Spec(INT8, "rowwise"))
   rhs = Quantized(jnp.zeros((n, k), jnp.int8), jnp.ones((n, 1)), Spec(INT8, "rowwise"))
-  added = {"bias": jnp.ones(16), "addend": jnp.full((m, 16), 2, jnp.bfloat16)}
+  added = {"bias": jnp.ones(16), "residual": jnp.full((m, 16), 2, jnp.bfloat16)}
   y = sm90.scaled_matmul(lhs, rhs, jnp.bfloat16, **added)
   np.testing.assert_array_equal(y, np.full((m, 16), 3))
 

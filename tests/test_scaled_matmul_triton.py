@@ -92,8 +92,8 @@ def test_a_bias_and_an_addend_are_added_in_float32(kernels, small, adds):
   for dtype in (jnp.float32, jnp.bfloat16):
     options = {"bias": bias.astype(dtype)}
     if adds:
-      addend = np.random.default_rng(3).normal(size=(20, 32))
-      options["addend"] = jnp.asarray(addend, jnp.bfloat16)
+      residual = np.random.default_rng(3).normal(size=(20, 32))
+      options["residual"] = jnp.asarray(residual, jnp.bfloat16)
     np.testing.assert_array_equal(
       kernels.scaled_matmul(lhs, rhs, jnp.bfloat16, config=small, **options),
       scaled_matmul(lhs, rhs, jnp.bfloat16, **options),
@@ -125,7 +125,7 @@ def test_an_empty_sum_is_zero(kernels, shape):
   m, n, k = shape
   lhs = Quantized(jnp.zeros((m, k), jnp.int8), jnp.ones((m, 1)), Spec(INT8, "rowwise"))
   rhs = Quantized(jnp.zeros((n, k), jnp.int8), jnp.ones((n, 1)), Spec(INT8, "rowwise"))
-  added = {"bias": jnp.ones(16), "addend": jnp.full((m, 16), 2, jnp.bfloat16)}
+  added = {"bias": jnp.ones(16), "residual": jnp.full((m, 16), 2, jnp.bfloat16)}
   y = kernels.scaled_matmul(lhs, rhs, jnp.bfloat16, **added)
   np.testing.assert_array_equal(y, np.full((m, 16), 3))
 
@@ -179,8 +179,8 @@ def test_int8_compiles_to_the_tensor_core_without_spills(monkeypatch, tmp_path, 
   )
   added = jax.ShapeDtypeStruct((n,), jnp.float32), jax.ShapeDtypeStruct((m, n), jnp.bfloat16)
 
-  def both(lhs, rhs, bias, addend):
-    y = t.scaled_matmul(lhs, rhs, jnp.bfloat16, bias=bias, addend=addend)
+  def both(lhs, rhs, bias, residual):
+    y = t.scaled_matmul(lhs, rhs, jnp.bfloat16, bias=bias, residual=residual)
     return y, t.accumulate(lhs.values, rhs.values)
 
   kernels = triton_case.compiled(monkeypatch, tmp_path, capability, both, lhs, rhs, *added)

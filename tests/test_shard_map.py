@@ -19,16 +19,16 @@ from mesh_case import Product, on_shards
 
 from sbjax import (
   RECIPES,
-  Norm,
-  NormDense,
-  NormMLP,
+  LayerNormDense,
+  LayerNormMLP,
+  LayerNormParams,
   SwitchBackDense,
   SwitchBackLinear,
   fused,
+  layer_norm_dense,
+  layer_norm_mlp,
   linear,
-  norm_dot,
-  norm_mlp,
-  quantize_kernel,
+  quantize_weight,
   quantized_dot,
   quantized_dot_general,
 )
@@ -76,15 +76,17 @@ def part_by_part(forward, learned, x):
 
 
 def dot(recipe, p, x, backend="xla"):
-  addend = jnp.concatenate([x, x[..., : N - K]], axis=-1)
-  return quantized_dot(x, p["w"], recipe, bias=p["bias"], addend=addend, backend=backend)
+  residual = jnp.concatenate([x, x[..., : N - K]], axis=-1)
+  return quantized_dot(x, p["w"], recipe, bias=p["bias"], residual=residual, backend=backend)
 
 
 def layers(recipe, p, x):
   """A linear layer and an MLP."""
-  norm = Norm(1 + p["norm"][0] / 4, p["norm"][1])
-  options = {"backend": "xla", "add_input": True}
-  return dot(recipe, p, x), norm_mlp(x, norm, p["w"], p["bias"], p["w2"], None, recipe, **options)
+  norm = LayerNormParams(1 + p["norm"][0] / 4, p["norm"][1])
+  options = {"backend": "xla", "add_residual": True}
+  return dot(recipe, p, x), layer_norm_mlp(
+    x, norm, p["w"], p["bias"], p["w2"], None, recipe, **options
+  )
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -113,7 +115,7 @@ def test_a_scale_shared_by_tokens_is_that_of_a_device_s_own(name):
 
 
 def norm_of(p):
-  return Norm(1 + p["norm"][0] / 4, p["norm"][1])
+  return LayerNormParams(1 + p["norm"][0] / 4, p["norm"][1])
 
 
 def parameters(p):
@@ -131,26 +133,26 @@ def nnx_linear(p, x):
 
 
 def with_a_kernel(recipe, p, x):
-  kernel = quantize_kernel(p["w"], recipe, backend="xla")
+  kernel = quantize_weight(p["w"], recipe, backend="xla")
   return quantized_dot(x, kernel, recipe, bias=p["bias"], backend="xla")
 
 
 def in_parts(p, x):
   options = {"bias": p["bias"], "backend": "xla", "parts": 3}
-  return norm_dot(x, norm_of(p), p["w"], "switchback", **options)
+  return layer_norm_dense(x, norm_of(p), p["w"], "switchback", **options)
 
 
 OPERATIONS = {
-  "norm_dot": in_parts,
-  "NormDense": lambda p, x: NormDense(N, backend="xla").apply(parameters(p), x),
-  "NormMLP": lambda p, x: NormMLP(N, backend="xla").apply(parameters(p), x),
+  "layer_norm_dense": in_parts,
+  "LayerNormDense": lambda p, x: LayerNormDense(N, backend="xla").apply(parameters(p), x),
+  "LayerNormMLP": lambda p, x: LayerNormMLP(N, backend="xla").apply(parameters(p), x),
   "SwitchBackDense": lambda p, x: SwitchBackDense(N, backend="xla").apply(parameters(p), x),
   "SwitchBackLinear": nnx_linear,
   "quantized_dot_general": lambda p, x: nn.Dense(
     N, dot_general=quantized_dot_general("switchback", backend="xla")
   ).apply(parameters(p), x),
-  "quantize_kernel": functools.partial(with_a_kernel, "switchback"),
-  "quantize_kernel, switchback_m": functools.partial(with_a_kernel, "switchback_m"),
+  "quantize_weight": functools.partial(with_a_kernel, "switchback"),
+  "quantize_weight, switchback_m": functools.partial(with_a_kernel, "switchback_m"),
 }
 
 

@@ -15,10 +15,10 @@ ROOT = pathlib.Path(__file__).parent.parent
 ORDER = [
   ["sbjax.formats", "sbjax.device"],
   ["sbjax.quantize", "sbjax.partition"],
-  ["sbjax.recipes", "sbjax.matmul", "sbjax.rows"],
+  ["sbjax.recipes", "sbjax.matmul", "sbjax.fused_ops"],
   ["sbjax.shards"],
   ["sbjax.pallas"],
-  ["sbjax.backends", "sbjax.token_sum"],
+  ["sbjax.backends", "sbjax.split_k_matmul"],
   ["sbjax.linear"],
   ["sbjax.quantized_dot", "sbjax.fsdp"],
   ["sbjax.fused"],

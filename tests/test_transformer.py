@@ -28,7 +28,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import sbjax.models.transformer
 from sbjax.models.attention import attention
 from sbjax.models.clip import CLIP
-from sbjax.models.transformer import REMAT_POLICIES, Block, Inits, quantize_kernels, unstack_blocks
+from sbjax.models.transformer import REMAT_POLICIES, Block, Inits, quantize_weights, unstack_blocks
 from sbjax.recipes import RECIPES, SWITCHBACK, SWITCHBACK_M
 
 
@@ -145,7 +145,7 @@ def image_gradient_of(model, once):
   """A function of the parameters, whose kernels are quantized once, or at each use."""
 
   def loss(params):
-    quantized = quantize_kernels({"image": params["image"]}, model.recipe) if once else {}
+    quantized = quantize_weights({"image": params["image"]}, model.recipe) if once else {}
     variables = {"params": params, "quantized": quantized}
     features = model.apply(variables, pairs()[0], method="encode_image")
     return jnp.sum(features * jnp.linspace(-1, 1, features.shape[1])[None, :])
@@ -271,7 +271,7 @@ def test_batch_over_a_mesh_moves_no_activation_between_devices():
 
 def test_kernels_to_quantize_are_found_by_a_recipe_s_name_or_missed_aloud():
   params = {"image": {"block_0": {"fc1": {"kernel": jnp.ones((16, 16))}}}}
-  found, expected = (quantize_kernels(params, r) for r in ("switchback", RECIPES["switchback"]))
+  found, expected = (quantize_weights(params, r) for r in ("switchback", RECIPES["switchback"]))
   jax.tree.map(np.testing.assert_array_equal, found, expected)
   with pytest.raises(ValueError, match="No kernel of qkv, out, fc1, fc2"):
-    quantize_kernels({"Dense_0": {"kernel": jnp.ones((16, 16))}}, "switchback")
+    quantize_weights({"Dense_0": {"kernel": jnp.ones((16, 16))}}, "switchback")

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.step import draw
-from sbjax import Norm, norm_mlp, quantized_dot
+from sbjax import LayerNormParams, layer_norm_mlp, quantized_dot
 from sbjax.models.clip import CLIP
 from sbjax.models.sizes import SIZES
 from train.config import MeshConfig, OptimizerConfig
@@ -79,7 +79,9 @@ def test_a_checked_shard_map_gives_the_gradients_of_one_gpu(recipe):
   def gradients(p, x):
     def forward(p, x):
       y = quantized_dot(x, p["w"], recipe)
-      return norm_mlp(x, Norm(p["scale"], p["bias"]), p["w"], None, p["w2"], None, recipe), y
+      return layer_norm_mlp(
+        x, LayerNormParams(p["scale"], p["bias"]), p["w"], None, p["w2"], None, recipe
+      ), y
 
     y, backward = jax.vjp(forward, p, x)
     return backward(jax.tree.map(jnp.sin, y))

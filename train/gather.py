@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
 
-from sbjax.fsdp import gather, gather_kernel
-from sbjax.linear import Kernel
+from sbjax.fsdp import gather, gather_weight
+from sbjax.linear import QuantizedWeight
 from sbjax.models.clip import CLIP
 from sbjax.models.transformer import BLOCK_LINEARS
 from sbjax.recipes import recipe_at
@@ -43,9 +43,9 @@ def gather_parameters(
     x = gather(x, None, reduce_axes=others, gradient_dtype=gradient_dtype)
     recipe = recipe_at(model.recipe, "/".join(path[:-1]))
     options = {"dtype": model.dtype, "gradient_dtype": gradient_dtype, "backend": model.backend}
-    kernels = [gather_kernel(w, recipe, split, **options) for w in (x if x.ndim == 3 else [x])]
+    kernels = [gather_weight(w, recipe, split, **options) for w in (x if x.ndim == 3 else [x])]
     kernel = jax.tree.map(lambda *a: jnp.stack(a), *kernels) if x.ndim == 3 else kernels[0]
-    if isinstance(kernel, Kernel):
+    if isinstance(kernel, QuantizedWeight):
       gathered[path], quantized[path] = kernel.master, (kernel.fwd, kernel.dgrad)
     else:
       gathered[path] = kernel

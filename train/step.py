@@ -10,7 +10,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from sbjax.models.clip import CLIP
 from sbjax.models.sizes import CLIPConfig
-from sbjax.models.transformer import quantize_kernels, unstack_blocks
+from sbjax.models.transformer import quantize_weights, unstack_blocks
 from sbjax.stable_adamw import tensor_rms
 from train.gather import gather_parameters
 from train.images import normalize
@@ -119,7 +119,7 @@ def _differentiate(model, loss, accumulate, mesh, gradient_dtype, params, batch,
 
   def loss_of(params):
     if mesh is None:
-      quantized = quantize_kernels(params, model.recipe, backend=model.backend)
+      quantized = quantize_weights(params, model.recipe, backend=model.backend)
       variables = {"params": params, "quantized": quantized}
     else:
       variables = gather_parameters(model, params, mesh, gradient_dtype)

@@ -14,14 +14,14 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.ad_checkpoint import checkpoint_name
 
-from sbjax.fused import norm_dot, norm_mlp
+from sbjax.fused import layer_norm_dense, layer_norm_mlp
+from sbjax.fused_ops import NORM_EPSILON
 from sbjax.layers import LayerNorm, LayerScale, SwitchBackDense
-from sbjax.linear import Kernel, quantize_kernel
+from sbjax.linear import QuantizedWeight, quantize_weight
 from sbjax.models.attention import attention, length_for
 from sbjax.models.sizes import TextConfig, VisionConfig
 from sbjax.quantized_dot import DOT_NAME, RESIDUAL_NAME, quantized_dot
 from sbjax.recipes import Recipe, RecipeRules, as_recipe, recipe_at
-from sbjax.rows import NORM_EPSILON
 
 # What a rematerialised block keeps besides its input. Policies go by name, since JAX's own
 # `checkpoint_dots` does not see a matmul inside a Pallas kernel.
@@ -91,8 +91,8 @@ class Block(nn.Module):
     if self.fused:
       kernel, bias = qkv.parameters(width)
       norm = LayerNorm(name="ln_1")(width)
-      options = {"recipe": self._recipe("qkv"), "backend": self.backend, "parts": 3}
-      x_BLD, qkv_BLD = norm_dot(x_BLD, norm, kernel, bias=bias, **options)
+      options = {"recipe": self._recipe("qkv"), "backend": self.backend, "num_outputs": 3}
+      x_BLD, qkv_BLD = layer_norm_dense(x_BLD, norm, kernel, bias=bias, **options)
     else:
       qkv_BLD = jnp.split(qkv(layer_norm(x_BLD, "ln_1")), 3, axis=-1)
     q_BLD, k_BLD, v_BLD = (checkpoint_name(h, _QKV_NAME) for h in qkv_BLD)
@@ -106,7 +106,7 @@ class Block(nn.Module):
     out = self._linear("out", width, self.inits.out, zeros)
     if self._adds:
       kernel, bias = out.parameters(width)
-      options = {"backend": self.backend, "bias": bias, "addend": x_BLD}
+      options = {"backend": self.backend, "bias": bias, "residual": x_BLD}
       return checkpoint_name(
         quantized_dot(y_BLD, kernel, self._recipe("out"), **options), _OUT_NAME
       )
@@ -123,8 +123,8 @@ class Block(nn.Module):
     norm = LayerNorm(name="ln_2")(width)
     recipes = self._recipe("fc1"), self._recipe("fc2")
     kernels = *fc1.parameters(width), *fc2.parameters(self.mlp_width)
-    options = {"backend": self.backend, "add_input": self._adds}
-    found: Any = norm_mlp(x_BLD, norm, *kernels, recipes, **options)
+    options = {"backend": self.backend, "add_residual": self._adds}
+    found: Any = layer_norm_mlp(x_BLD, norm, *kernels, recipes, **options)
     return found if self._adds else found[0] + self._layer_scale("ls_2", found[1])
 
   def _linear(self, name, features, kernel_init, bias_init):
@@ -185,12 +185,12 @@ def blocks(
   return x_BLD[:, :length], jnp.stack(outputs)
 
 
-def quantize_kernels(
+def quantize_weights(
   params, recipe: Recipe | RecipeRules | str, *, backend: str | None = None
 ) -> dict:
   """The collection "quantized" that goes with a CLIP's `params`: its block kernels in 8 bits.
 
-  `model.apply({"params": params, "quantized": quantize_kernels(params, recipe)}, ...)` quantizes a
+  `model.apply({"params": params, "quantized": quantize_weights(params, recipe)}, ...)` quantizes a
   kernel once, however often a step uses it: forward, rematerialised, backward, for each microbatch.
   The result is the same without it. Kernels that a recipe leaves in 16 bits are not in it.
 
@@ -200,8 +200,8 @@ def quantize_kernels(
   recipe = recipe if isinstance(recipe, RecipeRules) else as_recipe(recipe)
 
   def once(w, recipe):
-    kernel = quantize_kernel(jax.lax.stop_gradient(w), recipe, backend=backend)
-    return (kernel.fwd, kernel.dgrad) if isinstance(kernel, Kernel) else None
+    kernel = quantize_weight(jax.lax.stop_gradient(w), recipe, backend=backend)
+    return (kernel.fwd, kernel.dgrad) if isinstance(kernel, QuantizedWeight) else None
 
   quantized = {}
   kernels: dict[tuple[str, ...], jax.Array] = flatten_dict(params)  # pyright: ignore

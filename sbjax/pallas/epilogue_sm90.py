@@ -62,7 +62,7 @@ class Pieces:
   """
 
   out: Any
-  addend: Any  # or None
+  residual: Any  # or None
   at: tuple
   shape: tuple[int, int]
   buffers: Any  # [2, rows, columns]
@@ -85,7 +85,7 @@ class Pieces:
     """Asks for what is added to two pieces, as soon as their buffers are free."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for i, corner in enumerate(self.corners[first : first + 2]):
-      piece = self.addend.at[self.place(corner)]
+      piece = self.residual.at[self.place(corner)]
       plgpu.copy_gmem_to_smem(piece, self.buffers.at[i], self.arrived(i))
 
   def store(self, total, scaled) -> None:
@@ -94,7 +94,7 @@ class Pieces:
     for i, (r, c) in enumerate(self.corners):
       buffer = self.buffers.at[i % 2]
       piece = scaled(total[r : r + rows, c : c + columns], (r, c))
-      if self.addend is None:
+      if self.residual is None:
         # After an odd number of pieces its own block before has left the first buffer in use.
         is_used = i == 0 and len(self.corners) % 2
         plgpu.wait_smem_to_gmem(0 if is_used else 1, wait_read_only=True)
@@ -102,8 +102,8 @@ class Pieces:
         if i and i % 2 == 0:
           self.fetch(i)
         plgpu.barrier_wait(self.arrived(i))
-        addend = plgpu.load(buffer, layout=plgpu.Layout.WGMMA)  # pyright: ignore[reportCallIssue]
-        piece += addend.astype(jnp.float32)
+        residual = plgpu.load(buffer, layout=plgpu.Layout.WGMMA)  # pyright: ignore[reportCallIssue]
+        piece += residual.astype(jnp.float32)
         plgpu.commit_smem()  # All have read what is now overwritten.
       buffer[...] = piece.astype(self.out.dtype)
       plgpu.commit_smem()

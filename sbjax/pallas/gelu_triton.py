@@ -1,4 +1,4 @@
-"""GELU and its gradient in Triton, and the sum over rows: `sbjax.rows` with one read of each row.
+"""GELU and its gradient in Triton, and the sum over rows; each row of `sbjax.fused_ops` read once.
 
 The exact GELU at the speed of memory. With u = |h|, what is above u of the normal distribution is
 exp(-u**2 / 2) times a function so smooth that a polynomial of degree 4 gives it, in a variable that
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from sbjax import rows
+from sbjax import fused_ops
 from sbjax.formats import max_value
 from sbjax.pallas.rounding_triton import (
   Config,
@@ -75,7 +75,7 @@ def sum_config(m: int, k: int, itemsize: int) -> Config:
 def gelu_quantize(
   h: jax.Array, spec: Spec | None, keep: Spec | None = None, *, config: Config | None = None
 ) -> tuple[Quantized | jax.Array, Quantized | jax.Array]:
-  """`sbjax.rows.gelu_quantize`, GELU to the accuracy of `_tail_and_density`.
+  """`sbjax.fused_ops.gelu_quantize`, GELU to the accuracy of `_tail_and_density`.
 
   Raises:
     NotImplementedError: float64, rows of more than 8192, a spec that is not row-wise, or an fp8
@@ -83,7 +83,7 @@ def gelu_quantize(
   """
   check_rows(h, spec, keep, chip=compute_capability())
   if h.size == 0:
-    return rows.gelu_quantize(h, spec, keep)
+    return fused_ops.gelu_quantize(h, spec, keep)
   m, k = h.shape
   config = forward_config(m, k, h.dtype.itemsize) if config is None else config
   g, g_scale, kept, kept_scale = triton_call(
@@ -107,7 +107,7 @@ def gelu_quantize(
 def gelu_backward(
   h: jax.Array | Quantized, dg: jax.Array, spec: Spec | None, *, config: Config | None = None
 ) -> tuple[jax.Array, Quantized | None, jax.Array, jax.Array]:
-  """`sbjax.rows.gelu_backward`, GELU to the accuracy of `_tail_and_density`.
+  """`sbjax.fused_ops.gelu_backward`, GELU to the accuracy of `_tail_and_density`.
 
   Raises:
     NotImplementedError: as gelu_quantize; a scale of h that is not row-wise.
@@ -119,7 +119,7 @@ def gelu_backward(
   else:
     check_rows(h, None, chip=chip)
   if dg.size == 0:
-    return rows.gelu_backward(h, dg, spec)
+    return fused_ops.gelu_backward(h, dg, spec)
   config = backward_config(*dg.shape, dg.dtype.itemsize) if config is None else config
   dh, values, scale, sums, g = triton_call(
     *((h.values, h.scale) if isinstance(h, Quantized) else (h, jnp.zeros((1, 1), jnp.float32))),
@@ -145,7 +145,7 @@ def gelu_backward(
 def quantize_sum(
   parts: tuple[jax.Array, ...], spec: Spec, *, config: Config | None = None
 ) -> tuple[jax.Array, Quantized, jax.Array]:
-  """`sbjax.rows.quantize_sum`: finite rows bit for bit, the sum to its rounding.
+  """`sbjax.fused_ops.quantize_sum`: finite rows bit for bit, the sum to its rounding.
 
   Three parts, of q, k and v, are put together where they are read; another number is before.
 
@@ -158,7 +158,7 @@ def quantize_sum(
   dy = _struct((m, width * len(parts)), parts[0].dtype)
   check_rows(dy, spec, chip=compute_capability())
   if dy.size == 0:
-    return rows.quantize_sum(parts, spec)
+    return fused_ops.quantize_sum(parts, spec)
   config = sum_config(*dy.shape, dy.dtype.itemsize) if config is None else config
   joined, values, scale, sums = triton_call(
     *(parts if len(parts) == 3 else 3 * parts),

@@ -1,4 +1,4 @@
-"""Layer norm and its gradient in Triton: `sbjax.rows` with one read of each row.
+"""Layer norm and its gradient in Triton: `sbjax.fused_ops` with one read of each row.
 
 A program walks over neighbouring rows and holds one at a time, which it began to load a row ahead.
 What belongs to a column stays with it meanwhile: the norm's parameters, or their gradients over its
@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from sbjax import rows
+from sbjax import fused_ops
 from sbjax.formats import INT8, max_value
+from sbjax.fused_ops import NORM_EPSILON, LayerNormParams
 from sbjax.pallas.rounding_triton import (
   Config,
   check_rows,
@@ -26,7 +27,6 @@ from sbjax.pallas.rounding_triton import (
 )
 from sbjax.pallas.triton import compute_capability, triton_call
 from sbjax.quantize import Quantized, Spec
-from sbjax.rows import NORM_EPSILON, Norm
 
 _struct = jax.ShapeDtypeStruct
 
@@ -50,9 +50,9 @@ def backward_config(m: int, k: int, itemsize: int) -> Config:
 
 
 def norm_quantize(
-  x: jax.Array, norm: Norm, spec: Spec | None, *, config: Config | None = None
+  x: jax.Array, norm: LayerNormParams, spec: Spec | None, *, config: Config | None = None
 ) -> Quantized | jax.Array:
-  """`sbjax.rows.norm_quantize` to the rounding of its sums over a row.
+  """`sbjax.fused_ops.norm_quantize` to the rounding of its sums over a row.
 
   Raises:
     NotImplementedError: float64, rows of more than 8192, a spec that is not row-wise, or an fp8
@@ -60,7 +60,7 @@ def norm_quantize(
   """
   check_rows(x, spec, chip=compute_capability())
   if x.size == 0:
-    return rows.norm_quantize(x, norm, spec)
+    return fused_ops.norm_quantize(x, norm, spec)
   m, k = x.shape
   config = forward_config(m, k, x.dtype.itemsize) if config is None else config
   out, scale = triton_call(
@@ -86,13 +86,13 @@ def norm_quantize(
 
 def norm_backward(
   x: jax.Array,
-  norm: Norm,
+  norm: LayerNormParams,
   dn: jax.Array,
   dx: jax.Array | None,
   *,
   config: Config | None = None,
-) -> tuple[jax.Array, Norm, jax.Array]:
-  """`sbjax.rows.norm_backward` to the rounding of its sums.
+) -> tuple[jax.Array, LayerNormParams, jax.Array]:
+  """`sbjax.fused_ops.norm_backward` to the rounding of its sums.
 
   Raises:
     NotImplementedError: as norm_quantize.
@@ -100,7 +100,7 @@ def norm_backward(
   for a in (x, dn) if dx is None else (x, dn, dx):
     check_rows(a, None, chip=compute_capability())
   if x.size == 0:
-    return rows.norm_backward(x, norm, dn, dx)
+    return fused_ops.norm_backward(x, norm, dn, dx)
   m, k = x.shape
   config = backward_config(m, k, x.dtype.itemsize) if config is None else config
   programs = triton.cdiv(m, config.rows)
@@ -123,7 +123,7 @@ def norm_backward(
     EPSILON=NORM_EPSILON,
     ADD=dx is not None,
   )
-  return total, Norm(jnp.sum(d_scale, axis=0), jnp.sum(d_bias, axis=0)), n
+  return total, LayerNormParams(jnp.sum(d_scale, axis=0), jnp.sum(d_bias, axis=0)), n
 
 
 @triton.jit

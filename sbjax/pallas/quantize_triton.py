@@ -26,7 +26,7 @@ from sbjax.pallas.triton import compute_capability, triton_call
 from sbjax.quantize import Quantized, Spec, check_quantizable, factor_and_scale
 
 _struct = jax.ShapeDtypeStruct
-MAX_ROW = 16384  # Longer rows do not stay in registers.
+MAX_WIDTH_IN_REGISTERS = 16384  # Longer rows do not stay in registers.
 
 
 def config_for(rows: int, k: int, itemsize: int) -> Config:
@@ -48,7 +48,7 @@ def quantize(x: jax.Array, spec: Spec, *, config: Config | None = None) -> Quant
   """
   _check(x, spec)
   rows, k = x.shape
-  if spec.scaling != "rowwise" or k > MAX_ROW:
+  if spec.scaling != "rowwise" or k > MAX_WIDTH_IN_REGISTERS:
     return Quantized(*_two_passes(x, spec, 1, transpose=False), spec)
   if x.size == 0:
     return Quantized(jnp.zeros(x.shape, spec.dtype), jnp.zeros((rows, 1), jnp.float32), spec)

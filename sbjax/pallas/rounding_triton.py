@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from sbjax.formats import INT8
+from sbjax.fused_ops import MAX_WIDTH_IN_REGISTERS
 from sbjax.quantize import Spec, check_quantizable
-from sbjax.rows import MAX_ROW
 
 FLOAT32_MAX = tl.constexpr(float(jnp.finfo(jnp.float32).max))
 
@@ -51,9 +51,10 @@ def check_rows(x, *specs: Spec | None, chip: int) -> None:
       raise NotImplementedError(
         f"A row is rounded when it is made, which takes scaling 'rowwise', not {spec.scaling!r}."
       )
-  if x.shape[1] > MAX_ROW:
+  if x.shape[1] > MAX_WIDTH_IN_REGISTERS:
     raise NotImplementedError(
-      f"Rows of {x.shape[1]}: at most {MAX_ROW} stay in registers; backend 'xla' takes any."
+      f"Rows of {x.shape[1]}: at most {MAX_WIDTH_IN_REGISTERS} stay in registers;"
+      " backend 'xla' takes any."
     )
 
 

@@ -27,7 +27,7 @@ from jax import lax
 
 from sbjax.device import num_sms, target
 from sbjax.formats import accumulator_dtype
-from sbjax.matmul import check_addend, check_operands, nothing
+from sbjax.matmul import check_operands, check_residual, nothing
 from sbjax.pallas import tuning
 from sbjax.pallas.epilogue_sm90 import Pieces, scaling_of
 from sbjax.pallas.tuning import MANY_ROWS
@@ -146,7 +146,7 @@ def scaled_matmul(
   out_dtype,
   *,
   bias: jax.Array | None = None,
-  addend: jax.Array | None = None,
+  residual: jax.Array | None = None,
   config: Config | None = None,
   multiprocessors: int | None = None,
   interpret=False,
@@ -164,12 +164,12 @@ def scaled_matmul(
     ValueError: as the definition.
     NotImplementedError: other K and N, or another out_dtype.
   """
-  check_addend(addend, (len(lhs.values), len(rhs.values)), out_dtype)
+  check_residual(residual, (len(lhs.values), len(rhs.values)), out_dtype)
   scales = [lhs.scale[:, 0], rhs.scale[:, 0]]
   if bias is not None:
     scales.append(bias.astype(jnp.float32))
   run = (config, multiprocessors, interpret)
-  return _matmul(lhs.values, rhs.values, scales, addend, out_dtype, *run)
+  return _matmul(lhs.values, rhs.values, scales, residual, out_dtype, *run)
 
 
 def accumulate(
@@ -180,7 +180,7 @@ def accumulate(
   return _matmul(lhs, rhs, [], None, out_dtype, config, multiprocessors, interpret)
 
 
-def _matmul(lhs, rhs, scales, addend, out_dtype, config, multiprocessors, interpret):
+def _matmul(lhs, rhs, scales, residual, out_dtype, config, multiprocessors, interpret):
   check_operands(lhs, rhs)
   (m, k), n, out_dtype = lhs.shape, rhs.shape[0], jnp.dtype(out_dtype)
   if k % 16 or n % 16:
@@ -188,15 +188,15 @@ def _matmul(lhs, rhs, scales, addend, out_dtype, config, multiprocessors, interp
   if out_dtype.name not in ("bfloat16", "float16", "float32", "int32"):
     raise NotImplementedError(f"Mosaic gives bfloat16, float16 or float32, not {out_dtype.name}.")
   if 0 in (m, n, k):
-    return nothing((m, n), out_dtype, scales[2] if len(scales) == 3 else None, addend)
+    return nothing((m, n), out_dtype, scales[2] if len(scales) == 3 else None, residual)
   fitting = _fitting(m, n, k)
   if fitting != (m, n, k):
     m_fit, n_fit, k_fit = fitting
     lhs = jnp.pad(lhs, ((0, m_fit - m), (0, k_fit - k)))
     rhs = jnp.pad(rhs, ((0, n_fit - n), (0, k_fit - k)))
-    if addend is not None:
-      addend = jnp.pad(addend, ((0, m_fit - m), (0, n_fit - n)))
-    y = _matmul(lhs, rhs, scales, addend, out_dtype, config, multiprocessors, interpret)
+    if residual is not None:
+      residual = jnp.pad(residual, ((0, m_fit - m), (0, n_fit - n)))
+    y = _matmul(lhs, rhs, scales, residual, out_dtype, config, multiprocessors, interpret)
     return y[:m, :n]
   device = target()
   multiprocessors = multiprocessors or num_sms(device) or 132
@@ -210,7 +210,7 @@ def _matmul(lhs, rhs, scales, addend, out_dtype, config, multiprocessors, interp
     for scale, size, step in zip(scales, (m, n, n), (step_m, step_n, step_n), strict=False)
   ]
   return plgpu.kernel(
-    functools.partial(_kernel, config=config, adds=addend is not None),
+    functools.partial(_kernel, config=config, adds=residual is not None),
     out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
     grid=(min(blocks, multiprocessors // (cluster_m * cluster_n)),),
     grid_names=("clusters",),
@@ -220,7 +220,7 @@ def _matmul(lhs, rhs, scales, addend, out_dtype, config, multiprocessors, interp
     thread_name="warpgroup",
     kernel_name="sbjax_scaled_matmul" if scales else "sbjax_accumulate",
     interpret=interpret,
-  )(lhs, rhs, *scales, *([] if addend is None else [addend]))
+  )(lhs, rhs, *scales, *([] if residual is None else [residual]))
 
 
 def _fitting(m: int, n: int, k: int) -> tuple[int, int, int]:
@@ -234,9 +234,9 @@ def _fitting(m: int, n: int, k: int) -> tuple[int, int, int]:
 
 
 def _kernel(lhs, rhs, *refs, config: Config, adds: bool):
-  """The whole output [M, N] from lhs [M, K], rhs [N, K] and, perhaps, scales, bias and addend."""
+  """The whole output [M, N] from lhs [M, K], rhs [N, K] and, perhaps, scales, bias and residual."""
   *scales, out = refs
-  addend = scales.pop() if adds else None
+  residual = scales.pop() if adds else None
   (m, k), n = lhs.shape, rhs.shape[0]
   cluster_m, cluster_n = config.clustered
   grid = pl.cdiv(m, config.block_m * cluster_m), pl.cdiv(n, config.block_n * cluster_n)
@@ -306,7 +306,7 @@ def _kernel(lhs, rhs, *refs, config: Config, adds: bool):
         first, turn = index * steps, lax.rem(index, turns)
         at = row + part, column + part_column
         scaled = scaling_of(scales, at, (part_m, part_n), out_smem.shape[-2:])
-        pieces = Pieces(out, addend, at, (part_m, part_n), out_smem.at[warpgroup], fetched)
+        pieces = Pieces(out, residual, at, (part_m, part_n), out_smem.at[warpgroup], fetched)
 
         def sums(acc):
           @pl.loop(0, steps)

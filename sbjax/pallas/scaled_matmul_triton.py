@@ -10,7 +10,7 @@ import triton.language as tl
 
 from sbjax.device import target
 from sbjax.formats import INT8, accumulator_dtype
-from sbjax.matmul import check_addend, check_operands, nothing
+from sbjax.matmul import check_operands, check_residual, nothing
 from sbjax.pallas import tuning
 from sbjax.pallas.triton import compute_capability, triton_call
 from sbjax.quantize import Quantized
@@ -55,7 +55,7 @@ def config_for(m: int, n: int, k: int, device, adds: bool = False) -> Config:
   """The table's, the user's before ours, where it has a row for this size and chip; else a rule.
 
   device: the chip, or what else says its `device_kind`.
-  adds: whether there is an addend; tables are tuned without.
+  adds: whether there is an residual; tables are tuned without.
   """
   capability = compute_capability()
   if not (capability == 90 and adds):
@@ -70,7 +70,7 @@ def by_rule(m: int, n: int, capability: int, adds: bool = False) -> Config:
   """The largest blocks of which every multiprocessor gets one, within a chip's shared memory."""
   if m <= 64:
     return Config(block_m=64, block_n=64, num_stages=4, num_warps=4)
-  if capability == 90 and adds:  # Beside larger sums an addend does not fit into registers.
+  if capability == 90 and adds:  # Beside larger sums an residual does not fit into registers.
     large, multiprocessors = Config(num_stages=4), 132
   elif capability in (80, 90):
     large, multiprocessors = Config(block_m=128, block_n=256, num_stages=4), 108
@@ -97,7 +97,7 @@ def scaled_matmul(
   out_dtype,
   *,
   bias: jax.Array | None = None,
-  addend: jax.Array | None = None,
+  residual: jax.Array | None = None,
   config: Config | None = None,
 ) -> jax.Array:
   """`sbjax.matmul.scaled_matmul`, bit for bit in int8, for any M, and K and N in sixteens.
@@ -108,9 +108,9 @@ def scaled_matmul(
   """
   if (name := jnp.dtype(out_dtype).name) not in ("bfloat16", "float16", "float32"):
     raise NotImplementedError(f"Triton gives bfloat16, float16 or float32, not {name}.")
-  check_addend(addend, (len(lhs.values), len(rhs.values)), out_dtype)
+  check_residual(residual, (len(lhs.values), len(rhs.values)), out_dtype)
   scales = (lhs.scale, rhs.scale)
-  return _matmul(lhs.values, rhs.values, scales, bias, addend, out_dtype, config)
+  return _matmul(lhs.values, rhs.values, scales, bias, residual, out_dtype, config)
 
 
 def accumulate(lhs: jax.Array, rhs: jax.Array, *, config: Config | None = None) -> jax.Array:
@@ -118,7 +118,7 @@ def accumulate(lhs: jax.Array, rhs: jax.Array, *, config: Config | None = None) 
   return _matmul(lhs, rhs, None, None, None, accumulator_dtype(lhs.dtype), config)
 
 
-def _matmul(lhs, rhs, scales, bias, addend, out_dtype, config):
+def _matmul(lhs, rhs, scales, bias, residual, out_dtype, config):
   check_operands(lhs, rhs)
   (m, k), (n, _) = lhs.shape, rhs.shape
   if k % 16 or n % 16:
@@ -127,8 +127,8 @@ def _matmul(lhs, rhs, scales, bias, addend, out_dtype, config):
   if capability < 80 or (lhs.dtype != INT8 and capability < 89):
     raise NotImplementedError(f"sm_{capability} does not multiply {lhs.dtype.name}.")
   if m == 0 or n == 0 or k == 0:
-    return nothing((m, n), out_dtype, bias, addend)
-  config = config or config_for(m, n, k, target(), addend is not None)
+    return nothing((m, n), out_dtype, bias, residual)
+  config = config or config_for(m, n, k, target(), residual is not None)
   # A pointer that is not followed may be any.
   lhs_scale, rhs_scale = (lhs, rhs) if scales is None else scales
   return triton_call(
@@ -137,7 +137,7 @@ def _matmul(lhs, rhs, scales, bias, addend, out_dtype, config):
     lhs_scale,
     rhs_scale,
     rhs_scale if bias is None else bias,
-    rhs_scale if addend is None else addend,
+    rhs_scale if residual is None else residual,
     kernel=_scaled_matmul_kernel,
     name="sbjax_accumulate" if scales is None else "sbjax_scaled_matmul",
     grid=triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n),
@@ -151,7 +151,7 @@ def _matmul(lhs, rhs, scales, bias, addend, out_dtype, config):
     RHS_SCALES=rhs_scale.shape[0],
     SCALED=scales is not None,
     BIASED=bias is not None,
-    ADDS=addend is not None,
+    ADDS=residual is not None,
     BLOCK_M=config.block_m,
     BLOCK_N=config.block_n,
     BLOCK_K=config.block_k,

@@ -22,7 +22,7 @@ _MOST_PARTS, _WORTHWHILE = 4, 0.03
 _FEWEST_TOKENS = 16384  # The sum of the parts costs the same however many there are.
 
 
-def token_sum(
+def split_k_matmul(
   x: jax.Array, dy: jax.Array, dtype, out_sharding=None, *, parts: int | None = None
 ) -> jax.Array:
   """`x.T @ dy` [K, N] in `dtype` of x [tokens, K] and dy [tokens, N], summed in float32.
@@ -31,10 +31,10 @@ def token_sum(
 
   Args:
     out_sharding: jax.lax.dot_general's; counts in explicit mode, where there is always one product.
-    parts: how many products; None for what `parts_for` says.
+    parts: how many products; None for what `num_splits` says.
   """
   if parts is None:
-    parts = parts_for(x.shape[0], x.shape[1], dy.shape[1]) if x.dtype.itemsize == 2 else 1
+    parts = num_splits(x.shape[0], x.shape[1], dy.shape[1]) if x.dtype.itemsize == 2 else 1
   if parts == 1:
     return full_dot(x, dy, ((0,), (0,)), dtype, out_sharding)
   x, dy = (a.reshape(len(a) // parts, parts, a.shape[1]) for a in (x, dy))
@@ -44,8 +44,8 @@ def token_sum(
   return jnp.sum(products, axis=0).astype(dtype)
 
 
-def parts_for(tokens: int, k: int, n: int) -> int:
-  """How many products `token_sum` makes on the chip that this is traced for.
+def num_splits(tokens: int, k: int, n: int) -> int:
+  """How many products `split_k_matmul` makes on the chip that this is traced for.
 
   Each device's share of the tokens must divide; how many devices there are is part of the answer.
   """

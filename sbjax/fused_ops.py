@@ -16,17 +16,17 @@ from sbjax.quantize import Quantized, Spec, dequantize, quantize
 
 NORM_EPSILON = 1e-5
 # What kernels take: longer rows do not stay in registers beside what is made of them.
-MAX_ROW = 8192
+MAX_WIDTH_IN_REGISTERS = 8192
 
 
-class Norm(NamedTuple):
+class LayerNormParams(NamedTuple):
   """A layer norm's parameters, or their gradients."""
 
   scale: jax.Array  # [K] float32
   bias: jax.Array  # [K] float32
 
 
-def norm_quantize(x: jax.Array, norm: Norm, spec: Spec | None) -> Quantized | jax.Array:
+def norm_quantize(x: jax.Array, norm: LayerNormParams, spec: Spec | None) -> Quantized | jax.Array:
   """Layer norm over the rows of x [M, K], quantized; in x's dtype where spec is None."""
   centred, inverse = _standardize(x)
   n = _affine(centred * inverse, norm)
@@ -34,8 +34,8 @@ def norm_quantize(x: jax.Array, norm: Norm, spec: Spec | None) -> Quantized | ja
 
 
 def norm_backward(
-  x: jax.Array, norm: Norm, dn: jax.Array, dx: jax.Array | None
-) -> tuple[jax.Array, Norm, jax.Array]:
+  x: jax.Array, norm: LayerNormParams, dn: jax.Array, dx: jax.Array | None
+) -> tuple[jax.Array, LayerNormParams, jax.Array]:
   """The gradients of layer norm, and once more its output: what the weight gradient takes.
 
   Args:
@@ -54,7 +54,7 @@ def norm_backward(
   total = (gradient - mean - standard * along) * inverse
   if dx is not None:
     total += dx.astype(jnp.float32)
-  d_norm = Norm(jnp.sum(dn * standard, axis=0), jnp.sum(dn, axis=0))
+  d_norm = LayerNormParams(jnp.sum(dn * standard, axis=0), jnp.sum(dn, axis=0))
   return total.astype(x.dtype), d_norm, _affine(standard, norm).astype(x.dtype)
 
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sbjax import token_sum as module
-from sbjax.token_sum import parts_for, token_sum
+from sbjax import split_k_matmul as module
+from sbjax.split_k_matmul import num_splits, split_k_matmul
 
 RESULTS = pathlib.Path(__file__).parent.parent / "benchmarks/results/wgrad_time.jsonl"
 MEASURED = [json.loads(line) for line in RESULTS.read_text().splitlines()]
@@ -33,7 +33,7 @@ def test_parts_add_up_to_the_product(parts, dtype):
   rng = np.random.default_rng(0)
   # Integers whose sums float32 and bfloat16 hold.
   x, dy = (rng.integers(-2, 3, (24, width)).astype(np.float32) for width in (16, 8))
-  got = token_sum(jnp.bfloat16(x), jnp.bfloat16(dy), dtype, parts=parts)
+  got = split_k_matmul(jnp.bfloat16(x), jnp.bfloat16(dy), dtype, parts=parts)
   assert got.dtype == dtype
   np.testing.assert_array_equal(got.astype(jnp.float32), x.T @ dy)
 
@@ -42,30 +42,30 @@ def test_parts_add_up_to_the_product(parts, dtype):
 def test_the_number_of_parts_is_near_the_fastest_that_was_measured(row, h200):
   times = row["milliseconds"]
   fastest = min(time for name, time in times.items() if name.startswith("bf16"))
-  chosen = times[f"bf16 in {parts_for(row['tokens'], row['k'], row['n'])}"]
+  chosen = times[f"bf16 in {num_splits(row['tokens'], row['k'], row['n'])}"]
   assert chosen <= 1.05 * fastest
   assert chosen <= times["bf16 in 1"]
 
 
 def test_vit_h_and_bigg_are_worth_it(h200):
-  assert parts_for(66048, 1280, 5120) == parts_for(66048, 5120, 1280) == 2
-  assert parts_for(33024, 1664, 8192) > 1
+  assert num_splits(66048, 1280, 5120) == num_splits(66048, 5120, 1280) == 2
+  assert num_splits(33024, 1664, 8192) > 1
 
 
 def test_few_tokens_stay_in_one(h200):
-  assert [parts_for(tokens, 1280, 5120) for tokens in (0, 1024, 16382, 16384)] == [1, 1, 1, 2]
+  assert [num_splits(tokens, 1280, 5120) for tokens in (0, 1024, 16382, 16384)] == [1, 1, 1, 2]
 
 
 def test_tokens_that_do_not_divide_stay_in_one(h200, monkeypatch):
-  assert parts_for(66049, 1280, 5120) == 1
+  assert num_splits(66049, 1280, 5120) == 1
   monkeypatch.setattr(jax, "device_count", lambda: 5)
-  assert parts_for(66048, 1280, 5120) == 1
+  assert num_splits(66048, 1280, 5120) == 1
 
 
 @pytest.mark.parametrize(("dtype", "parts"), [(jnp.bfloat16, 2), (jnp.float32, 1)])
 def test_only_16_bit_operands_are_split(dtype, parts, h200):
   x, dy = (jax.ShapeDtypeStruct((66048, width), dtype) for width in (1280, 5120))
-  jaxpr = jax.make_jaxpr(lambda x, dy: token_sum(x, dy, jnp.float32))(x, dy)
+  jaxpr = jax.make_jaxpr(lambda x, dy: split_k_matmul(x, dy, jnp.float32))(x, dy)
   products = [eqn.outvars[0].aval.shape for eqn in jaxpr.eqns if "dot" in eqn.primitive.name]
   assert products == [(1280, 5120) if parts == 1 else (parts, 1280, 5120)]
 
@@ -73,11 +73,11 @@ def test_only_16_bit_operands_are_split(dtype, parts, h200):
 @pytest.mark.parametrize("chip", [Chip("8.0", 108), Chip("9.0", None)])
 def test_chips_without_measurements_take_one_product(chip, monkeypatch):
   monkeypatch.setattr(module, "target", lambda: chip)
-  assert parts_for(66048, 1280, 5120) == 1
+  assert num_splits(66048, 1280, 5120) == 1
 
 
 def test_a_cpu_takes_one_product():
-  assert parts_for(66048, 1280, 5120) == 1
+  assert num_splits(66048, 1280, 5120) == 1
 
 
 def test_tokens_split_over_devices_stay_where_they_are():
@@ -85,7 +85,10 @@ def test_tokens_split_over_devices_stay_where_they_are():
   rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
   x, dy = (jax.ShapeDtypeStruct((48, width), jnp.float32, sharding=rows) for width in (16, 8))
   text = (
-    jax.jit(lambda x, dy: token_sum(x, dy, jnp.float32, parts=3)).lower(x, dy).compile().as_text()
+    jax.jit(lambda x, dy: split_k_matmul(x, dy, jnp.float32, parts=3))
+    .lower(x, dy)
+    .compile()
+    .as_text()
   )
   assert "all-reduce" in text
   assert not any(moving in text for moving in ("all-gather", "all-to-all", "collective-permute"))
@@ -96,7 +99,7 @@ def test_a_device_of_a_shard_map_splits_its_own_tokens(h200, monkeypatch):
   found = []
 
   def local(x):
-    found.append(parts_for(66048, 1280, 5120))
+    found.append(num_splits(66048, 1280, 5120))
     return x
 
   everywhere, mesh = jax.sharding.PartitionSpec(), jax.make_mesh((8,), ("data",))
