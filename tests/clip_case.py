@@ -45,7 +45,8 @@ def drawn(shapes):
       return jnp.asarray(noise * np.float32(leaf.shape[-2] ** -0.5))
     return jnp.asarray(np.float32(path[-1] in ("scale", "logit_scale")) + noise * np.float32(0.2))
 
-  return unflatten_dict({k: draw(k, v) for k, v in flatten_dict(shapes).items()})
+  with jax.ensure_compile_time_eval():  # They are kept, and may first be asked for in a trace.
+    return unflatten_dict({k: draw(k, v) for k, v in flatten_dict(shapes).items()})
 
 
 @functools.cache

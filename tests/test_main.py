@@ -44,7 +44,6 @@ class Program:
       **os.environ,
       "JAX_PLATFORMS": "cpu",
       "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-      "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
       "JAX_COMPILATION_CACHE_DIR": str(shared / "compiled"),
       "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
