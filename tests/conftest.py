@@ -27,7 +27,16 @@ _STANDARD_PROMOTION = (
 )
 
 # Each test is of one tier or needs an extra; README's command runs the core, .ci/run all.
-_PROGRAM = ("test_benchmarks", "test_distributed", "test_loop", "test_main", "test_watchdog")
+_PROGRAM = (
+  "test_benchmarks",
+  "test_card",
+  "test_distributed",
+  "test_docs",
+  "test_examples",
+  "test_loop",
+  "test_main",
+  "test_watchdog",
+)
 _KERNELS = ("_mosaic", "_sm90", "_triton")
 
 
