@@ -139,9 +139,9 @@ def _layer_norm_dense_fwd(recipe, backend, num_outputs, x, norm, w, bias):
   return (x, ys), (x, norm, linear.saved_weight(w), bias)
 
 
-def _layer_norm_dense_bwd(recipe, backend, num_outputs, residuals, gradients):
+def _layer_norm_dense_bwd(recipe, backend, num_outputs, saved, gradients):
   ops = get_backend(backend)
-  x, norm, w, bias = residuals
+  x, norm, w, bias = saved
   dx, dys = gradients
   dy, dy_q, d_bias = linear.quantize_output_grad(ops, recipe, dys, bias)
   dn = linear.dgrad(ops, recipe, dy_q, w, dy.dtype, jax.typeof(x).sharding)
@@ -172,9 +172,9 @@ def _layer_norm_mlp_fwd(recipes, backend, add_residual, x, norm, w1, b1, w2, b2)
   return results, (x, norm, h, linear.saved_weight(w1), b1, linear.saved_weight(w2), b2)
 
 
-def _layer_norm_mlp_bwd(recipes, backend, add_residual, residuals, gradients):
+def _layer_norm_mlp_bwd(recipes, backend, add_residual, saved, gradients):
   ops, (first, second) = get_backend(backend), recipes
-  x, norm, h, w1, b1, w2, b2 = residuals
+  x, norm, h, w1, b1, w2, b2 = saved
   dx, dy = gradients
   dx = linear.cotangent_like(x, dy) if add_residual else dx
   h_sharding = jax.typeof(jax.tree.leaves(h)[0]).sharding

@@ -30,7 +30,7 @@ def scaled_matmul(
   is jax.lax.dot_general's.
 
   Raises:
-    ValueError: the contracted sizes differ, int8 meets fp8, K > 131,072 in int8, or an residual of
+    ValueError: the contracted sizes differ, int8 meets fp8, K > 131,072 in int8, or a residual of
       another shape or dtype than the result's.
   """
   check_operands(lhs.values, rhs.values)

@@ -64,9 +64,9 @@ def quantized_dot(
   check_bias("bias", bias, w)
   check_residual(residual, (*x.shape[:-1], linear.master_weight(w).shape[1]), x.dtype)
   residual = None if residual is None else as_rows(residual)
-  added = None if residual is None else jax.typeof(residual).sharding
+  residual_sharding = None if residual is None else jax.typeof(residual).sharding
   operands = vary_alike(as_rows(x), w, bias, residual)
-  return named_dot(_dot(recipe, backend, x.dtype, added, *operands), x)
+  return named_dot(_dot(recipe, backend, x.dtype, residual_sharding, *operands), x)
 
 
 def as_rows(x: jax.Array) -> jax.Array:
@@ -172,11 +172,11 @@ def check_floating(name: str, operand: jax.Array) -> None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _dot(recipe, backend, dtype, added, x, w, bias, residual):
-  return _dot_fwd(recipe, backend, dtype, added, x, w, bias, residual)[0]
+def _dot(recipe, backend, dtype, residual_sharding, x, w, bias, residual):
+  return _dot_fwd(recipe, backend, dtype, residual_sharding, x, w, bias, residual)[0]
 
 
-def _dot_fwd(recipe, backend, dtype, added, x, w, bias, residual):
+def _dot_fwd(recipe, backend, dtype, residual_sharding, x, w, bias, residual):
   ops = get_backend(backend)
   x_q = x if recipe.fwd is None else ops.quantize(x, recipe.fwd[0])
   y = linear.forward(ops, recipe, x_q, w, bias, dtype, residual)
@@ -186,12 +186,12 @@ def _dot_fwd(recipe, backend, dtype, added, x, w, bias, residual):
   return y, (x, w, bias)
 
 
-def _dot_bwd(recipe, backend, dtype, added, residuals, dy):
+def _dot_bwd(recipe, backend, dtype, residual_sharding, saved, dy):
   ops = get_backend(backend)
-  x, w, bias = residuals
+  x, w, bias = saved
   x_sharding = jax.typeof(x.values if isinstance(x, Quantized) else x).sharding
   x = dequantize(x, dtype) if isinstance(x, Quantized) else x
-  d_residual = None if added is None else linear.split_as(added, dy)
+  d_residual = None if residual_sharding is None else linear.split_as(residual_sharding, dy)
   dy, dy_q, d_bias = linear.quantize_output_grad(ops, recipe, (dy,), bias)
   dx = linear.dgrad(ops, recipe, dy_q, w, dtype, x_sharding)
   dw = linear.wgrad(ops, recipe, x, dy, w)

@@ -210,7 +210,7 @@ def cuts(capability):
   """
 
   def product(config, lhs, rhs, scale, bias, residual):
-    # No recipe has fp8 with a scale a row on both sides, a bias and an residual.
+    # No recipe has fp8 with a scale a row on both sides, a bias and a residual.
     rhs_spec = Spec(rhs.dtype, "rowwise" if lhs.dtype == jnp.int8 else "tensorwise")
     lhs = Quantized(lhs, scale, Spec(lhs.dtype, "rowwise"))
     rhs = Quantized(rhs, scale[: n if rhs_spec.is_rowwise else 1], rhs_spec)

@@ -72,7 +72,7 @@ def drawn_operand(numbers, rows, k, spec, exact):
 
 
 def check_products(ours, shape):
-  """int8 and fp8, with a bias and an residual or without, as drawn."""
+  """int8 and fp8, with a bias and a residual or without, as drawn."""
   m, n, k = shape
   pick, numbers = random.Random(str(shape)), np.random.default_rng(k)
   for dtypes in ((INT8, INT8), (pick.choice([E4M3, E5M2]), pick.choice([E4M3, E5M2]))):

@@ -139,7 +139,7 @@ def test_triton_takes_the_user_s_row_and_computes_the_same(monkeypatch, tmp_path
   y = kernels.scaled_matmul(lhs, rhs, jnp.bfloat16)
   np.testing.assert_array_equal(y, scaled_matmul(lhs, rhs, jnp.bfloat16))
   kernels.scaled_matmul(lhs, rhs, jnp.bfloat16, residual=jnp.zeros((40, 48), jnp.bfloat16))
-  # Tables are tuned without an residual, for which sm_90 has no registers left in large blocks.
+  # Tables are tuned without a residual, for which sm_90 has no registers left in large blocks.
   assert used == [(16, 32, 32, 1), (64, 64, 128, 8)]
 
 

@@ -55,7 +55,7 @@ def config_for(m: int, n: int, k: int, device, adds: bool = False) -> Config:
   """The table's, the user's before ours, where it has a row for this size and chip; else a rule.
 
   device: the chip, or what else says its `device_kind`.
-  adds: whether there is an residual; tables are tuned without.
+  adds: whether there is a residual; tables are tuned without.
   """
   capability = compute_capability()
   if not (capability == 90 and adds):
@@ -70,7 +70,7 @@ def by_rule(m: int, n: int, capability: int, adds: bool = False) -> Config:
   """The largest blocks of which every multiprocessor gets one, within a chip's shared memory."""
   if m <= 64:
     return Config(block_m=64, block_n=64, num_stages=4, num_warps=4)
-  if capability == 90 and adds:  # Beside larger sums an residual does not fit into registers.
+  if capability == 90 and adds:  # Beside larger sums a residual does not fit into registers.
     large, multiprocessors = Config(num_stages=4), 132
   elif capability in (80, 90):
     large, multiprocessors = Config(block_m=128, block_n=256, num_stages=4), 108
