@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import triton_case
 
-from sbjax import E4M3, E5M2, INT8, LayerNormParams, Spec, quantize, rows
+from sbjax import E4M3, E5M2, INT8, LayerNormParams, Spec, fused_ops, quantize
 
 pytestmark = pytest.mark.aot
 
@@ -70,7 +70,7 @@ def run(operation, x, dy, spec, **how):
   """What the kernel says and what the definition says."""
   function = OPERATIONS[operation]
   actual = function(interpreted(operation), x, dy, spec, **how)
-  return actual, function(rows, x, dy, spec)
+  return actual, function(fused_ops, x, dy, spec)
 
 
 def draw(m, k, dtype="float32"):

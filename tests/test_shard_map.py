@@ -138,7 +138,7 @@ def with_a_kernel(recipe, p, x):
 
 
 def in_parts(p, x):
-  options = {"bias": p["bias"], "backend": "xla", "parts": 3}
+  options = {"bias": p["bias"], "backend": "xla", "num_outputs": 3}
   return layer_norm_dense(x, norm_of(p), p["w"], "switchback", **options)
 
 
