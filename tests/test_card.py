@@ -164,7 +164,7 @@ def section(program, seconds=20.0):
 
 def test_rows_of_a_section_come_back_with_what_it_says_of_the_device():
   found = section("emit(device={'chip': 'any'}); emit(case='1', m=2)")
-  assert found.pop("seconds") > 0
+  assert found.pop("seconds") >= 0
   assert found == {"device": {"chip": "any"}, "rows": [{"case": "1", "m": 2}]}
 
 
