@@ -88,7 +88,7 @@ def _jax_triton():
     raise NotImplementedError(
       f"Triton kernels need {' and '.join(missing)}: pip install 'sbjax[cuda]'."
     )
-  import jax_triton
+  import jax_triton  # pyright: ignore[reportMissingImports]
 
   major, minor = importlib.metadata.version("jax-triton").split(".")[:2]
   old = (int(major), int(minor)) < (0, 4)
