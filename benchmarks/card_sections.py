@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from benchmarks import step
 from benchmarks.matmul import bf16_matmul
 from benchmarks.operands import Operands, shapes, tops
+from benchmarks.quantize import described
 from benchmarks.tables import CHIP, last, read
 from benchmarks.timing import Contender, contender, provenance, race
 from sbjax.backends import Backend, get_backend
@@ -196,12 +197,7 @@ def quantizer(ops, operation, spec, rows, width, dtype, bytes_each, tiny) -> dic
     "copy": 2 * itemsize * rows * width
   }
   return {
-    "operation": operation,
-    "format": jnp.dtype(spec.dtype).name,
-    "scaling": spec.scaling,
-    "rows": rows,
-    "width": width,
-    "dtype": jnp.dtype(dtype).name,
+    **described(operation, spec, rows, width, dtype),
     "milliseconds": milliseconds(built),
     "terabytes_per_second": {
       name: float(f"{moved[name] / one.seconds / 1e12:.4g}") for name, one in built.items()

@@ -65,18 +65,25 @@ def measure(operation, spec, rows, width, dtype, bytes_each) -> dict:
   found = {name: one.call(sets)[0] for name, one in contenders.items() if name != "copy"}
   return {
     "benchmark": "quantize",
-    "operation": operation,
-    "format": jnp.dtype(spec.dtype).name,
-    "scaling": spec.scaling,
-    "rows": rows,
-    "width": width,
-    "dtype": jnp.dtype(dtype).name,
+    **described(operation, spec, rows, width, dtype),
     "terabytes_per_second": {name: round(rate, 3) for name, rate in rates.items()},
     "milliseconds": {name: round(one.seconds * 1e3, 4) for name, one in contenders.items()},
     "kernel_milliseconds": {name: round(time * 1e3, 4) for name, time in seconds.items()},
     "of_copy": round(rates["ours"] / rates["copy"], 3),
     "differing": {name: differing(result, expected) for name, result in found.items()},
     "data": "standard normal",
+  }
+
+
+def described(operation: str, spec: Spec, rows: int, width: int, dtype) -> dict:
+  """What a line says of its case."""
+  return {
+    "operation": operation,
+    "format": spec.dtype.name,
+    "scaling": spec.scaling,
+    "rows": rows,
+    "width": width,
+    "dtype": jnp.dtype(dtype).name,
   }
 
 

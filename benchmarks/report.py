@@ -7,7 +7,6 @@ was measured more than once on a chip, the last line counts. Writes the tables b
 a plot of CHIP for each file.
 """
 
-import json
 import math
 import statistics
 from pathlib import Path
@@ -19,8 +18,8 @@ import matplotlib.pyplot as plt
 
 from benchmarks import scaling_report, steps_report
 from benchmarks.steps_report import FLAX, OURS, best
+from benchmarks.tables import RESULTS, last, read
 
-RESULTS = Path(__file__).with_name("results")
 README = RESULTS.parent.parent / "README.md"
 PERFORMANCE, SCALING = (README.parent / "docs" / name for name in ("performance.md", "scaling.md"))
 CHIP = "NVIDIA H200"  # What was measured on another has a line that says so.
@@ -63,18 +62,6 @@ def write(name: str, lines: list[str], page: Path = PERFORMANCE) -> None:
   text = "\n".join(lines)
   page.write_text(f"{before}{begin}\n{text}\n{end}{after}")
   print(text)
-
-
-def read(name: str) -> list[dict]:
-  return [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
-
-
-def last(rows, *keys) -> list[dict]:
-  """The last of each case, in the order of the file."""
-  found = {}
-  for row in reversed(rows):
-    found.setdefault(tuple(row[key] for key in keys), row)
-  return list(reversed(found.values()))
 
 
 def has_triton(row) -> bool:

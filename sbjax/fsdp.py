@@ -60,7 +60,7 @@ def gather_weight(
     raise ValueError(f"gather_weight takes a shard of a kernel [K, N], not {w.shape}.")
   recipe = as_recipe(recipe)
   how = (axis_name, 0, reduce_axes, jnp.dtype(gradient_dtype))
-  if recipe.fwd is None and recipe.dgrad is None:
+  if not recipe.rounds_w:
     return _gather(*how, jnp.dtype(dtype), w)
   if recipe.fwd is None or recipe.dgrad is None:
     return quantize_weight(_gather(*how, w.dtype, w), recipe, backend=backend)

@@ -37,7 +37,7 @@ def quantize_weight(
   For a kernel that is used more than once a step: rematerialised, or over several microbatches.
   """
   recipe = as_recipe(recipe)
-  if recipe.fwd is None and recipe.dgrad is None:
+  if not recipe.rounds_w:
     return w
   ops, constant = get_backend(backend), jax.lax.stop_gradient(w)
   fwd, dgrad = (pair and pair[1] for pair in (recipe.fwd, recipe.dgrad))

@@ -45,6 +45,11 @@ class Recipe:
           f" 'tensorwise' or 'static' Spec, not fwd={self.fwd[1]} and dgrad={self.dgrad[1]}."
         )
 
+  @property
+  def rounds_w(self) -> bool:
+    """Whether the forward pass or the input gradient rounds the weight."""
+    return self.fwd is not None or self.dgrad is not None
+
   def uses(self, dtype) -> bool:
     """Whether any operand is rounded to `dtype`."""
     pairs = [pair for pair in (self.fwd, self.dgrad, self.wgrad) if pair is not None]
@@ -122,31 +127,33 @@ class RecipeRules:
   rules: pairs of a pattern and a recipe. A pattern is that of a shell, for the path of the layer's
     parameters: "*/fc1", "image/*", "text/block_0/*". `RecipeRules.of` makes them from a mapping.
 
-  Raises:
-    ValueError: a recipe of an unknown name.
   """
 
   rules: tuple[tuple[str, Recipe], ...]
 
   @classmethod
   def of(cls, rules: Mapping[str, Recipe | str]) -> "RecipeRules":
+    """The rules of a mapping in its order; a ValueError for a recipe of an unknown name."""
     return cls(tuple((pattern, as_recipe(recipe)) for pattern, recipe in rules.items()))
 
   def at(self, path: str) -> Recipe:
     """The recipe of the linear layer at a path; a ValueError if no rule fits."""
-    for pattern, recipe in self.rules:
-      if fnmatch.fnmatchcase(path, pattern):
-        return recipe
+    return self._rule(path)[1]
+
+  def _rule(self, path: str) -> tuple[str, Recipe]:
+    for rule in self.rules:
+      if fnmatch.fnmatchcase(path, rule[0]):
+        return rule
     raise ValueError(f"No rule fits the linear layer {path!r}; end the rules with one for '*'.")
 
   def check(self, paths: Iterable[str]) -> None:
     """Raises a ValueError unless each layer has a rule, and each rule is that of some layer."""
     paths = list(paths)
-    of_some_layer = {self.at(path) for path in paths}
-    for pattern, recipe in self.rules:
-      if not (recipe in of_some_layer and fnmatch.filter(paths, pattern)):
+    of_some_layer = {self._rule(path) for path in paths}
+    for rule in self.rules:
+      if rule not in of_some_layer:
         raise ValueError(
-          f"The rule for {pattern!r} fits no linear layer, or only those of rules before it. The"
+          f"The rule for {rule[0]!r} fits no linear layer, or only those of rules before it. The"
           f" layers are {', '.join(paths)}."
         )
 
@@ -164,10 +171,10 @@ def parse_recipe(text: str) -> Recipe | RecipeRules:
   """
   if "=" not in text:
     return as_recipe(text)
-  rules = {}
+  rules = []
   for rule in text.split(","):
     pattern, equals, name = (part.strip() for part in rule.partition("="))
     if not (pattern and equals):
       raise ValueError(f"{rule.strip()!r} of {text!r} must be a rule: a pattern, '=', a recipe.")
-    rules[pattern] = name
-  return RecipeRules.of(rules)
+    rules.append((pattern, as_recipe(name)))
+  return RecipeRules(tuple(rules))

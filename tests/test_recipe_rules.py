@@ -109,6 +109,8 @@ def test_rules_are_read_from_a_config():
     ("*/fc1=full", r"No rule fits the linear layer 'image/blocks/qkv'.*'\*'"),
     ("*/fc3=full, *=switchback", r"'\*/fc3' fits no linear layer.*image/blocks/qkv, "),
     ("image/block_0/*=full, *=switchback", r"'image/block_0/\*' fits no linear.*image/blocks/qkv"),
+    ("*/fc1=full, *=switchback, */fc2=full", r"'\*/fc2' fits no linear layer, or only those of"),
+    ("*/fc1=full, */fc1=switchback, *=full", r"'\*/fc1' fits no linear layer, or only those of"),
     ("*=int4", "Unknown recipe 'int4'"),
     ("*/fc1=full, switchback", "'switchback' of .* must be a rule: a pattern, '=', a recipe"),
   ],

@@ -201,20 +201,23 @@ def quantize_weights(
 
   def once(w, recipe):
     kernel = quantize_weight(jax.lax.stop_gradient(w), recipe, backend=backend)
-    return (kernel.fwd, kernel.dgrad) if isinstance(kernel, QuantizedWeight) else None
+    assert isinstance(kernel, QuantizedWeight)  # The recipe rounds it.
+    return kernel.fwd, kernel.dgrad
 
-  quantized = {}
-  kernels: dict[tuple[str, ...], jax.Array] = flatten_dict(params)  # pyright: ignore
-  for path, w in kernels.items():
-    if path[-1] == "kernel" and path[-2] in BLOCK_LINEARS:
-      of_layer = functools.partial(once, recipe=recipe_at(recipe, "/".join(path[:-1])))
-      stacked = w.ndim == 3  # [layers, K, N] of a scan.
-      quantized[path] = (
-        jax.tree.map(lambda *a: jnp.stack(a), *map(of_layer, w)) if stacked else of_layer(w)
-      )
-  if not quantized:
+  parameters: dict[tuple[str, ...], jax.Array] = flatten_dict(params)  # pyright: ignore
+  kernels = {
+    path: w for path, w in parameters.items() if path[-1] == "kernel" and path[-2] in BLOCK_LINEARS
+  }
+  if not kernels:
     raise ValueError(f"No kernel of {', '.join(BLOCK_LINEARS)} is among the parameters of a CLIP.")
-  return unflatten_dict({path: pair for path, pair in quantized.items() if pair is not None})
+  quantized = {}
+  for path, w in kernels.items():
+    own = recipe_at(recipe, "/".join(path[:-1]))
+    if own.rounds_w:
+      stacked = w.ndim == 3  # [layers, K, N] of a scan.
+      layers = [once(layer, own) for layer in (w if stacked else [w])]
+      quantized[path] = jax.tree.map(lambda *a: jnp.stack(a), *layers) if stacked else layers[0]
+  return unflatten_dict(quantized)
 
 
 def stack_blocks(params: dict) -> dict:
