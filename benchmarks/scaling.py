@@ -4,10 +4,11 @@
 
 Whole training steps as train.main compiles them, in the cases of ROWS: on each GPU by itself, on
 `data` x `fsdp` GPUs, and plain Flax (recipe "full", fused=False) in the same step on the same GPUs.
-Each case is a process. The processes of a row compile at the same time and are then timed in turns,
-while the others wait. Adds a line a row to results/scaling.jsonl: milliseconds, images a second,
-efficiency (images a second over those of so many single GPUs, the mean of two), memory, compile
-time, where the time goes, and the collectives of the compiled step by kind and dtype.
+Each case is a process. The processes of a row compile at the same time, plain Flax's after the
+others have run, and are then timed in turns, while the others wait. Adds a line a row to
+results/scaling.jsonl: milliseconds, images a second, efficiency (images a second over those of so
+many single GPUs, the mean of two), memory, compile time, where the time goes, and the collectives
+of the compiled step by kind and dtype.
 """
 
 import argparse
