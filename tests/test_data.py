@@ -158,13 +158,13 @@ def test_processes_share_out_each_batch(keys):
   parts = [keys(6, process_index=i, process_count=3) for i in range(3)]
   for batch, *shares in zip(whole, *parts, strict=True):
     assert all(len(share) == 8 for share in shares)
-    assert sorted(itertools.chain(*shares)) == sorted(batch)
+    assert list(itertools.chain(*shares)) == batch
 
 
 def test_a_process_gets_its_rows_of_the_one_process_batch(stream):
   whole = take(stream(), 3)
   part = take(stream(process_index=1, process_count=2), 3)
-  assert_equal([{name: values[1::2] for name, values in batch.items()} for batch in whole], part)
+  assert_equal([{name: values[12:] for name, values in batch.items()} for batch in whole], part)
 
 
 def test_captions_and_crops_vary_between_epochs(stream, config):
@@ -235,7 +235,7 @@ def test_crops_of_photos_depend_on_seed_and_step_alone(config, tokenizer):
   assert_equal(batches(5, workers=1), whole)
   assert_equal(batches(5, prefetch=8), whole)  # Threads, each with a resizer
   part = batches(5, process_index=1, process_count=2)
-  assert_equal(part, [{name: values[1::2] for name, values in batch.items()} for batch in whole])
+  assert_equal(part, [{name: values[12:] for name, values in batch.items()} for batch in whole])
   config.seed += 1
   assert not np.array_equal(batches(1)[0]["image"], whole[0]["image"])
 

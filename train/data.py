@@ -81,8 +81,10 @@ def train_iterator(
     .shuffle()
     # Before the deal, so that the random numbers go with the position in the stream.
     .random_map(RandomCrop(image_size, tuple(config.data.crop_scale), config.data.flip))
-    .slice(slice(process_index, count // batch_size * batch_size, process_count))
+    .slice(slice(count // batch_size * batch_size))
     .batch(batch_size // process_count, batch_fn=_Tokenize(tokenizer, context_length))
+    # In the order of processes the shares are the rows of the one-process batch.
+    .slice(slice(process_index, None, process_count))
     .repeat()
   )
   return _Batches(batches, config.data.workers, config.data.prefetch)
