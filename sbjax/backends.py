@@ -7,22 +7,20 @@ another.
 """
 
 import functools
+import importlib
 import importlib.util
 import logging
 import os
 import warnings
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
-from sbjax import fused_ops, shards
 from sbjax.device import compute_capability, target
 from sbjax.formats import INT8
-from sbjax.matmul import scaled_matmul
-from sbjax.partition import is_explicit
-from sbjax.quantize import Quantized, Spec, quantize
+from sbjax.operations import OPERATIONS, on_shards, unsupported_reason
+from sbjax.partition import arrays_of, is_explicit
 
 _log = logging.getLogger("sbjax")
 
@@ -30,14 +28,14 @@ _TRITON_GEMM = "--xla_gpu_enable_triton_gemm"  # See warn_of_inexact_int8.
 
 
 class Backend(NamedTuple):
-  """The operations of a linear layer in 8 bits, and of what stands between two."""
+  """The operations of a linear layer in 8 bits, and those between two layers."""
 
   name: str
   quantize: Callable  # (x, spec): as sbjax.quantize.quantize
   quantize_transposed: Callable  # (x, spec): quantize(x.T, spec)
   quantize_both: Callable  # (x, spec): both, for a spec with one scale
   scaled_matmul: Callable  # as sbjax.matmul.scaled_matmul
-  norm_quantize: Callable  # as in sbjax.fused_ops, and all that follow
+  norm_quantize: Callable  # as in sbjax.fused_ops, and so are the rest
   norm_backward: Callable
   gelu_quantize: Callable
   gelu_backward: Callable
@@ -45,8 +43,6 @@ class Backend(NamedTuple):
 
 
 NAMES = ("xla", "mosaic", "triton")
-_QUANTIZERS = ("quantize", "quantize_transposed", "quantize_both")
-_ROWS = ("norm_quantize", "norm_backward", "gelu_quantize", "gelu_backward", "quantize_sum")
 
 
 def get_backend(name: str | None = None) -> Backend:
@@ -57,16 +53,16 @@ def get_backend(name: str | None = None) -> Backend:
     ValueError: the name is not known.
   """
   if name is None:
-    return _chosen(target())
+    return _default_backend(target())
   if name not in NAMES:
     offered = ", ".join(repr(known) for known in NAMES)
     raise ValueError(f"Unknown backend {name!r}; there are {offered}; None chooses.")
-  if reason := _lacks(name, target()):
+  if reason := _unsupported_reason(name, target()):
     raise NotImplementedError(f"backend={name!r} {reason}")
-  return _XLA if name == "xla" else _kernels(name)
+  return _XLA if name == "xla" else _by_kernels(name, target(), falls_back=False)
 
 
-def _lacks(name: str, device) -> str | None:
+def _unsupported_reason(name: str, device) -> str | None:
   """Why a backend does not run on a device, or None."""
   if name == "xla":
     return None
@@ -86,10 +82,10 @@ def _lacks(name: str, device) -> str | None:
 
 
 @functools.cache
-def _chosen(device) -> Backend:
-  """Mosaic before Triton before XLA; whatever the first lacks is said once."""
+def _default_backend(device) -> Backend:
+  """Mosaic before Triton before XLA; logs the choice, or why there is none, once."""
   capability = compute_capability(device)
-  reasons = {name: _lacks(name, device) for name in ("mosaic", "triton")}
+  reasons = {name: _unsupported_reason(name, device) for name in ("mosaic", "triton")}
   usable = [name for name, reason in reasons.items() if reason is None]
   if not usable:
     _log.debug("sbjax: backend 'xla' (%s)", "; ".join(f"{n} {r}" for n, r in reasons.items()))
@@ -100,137 +96,78 @@ def _chosen(device) -> Backend:
       )
     return _XLA
   _log.debug("sbjax: backend %r on %s", usable[0], device.device_kind)
-  return _guarded(_kernels(usable[0]), device.device_kind, has_fp8=(capability or 0) >= 89)
+  return _by_kernels(usable[0], device, falls_back=True)
 
 
-def _guarded(kernels: Backend, chip: str, has_fp8: bool) -> Backend:
-  """The kernels where they can and should compute, the definition elsewhere: same numbers."""
-
-  def choose(kernel, definition, *arrays):
-    if is_explicit():
-      return kernel(*arrays)
-    # What is traced where a GPU is the default device may still be compiled for a CPU.
-    return jax.lax.platform_dependent(*arrays, cuda=kernel, default=definition)
-
-  def guarded(name):
-    kernel, definition = getattr(kernels, name), getattr(_XLA, name)
-
-    def run(*args):
-      reason = _rows_lack(name, args)
-      if any(a.dtype == jnp.float64 for a in jax.tree.leaves(args)):
-        reason = "for at most 32 bits"
-      elif not has_fp8 and any(spec.dtype != INT8 for spec in _specs(args)):
-        reason = f"for int8 alone on {chip}"
-      if reason:
-        _log.debug("sbjax: %s goes to XLA; it has a kernel %s", name, reason)
-        return definition(*args)
-      return choose(kernel, definition, *args)
-
-    return jax.jit(run)  # A model's layers repeat: each size is traced and lowered once.
-
-  @functools.partial(jax.jit, static_argnums=(2, 3))
-  def multiply(lhs, rhs, out_dtype, out_sharding=None, *, bias=None, residual=None):
-    k, n = lhs.values.shape[1], rhs.values.shape[0]
-    options = dict(out_dtype=out_dtype, out_sharding=out_sharding, bias=bias, residual=residual)
-    run = functools.partial(_XLA.scaled_matmul, **options)
-    is_int8 = lhs.values.dtype == INT8
-    if k % 16 or n % 16 or jnp.dtype(out_dtype).itemsize > 4 or not (has_fp8 or is_int8):
-      _log.debug("sbjax: %s x %s goes to XLA, which takes any size and format", n, k)
-      if is_int8:
-        warn_of_inexact_int8()
-      return run(lhs, rhs)
-    return choose(functools.partial(kernels.scaled_matmul, **options), run, lhs, rhs)
-
-  operations = {name: guarded(name) for name in (*_QUANTIZERS, *_ROWS)}
-  return Backend(kernels.name, scaled_matmul=multiply, **operations)
+@functools.cache
+def _by_kernels(name: str, device, falls_back: bool) -> Backend:
+  """The kernels of a backend, and the definition or an error where they do not support operands."""
+  has_fp8 = (compute_capability(device) or 0) >= 89
+  return backend_of(name, _modules(name), has_fp8=has_fp8, falls_back=falls_back)
 
 
-def _specs(args) -> list[Spec]:
-  return [a for a in args if isinstance(a, Spec)]
+def _modules(name: str) -> dict[str, Any]:
+  return {
+    operation: importlib.import_module(f"sbjax.pallas.{getattr(row, name)}")
+    for operation, row in OPERATIONS.items()
+  }
 
 
-def _quantize_transposed(x, spec):
-  return quantize(x.T, spec)
+def backend_of(
+  name: str, kernels: Mapping[str, Any], *, has_fp8: bool = True, falls_back: bool = False
+) -> Backend:
+  """The backend whose operations are the functions of that name in `kernels`, each on its shards.
+
+  Args:
+    kernels: for each operation a module; that of "quantize" also has `absmax` and `cast_scaled`,
+      that of "scaled_matmul" also `accumulate`.
+    has_fp8: whether the device has fp8.
+    falls_back: whether operands that no kernel supports are left to XLA, or an error.
+  """
+  rows = (_operation(op, name, kernels, has_fp8, falls_back) for op in Backend._fields[1:])
+  return Backend(name, *rows)
 
 
-def _quantize_both(x, spec):
-  found = quantize(x, spec)
-  return found, found.T
+def _operation(operation: str, backend: str, kernels, has_fp8: bool, falls_back: bool) -> Callable:
+  kernel = functools.partial(on_shards, operation, kernels)
+  definition = OPERATIONS[operation].definition
+
+  def run(*args, **options):
+    reason = unsupported_reason(operation, has_fp8, args, options)
+    if reason and falls_back:
+      _log.debug("sbjax: %s goes to XLA; the kernel %s", operation, reason)
+      return getattr(_XLA, operation)(*args, **options)
+    if reason:
+      raise NotImplementedError(
+        f"backend={backend!r}: the kernel of {operation} {reason}; backend=None leaves it to XLA."
+      )
+    if is_explicit() or not falls_back:
+      return kernel(*args, **options)
+    arrays, rebuild = arrays_of((args, options))
+
+    def call(function, *arrays):
+      args, options = rebuild(arrays)
+      return function(*args, **options)
+
+    # A program that is traced where a GPU is the default device may still be compiled for a CPU.
+    by_kernel, by_xla = functools.partial(call, kernel), functools.partial(call, definition)
+    return jax.lax.platform_dependent(*arrays, cuda=by_kernel, default=by_xla)
+
+  # A model's layers repeat: each size is traced and lowered once.
+  static = {"static_argnums": 2, "static_argnames": ("out_dtype", "out_sharding")}
+  return jax.jit(run, **(static if operation == "scaled_matmul" else {}))
+
+
+def _scaled_matmul(lhs, rhs, *args, **options):
+  if lhs.values.dtype == INT8:
+    warn_of_inexact_int8()
+  return OPERATIONS["scaled_matmul"].definition(lhs, rhs, *args, **options)
 
 
 _XLA = Backend(
   "xla",
-  quantize,
-  _quantize_transposed,
-  _quantize_both,
-  scaled_matmul,
-  *(getattr(fused_ops, name) for name in _ROWS),
+  **{name: row.definition for name, row in OPERATIONS.items()} | {"scaled_matmul": _scaled_matmul},
 )
-
-
-@functools.cache
-def _kernels(name: str) -> Backend:
-  """Hand-written kernels, each on its shard of what is sharded."""
-  from sbjax.pallas import gelu_triton, norm_triton, quantize_triton
-
-  if name == "mosaic":
-    from sbjax.pallas import scaled_matmul_sm90 as product
-  else:
-    from sbjax.pallas import scaled_matmul_triton as product
-  by_rows = {n: getattr(norm_triton if n.startswith("norm") else gelu_triton, n) for n in _ROWS}
-  return _on_shards(name, product, quantize_triton, by_rows)
-
-
-def _on_shards(name: str, product, quantizers, by_rows: dict[str, Callable]) -> Backend:
-  """A backend of two modules' kernels, and of those for the operations of sbjax.fused_ops."""
-  operations: dict[str, Callable] = {
-    form: functools.partial(shards.quantize, quantizers, form) for form in _QUANTIZERS
-  }
-  operations |= {n: _row_operation(kernel, name, n) for n, kernel in by_rows.items()}
-  operations["quantize_sum"] = _quantize_sum(by_rows["quantize_sum"], operations["quantize"])
-  multiply = functools.partial(shards.scaled_matmul, product)
-  return Backend(name, scaled_matmul=multiply, **operations)
-
-
-def _row_operation(kernel, backend: str, name: str):
-  """The kernel on shards of whole rows; what it cannot do is an error."""
-  splits_rows = not name.startswith("norm")  # Layer norm needs its whole row.
-
-  def run(*args):
-    if reason := _rows_lack(name, args):
-      raise NotImplementedError(
-        f"backend={backend!r} has a kernel of {name} {reason}; backend=None leaves it to XLA."
-      )
-    return shards.by_rows(kernel, getattr(fused_ops, name), *args, splits_rows=splits_rows)
-
-  return run
-
-
-def _quantize_sum(kernel, quantize):
-  """The kernel where it can, else the quantizer and XLA's sum."""
-
-  def run(parts, spec):
-    width = sum(part.shape[1] for part in parts)
-    if spec.scaling != "rowwise" or width > fused_ops.MAX_WIDTH_IN_REGISTERS:
-      return fused_ops.quantize_sum(parts, spec, quantize=quantize)
-    # A shard of each part is no shard of all.
-    return shards.by_rows(kernel, fused_ops.quantize_sum, parts, spec, splits_rows=len(parts) == 1)
-
-  return run
-
-
-def _rows_lack(name: str, args) -> str | None:
-  """Which rows the kernel of that operation takes, if these are not such; else None."""
-  if name not in _ROWS or name == "quantize_sum":
-    return None
-  width = jax.tree.leaves(args)[0].shape[1]
-  specs = [*_specs(args), *(a.spec for a in args if isinstance(a, Quantized))]
-  if not all(spec.is_rowwise for spec in specs):
-    return "for a scale a row, not one for all rows"
-  if width > fused_ops.MAX_WIDTH_IN_REGISTERS:
-    most = fused_ops.MAX_WIDTH_IN_REGISTERS
-    return f"for rows of at most {most:,}, which stay in registers, not {width:,}"
-  return None
 
 
 @functools.cache

@@ -28,7 +28,6 @@ from sbjax.quantized_dot import (
   from_rows,
   named_dot,
   prepared,
-  warn_where_inexact,
 )
 from sbjax.recipes import Recipe, as_recipe
 
@@ -58,7 +57,6 @@ def layer_norm_dense(
       more than 8,192, or the recipe has one scale for all of x.
   """
   recipe = as_recipe(recipe)
-  warn_where_inexact(recipe, backend)
   _check_norm(x, norm)
   w = prepared("w", w, x.shape, recipe, backend)
   check_bias("bias", bias, w)
@@ -97,8 +95,6 @@ def layer_norm_mlp(
   """
   pair = recipe if isinstance(recipe, tuple) else (recipe, recipe)
   recipes = first, second = tuple(as_recipe(one) for one in pair)
-  for one in recipes:
-    warn_where_inexact(one, backend)
   _check_norm(x, norm)
   w1 = prepared("w1", w1, x.shape, first, backend)
   w2 = prepared("w2", w2, (*x.shape[:-1], linear.master_weight(w1).shape[1]), second, backend)

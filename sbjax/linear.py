@@ -123,7 +123,7 @@ def dgrad(ops: Backend, recipe: Recipe, dy, w, dtype, out_sharding):
   dy_spec, w_spec = recipe.dgrad
   dy_q = dy if isinstance(dy, Quantized) else ops.quantize(dy, dy_spec)
   w_q = w.dgrad if isinstance(w, QuantizedWeight) else ops.quantize(w, w_spec)
-  return ops.scaled_matmul(dy_q, w_q, dtype, out_sharding)
+  return ops.scaled_matmul(dy_q, w_q, dtype, out_sharding=out_sharding)
 
 
 def wgrad(ops: Backend, recipe: Recipe, x, dy, w):
@@ -136,7 +136,7 @@ def wgrad(ops: Backend, recipe: Recipe, x, dy, w):
     return split_k_matmul(x, dy, dtype, sharding)
   x_spec, dy_spec = recipe.wgrad
   x_q, dy_q = ops.quantize_transposed(x, x_spec), ops.quantize_transposed(dy, dy_spec)
-  return ops.scaled_matmul(x_q, dy_q, dtype, sharding)
+  return ops.scaled_matmul(x_q, dy_q, dtype, out_sharding=sharding)
 
 
 def gradients(arrays, *recipes: Recipe):

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
+import numpy as np
 from jax.custom_batching import sequential_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, use_abstract_mesh
@@ -23,27 +24,26 @@ Names = tuple[str | None, ...]  # An operand's axes; None for one that is never 
 _KERNEL_CALLS = ("mosaic_gpu_v2", "triton_kernel_call", "triton_kernel_call_ffi")
 
 
-def over_shards(
+def partitioned(
   local: Callable,
   operands: Sequence[jax.Array],
   inputs: Sequence[Names],
   outputs: Sequence[Names],
-  sixteens: str = "",
+  multiple_of_16: Sequence[str] = (),
 ):
   """`local(run, {}, *operands)`, or on a mesh `local(run, split, *shards)` on every device.
 
-  `split` maps the name of an axis to the mesh axes it is split over: what reduces along such an
-  axis must go on over these. Where an axis is split is decided by the operands as they come, the
-  first before the second. One that cannot stay split is gathered: a mesh axis that an earlier name
-  has, a size that does not divide evenly.
+  `split` maps an axis name to the mesh axes that split it; `local` reduces over these. Each axis
+  keeps the sharding of the first operand that names it. Conflicting shardings are gathered, and so
+  are sizes that a mesh axis does not divide.
 
   Args:
-    local: gives a tuple of arrays. It calls each kernel as `run(kernel, *args, **options)`, outside
-      of which are its collectives; arguments are arrays, or hashable.
+    local: returns a tuple of arrays. It calls a kernel as `run(kernel, *args, **options)`, with
+      arrays and hashable values; its collectives are outside of these calls.
     inputs, outputs: the names of the operands' and the results' axes.
-    sixteens: names whose shards must be multiples of 16.
+    multiple_of_16: names whose shards must be multiples of 16.
   """
-  decide = functools.partial(_split, inputs=inputs, sixteens=sixteens)
+  decide = functools.partial(_split, inputs=inputs, multiple_of_16=multiple_of_16)
 
   @sequential_vmap
   def run(*operands):
@@ -72,6 +72,20 @@ def is_explicit() -> bool:
 def is_manual() -> bool:
   """Whether arrays are a device's own here (jax.shard_map)."""
   return AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
+
+
+def arrays_of(tree) -> tuple[list, Callable]:
+  """The arrays of a pytree, and a function that puts others in their place."""
+  leaves, structure = jax.tree.flatten(tree)
+  places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, np.ndarray))]
+
+  def rebuild(arrays):
+    filled = list(leaves)
+    for i, array in zip(places, arrays, strict=True):
+      filled[i] = array
+    return jax.tree.unflatten(structure, filled)
+
+  return [leaves[i] for i in places], rebuild
 
 
 def vary_alike(*arrays):
@@ -155,7 +169,10 @@ def _lowered(kernel, structure, leaves: tuple, device) -> jax.export.Exported:
 
 
 def _split(
-  mesh: Mapping[str, int], operands: Sequence, inputs: Sequence[Names], sixteens: str
+  mesh: Mapping[str, int],
+  operands: Sequence,
+  inputs: Sequence[Names],
+  multiple_of_16: Sequence[str],
 ) -> dict[str, tuple[str, ...]]:
   """Which mesh axes each name is split over."""
   split, taken = {}, set()
@@ -164,7 +181,7 @@ def _split(
       axes = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
       axes = tuple(axis for axis in axes if axis not in taken)
       parts = math.prod(mesh[axis] for axis in axes)
-      fits = size % (parts * (16 if name and name in sixteens else 1)) == 0
+      fits = size % (parts * (16 if name in multiple_of_16 else 1)) == 0
       if name is not None and name not in split and parts > 1 and fits:
         split[name] = axes
         taken.update(axes)

@@ -15,8 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from sbjax import linear
-from sbjax.backends import get_backend, warn_of_inexact_int8
-from sbjax.formats import INT8
+from sbjax.backends import get_backend
 from sbjax.linear import QuantizedWeight
 from sbjax.matmul import check_residual
 from sbjax.partition import is_explicit, vary_alike
@@ -58,7 +57,6 @@ def quantized_dot(
     NotImplementedError: the named backend cannot compute this.
   """
   recipe = as_recipe(recipe)
-  warn_where_inexact(recipe, backend)
   check_floating("x", x)
   w = prepared("w", w, x.shape, recipe, backend)
   check_bias("bias", bias, w)
@@ -109,11 +107,6 @@ def _merged(splits) -> tuple[str, ...]:
 def _unmerged(merged, splits):
   """How axes are split that were one; not at all where a product did not keep their split."""
   return splits if _merged(splits) == merged else [()] * len(splits)
-
-
-def warn_where_inexact(recipe: Recipe, backend: str | None) -> None:
-  if get_backend(backend).name == "xla" and recipe.uses(INT8):
-    warn_of_inexact_int8()
 
 
 def prepared(name: str, w, x_shape, recipe: Recipe, backend: str | None):

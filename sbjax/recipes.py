@@ -50,11 +50,6 @@ class Recipe:
     """Whether the forward pass or the input gradient rounds the weight."""
     return self.fwd is not None or self.dgrad is not None
 
-  def uses(self, dtype) -> bool:
-    """Whether any operand is rounded to `dtype`."""
-    pairs = [pair for pair in (self.fwd, self.dgrad, self.wgrad) if pair is not None]
-    return any(spec.dtype == dtype for pair in pairs for spec in pair)
-
 
 def _check_pair(name: str, pair) -> None:
   if pair is None:

@@ -6,12 +6,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 
-from sbjax import INT8, fused_ops, quantize, scaled_matmul
-from sbjax.backends import _ROWS, Backend, _on_shards
+from sbjax import INT8, scaled_matmul
+from sbjax.backends import backend_of, get_backend
 from sbjax.formats import accumulator_dtype, max_value
+from sbjax.operations import OPERATIONS
 from sbjax.quantize import factor_and_scale
-
-FORMS = ("quantize", "quantize_transposed", "quantize_both")
 
 
 class Product:
@@ -36,32 +35,20 @@ def absmax(x, axis):
   return jnp.max(jnp.abs(x.astype(jnp.float32)), axis=axis, keepdims=True)
 
 
-def cast_scaled(x, absmax, spec, *, transpose=False):
+def cast_scaled(x, absmax, spec):
   limit = max_value(spec.dtype)
   factor, _ = factor_and_scale(absmax, spec)
   y = jnp.clip(x.astype(jnp.float32) * factor, -limit, limit)
-  values = (jnp.round(y) if spec.dtype == INT8 else y).astype(spec.dtype)
-  return (values, values.T) if transpose == "both" else values.T if transpose else values
+  return (jnp.round(y) if spec.dtype == INT8 else y).astype(spec.dtype)
 
 
-def quantize_both(x, spec):
-  return quantize(x, spec), quantize(x, spec).T
+DEFINITIONS = {name: row.definition for name, row in OPERATIONS.items()}
 
 
-QUANTIZERS = types.SimpleNamespace(
-  quantize=quantize,
-  quantize_transposed=lambda x, spec: quantize(x.T, spec),
-  quantize_both=quantize_both,
-  absmax=absmax,
-  cast_scaled=cast_scaled,
-)
-
-
-def on_shards(product):
-  """A backend of these kernels, with the parts of sbjax.backends that give each device its own."""
-  return _on_shards(
-    "mosaic", product, QUANTIZERS, {name: getattr(fused_ops, name) for name in _ROWS}
-  )
+def on_shards(product=None):
+  """A backend of these kernels."""
+  kernels = types.SimpleNamespace(**DEFINITIONS, absmax=absmax, cast_scaled=cast_scaled)
+  return backend_of("mosaic", dict.fromkeys(OPERATIONS, kernels) | {"scaled_matmul": product})
 
 
 def make_mesh(kind=AxisType.Auto):
@@ -74,5 +61,4 @@ def put(mesh, specs, *arrays):
 
 def plain():
   """The same without a mesh."""
-  forms = (getattr(QUANTIZERS, form) for form in FORMS)
-  return Backend("xla", *forms, scaled_matmul, *(getattr(fused_ops, name) for name in _ROWS))
+  return get_backend("xla")

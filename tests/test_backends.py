@@ -2,6 +2,8 @@
 
 import importlib.util
 import logging
+import types
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +24,9 @@ from sbjax import (
   quantized_dot_general,
   scaled_matmul,
 )
-from sbjax.backends import Backend, get_backend
+from sbjax.backends import get_backend
 from sbjax.fused_ops import LayerNormParams
+from sbjax.operations import OPERATIONS
 
 ROWWISE, TENSORWISE = Spec(INT8, "rowwise"), Spec(INT8, "tensorwise")
 
@@ -43,20 +46,23 @@ def installed(monkeypatch):
 
     return run
 
-  def kernels(name):
-    return Backend(name, *(noting(operation) for operation in Backend._fields[1:]))
+  kernels = types.SimpleNamespace(**{operation: noting(operation) for operation in OPERATIONS})
 
   monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in present else None)
   monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
-  monkeypatch.setattr(backends, "_kernels", kernels)
-  backends._chosen.cache_clear()
-  yield type("Installed", (), {"present": present, "calls": calls})
-  backends._chosen.cache_clear()
+  monkeypatch.setattr(backends, "_modules", lambda name: dict.fromkeys(OPERATIONS, kernels))
+  caches = backends._default_backend, backends._by_kernels
+  for cache in caches:
+    cache.cache_clear()
+  yield types.SimpleNamespace(present=present, calls=calls)
+  for cache in caches:
+    cache.cache_clear()
 
 
 def test_xla_is_the_definition():
   backend = get_backend("xla")
-  assert backend.quantize is quantize and backend.scaled_matmul is scaled_matmul
+  assert backend._fields[1:] == tuple(OPERATIONS)
+  assert backend.gelu_quantize is fused_ops.gelu_quantize
 
 
 def test_none_chooses_one_that_exists():
@@ -91,20 +97,17 @@ LONG = jnp.ones((2, 12288))  # 8,192 is the longest.
 @pytest.mark.parametrize(
   ("operation", "args", "reason"),
   [
-    ("gelu_backward", (ONE_SCALE, ROWS, ROWWISE), "a scale a row, not one"),
-    ("gelu_quantize", (ROWS, None, TENSORWISE), "a scale a row, not one"),
+    ("gelu_backward", (ONE_SCALE, ROWS, ROWWISE), "one scale a row, not one"),
+    ("gelu_quantize", (ROWS, None, TENSORWISE), "one scale a row, not one"),
     ("gelu_quantize", (LONG, ROWWISE), "at most 8,192.*not 12,288"),
   ],
 )
 def test_rows_without_a_kernel_are_an_error_by_name_and_else_left_to_xla(
   installed, caplog, operation, args, reason
 ):
-  def kernel(*args):
-    raise AssertionError("It takes no such rows.")
-
-  message = f"'mosaic' .*{operation} .*{reason}.*backend=None"
-  with pytest.raises(NotImplementedError, match=message):
-    backends._row_operation(kernel, "mosaic", operation)(*args)
+  message = f"'mosaic': .*{operation} .*{reason}.*backend=None"
+  with triton_case.chip(90), pytest.raises(NotImplementedError, match=message):
+    getattr(get_backend("mosaic"), operation)(*args)
   with triton_case.chip(90), caplog.at_level("DEBUG", logger="sbjax"):
     found = getattr(get_backend(None), operation)(*args)
   assert f"{operation} goes to XLA" in caplog.text
@@ -112,28 +115,29 @@ def test_rows_without_a_kernel_are_an_error_by_name_and_else_left_to_xla(
   assert installed.calls == []
 
 
-@pytest.mark.parametrize(
-  ("count", "spec", "called"),
-  [(1, ROWWISE, "kernel"), (2, ROWWISE, "kernel"), (3, ROWWISE, "quantize"),
-   (1, TENSORWISE, "quantize")],
-)  # fmt: skip
-def test_a_gradient_that_no_kernel_sums_is_quantized_all_the_same(count, spec, called):
-  def noting(name, operation):
-    return lambda *args: calls.append(name) or operation(*args)
-
-  calls, parts = [], tuple(i + jnp.ones((2, 4096)) for i in range(count))  # 8,192 is the longest.
-  run = backends._quantize_sum(
-    noting("kernel", fused_ops.quantize_sum), noting("quantize", quantize)
-  )
-  jax.tree.map(np.testing.assert_array_equal, run(parts, spec), fused_ops.quantize_sum(parts, spec))
-  assert set(calls) == {called}
+def test_xla_s_own_int8_products_are_warned_of_once_on_a_gpu(monkeypatch):
+  lhs, fp8 = quantize(ROWS, ROWWISE), quantize(ROWS, Spec(E4M3, "rowwise"))
+  backends.warn_of_inexact_int8.cache_clear()
+  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+  multiply = get_backend("xla").scaled_matmul
+  multiply(lhs, lhs, jnp.float32)  # The flag is set in tests/conftest.py.
+  backends.warn_of_inexact_int8.cache_clear()
+  monkeypatch.delenv("XLA_FLAGS")
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    multiply(fp8, fp8, jnp.float32)
+  with pytest.warns(UserWarning, match="twice the sum"):
+    multiply(lhs, lhs, jnp.float32)
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    multiply(lhs, lhs, jnp.float32)
 
 
 def test_doubles_and_formats_that_a_chip_lacks_are_left_to_xla_and_said(installed, caplog):
   e4m3 = Spec(E4M3, "rowwise")
   with triton_case.chip(80), caplog.at_level("DEBUG", logger="sbjax"):
     get_backend(None).quantize(ROWS, e4m3)
-  assert "quantize goes to XLA; it has a kernel for int8 alone" in caplog.text
+  assert "quantize goes to XLA; the kernel takes only int8" in caplog.text
   assert installed.calls == []
 
 
@@ -268,6 +272,6 @@ def test_what_none_gives_to_the_kernels_a_cpu_still_computes(installed):
     return chosen.scaled_matmul(chosen.quantize(x, ROWWISE), w_q_transposed, jnp.float32)
 
   y = on_a_cpu(forward, x, w)
-  assert sorted(installed.calls) == sorted(Backend._fields[1:])
+  assert sorted(installed.calls) == sorted(OPERATIONS)
   expected = scaled_matmul(quantize(x, ROWWISE), quantize(w, TENSORWISE).T, jnp.float32)
   np.testing.assert_array_equal(y, expected)

@@ -15,7 +15,7 @@ from aot import gathered
 from dot_case import INT8_SUMS, Result, assert_close, assert_same, make_case
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from mesh_case import FORMS, QUANTIZERS, Product, make_mesh, on_shards, plain, put
+from mesh_case import DEFINITIONS, Product, make_mesh, on_shards, plain, put
 
 from sbjax import (
   INT8,
@@ -25,9 +25,8 @@ from sbjax import (
   quantize,
   quantized_dot,
   scaled_matmul,
-  shards,
 )
-from sbjax.partition import _split, over_shards
+from sbjax.partition import _split, partitioned
 
 LAYOUTS = {  # name: (x [M, K], w [K, N]) on a mesh of (data 2, fsdp 4)
   "batch": (P(("data", "fsdp")), P()),
@@ -67,7 +66,7 @@ def product_on_shards(mesh, layout, biased, product):
   def run(lhs, rhs, lhs_scale, rhs_scale, *parts):
     given = Quantized(lhs, lhs_scale, lhs_spec), Quantized(rhs, rhs_scale, rhs_spec)
     options = dict(zip(added, parts, strict=True))
-    return shards.scaled_matmul(product, *given, jnp.float32, **options)
+    return on_shards(product).scaled_matmul(*given, jnp.float32, **options)
 
   return arrays, run, np.asarray(scaled_matmul(lhs, rhs, jnp.float32, **added))
 
@@ -94,7 +93,7 @@ def test_a_device_multiplies_its_shards_and_no_activation_is_gathered(kind, layo
 @pytest.mark.parametrize(
   ("form", "scaling"),
   [
-    *itertools.product(FORMS[:2], ["rowwise", "tensorwise"]),
+    *itertools.product(["quantize", "quantize_transposed"], ["rowwise", "tensorwise"]),
     ("quantize_both", "tensorwise"),
   ],
 )
@@ -105,11 +104,11 @@ def test_a_scale_is_that_of_the_whole_array_however_it_is_split(kind, spec, form
   mesh, fmt = make_mesh(kind), Spec(INT8, scaling)
   (split,) = put(mesh, [spec], x)
   with jax.set_mesh(mesh):
-    run = jax.jit(lambda x: shards.quantize(QUANTIZERS, form, x, fmt))
+    run = jax.jit(lambda x: getattr(on_shards(), form)(x, fmt))
     compiled = run.lower(split).compile()
     found = compiled(split)
   # Compiled as well: XLA may round a constant times a number differently when it is not.
-  expected = jax.jit(lambda x: getattr(QUANTIZERS, form)(x, fmt))(x)
+  expected = jax.jit(lambda x: DEFINITIONS[form](x, fmt))(x)
   assert_same(jax.tree.map(np.asarray, found), expected)
   assert "all-gather" not in compiled.as_text()
   values = jax.tree.leaves(found)[0]
@@ -191,7 +190,7 @@ def test_within_shard_map_operands_are_shards_already():
     assert "custom_partitioning" not in str(jax.make_jaxpr(run)(x))
     return jax.jit(run)(*put(mesh, [specs], x))
 
-  ours = mapped(functools.partial(shards.quantize, QUANTIZERS, "quantize"))
+  ours = mapped(on_shards().quantize)
   assert_same(ours, mapped(quantize))
   assert len(np.unique(ours[1])) > 1  # Each shard has a scale of its own.
 
@@ -202,8 +201,8 @@ def test_vmap_is_one_call_after_another():
   product, w = Product(), operands(16, 48, "rowwise", seed=1)
 
   def run(x):
-    q = shards.quantize(QUANTIZERS, "quantize", x, spec)
-    return shards.scaled_matmul(product, q, w, jnp.float32)
+    backend = on_shards(product)
+    return backend.scaled_matmul(backend.quantize(x, spec), w, jnp.float32)
 
   expected = [scaled_matmul(quantize(a, spec), w, jnp.float32) for a in x]
   np.testing.assert_array_equal(jax.jit(jax.vmap(run))(x), jnp.stack(expected))
@@ -215,8 +214,7 @@ def test_k_that_does_not_split_into_sixteens_is_gathered():
   lhs, rhs = operands(64, 80, "rowwise"), operands(48, 80, "tensorwise")
   arrays = put(mesh, (P("data", "fsdp"), P()), lhs.values, rhs.values)
   run = jax.jit(
-    lambda a, b: shards.scaled_matmul(
-      product,
+    lambda a, b: on_shards(product).scaled_matmul(
       Quantized(a, lhs.scale, lhs.spec),
       Quantized(b, rhs.scale, rhs.spec),
       jnp.float32,
@@ -229,8 +227,8 @@ def test_k_that_does_not_split_into_sixteens_is_gathered():
 def test_an_axis_is_split_where_the_first_operand_has_it_and_its_size_allows():
   mesh, names = {"data": 2, "fsdp": 4}, [("m", "k"), ("n", "k")]
 
-  def split(*operands, sixteens=""):
-    return _split(mesh, operands, names, sixteens)
+  def split(*operands, multiple_of_16=()):
+    return _split(mesh, operands, names, multiple_of_16)
 
   assert split(((8, 8), P("data", "fsdp")), ((8, 8), P())) == {"m": ("data",), "k": ("fsdp",)}
   # A mesh axis serves one name, the first that has it.
@@ -242,10 +240,10 @@ def test_an_axis_is_split_where_the_first_operand_has_it_and_its_size_allows():
   assert split(((8, 8), P()), ((8, 8), P(None, "data"))) == {"k": ("data",)}
   # A size that does not divide, or not into sixteens.
   assert split(((6, 8), P("fsdp")), ((8, 8), P())) == {}
-  assert split(((8, 48), P(None, "data")), ((8, 48), P()), sixteens="k") == {}
-  assert split(((8, 64), P(None, "data")), ((8, 64), P()), sixteens="k") == {"k": ("data",)}
+  assert split(((8, 48), P(None, "data")), ((8, 48), P()), multiple_of_16=["k"]) == {}
+  assert split(((8, 64), P(None, "data")), ((8, 64), P()), multiple_of_16=["k"]) == {"k": ("data",)}
   # An axis of one device splits nothing.
-  assert _split({"data": 1}, [((8, 8), P("data"))], [("m", "k")], "") == {}
+  assert _split({"data": 1}, [((8, 8), P("data"))], [("m", "k")], ()) == {}
 
 
 def test_an_axis_without_a_name_is_never_split():
@@ -257,7 +255,7 @@ def test_an_axis_without_a_name_is_never_split():
     seen.append((split, x.shape))
     return (jnp.sum(x, axis=1),)
 
-  (y,) = jax.jit(lambda x: over_shards(local, [x], [("m", None)], [("m",)]))(x)
+  (y,) = jax.jit(lambda x: partitioned(local, [x], [("m", None)], [("m",)]))(x)
   np.testing.assert_array_equal(y, jnp.sum(np.asarray(x), axis=1))
   assert ({"m": ("data",)}, (4, 8)) in seen
 
@@ -275,7 +273,7 @@ def test_layers_share_a_kernel_that_is_lowered_once():
   @functools.partial(jax.jit, static_argnums=1)
   def model(x, layers):
     for _ in range(layers):
-      (x,) = over_shards(local, [x], [("m", "k")], [("m", "k")])
+      (x,) = partitioned(local, [x], [("m", "k")], [("m", "k")])
     return x
 
   (x,) = put(mesh, [P("data", "fsdp")], np.ones((8, 8), np.float32))

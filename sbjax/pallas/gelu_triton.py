@@ -20,6 +20,8 @@ import triton.language as tl
 
 from sbjax import fused_ops
 from sbjax.formats import max_value
+from sbjax.fused_ops import MAX_WIDTH_IN_REGISTERS
+from sbjax.pallas.quantize_triton import quantize
 from sbjax.pallas.rounding_triton import (
   Config,
   check_rows,
@@ -152,6 +154,8 @@ def quantize_sum(
   Raises:
     NotImplementedError: as gelu_quantize.
   """
+  if not spec.is_rowwise or sum(part.shape[1] for part in parts) > MAX_WIDTH_IN_REGISTERS:
+    return fused_ops.quantize_sum(parts, spec, quantize=quantize)
   if len(parts) not in (1, 3):
     parts = (jnp.concatenate(parts, axis=1),)
   ((m, width),) = {part.shape for part in parts}
