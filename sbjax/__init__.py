@@ -1,5 +1,6 @@
 """sbjax: 8-bit training of vision-language models in JAX."""
 
+from sbjax.dot_general import quantized_dot_general
 from sbjax.formats import E4M3, E5M2, INT8
 from sbjax.fsdp import gather, gather_weight
 from sbjax.fused import layer_norm_dense, layer_norm_mlp
@@ -8,7 +9,7 @@ from sbjax.layers import LayerNormDense, LayerNormMLP, LayerScale, SwitchBackDen
 from sbjax.linear import QuantizedWeight, quantize_weight
 from sbjax.matmul import scaled_matmul
 from sbjax.quantize import Quantized, Spec, dequantize, quantize
-from sbjax.quantized_dot import quantized_dot, quantized_dot_general
+from sbjax.quantized_dot import quantized_dot
 from sbjax.recipes import RECIPES, Recipe, RecipeRules
 from sbjax.stable_adamw import scale_by_stable_adam, stable_adamw
 

@@ -5,7 +5,6 @@ layer, each with its own quantization (Wortsman et al. 2023, https://arxiv.org/a
 Algorithm 1 and its variants).
 """
 
-import dataclasses
 import functools
 import math
 
@@ -69,15 +68,15 @@ def quantized_dot(
 
 def as_rows(x: jax.Array) -> jax.Array:
   """x [..., K] as [rows, K]."""
-  *lead, last = _splits(x)
-  return _reshape(x, (math.prod(x.shape[:-1]), x.shape[-1]), [_merged(lead), last])
+  *lead, last = splits_of(x)
+  return reshape(x, (math.prod(x.shape[:-1]), x.shape[-1]), [merge_splits(lead), last])
 
 
 def from_rows(y: jax.Array, x: jax.Array) -> jax.Array:
   """y [rows, N] as [..., N] with the leading axes of x."""
-  rows, columns = _splits(y)
-  splits = [*_unmerged(rows, _splits(x)[:-1]), columns]
-  return _reshape(y, (*x.shape[:-1], y.shape[1]), splits)
+  rows, columns = splits_of(y)
+  splits = [*unmerge_splits(rows, splits_of(x)[:-1]), columns]
+  return reshape(y, (*x.shape[:-1], y.shape[1]), splits)
 
 
 def named_dot(y: jax.Array, x: jax.Array) -> jax.Array:
@@ -85,28 +84,30 @@ def named_dot(y: jax.Array, x: jax.Array) -> jax.Array:
   return checkpoint_name(from_rows(y, x), DOT_NAME)
 
 
-# In JAX's explicit mode a reshape has to say how its result is split. Axes that become one are
-# split as all of them were; nothing moves if only the first was.
+# In JAX's explicit mode a reshape states the sharding of its result. Merged axes have all the mesh
+# axes of their parts; nothing moves if only the first part was split.
 
 
-def _reshape(x: jax.Array, shape, splits) -> jax.Array:
+def reshape(x: jax.Array, shape, splits) -> jax.Array:
+  """x reshaped; in explicit mode `splits` are the mesh axes of each new axis."""
   return jax.lax.reshape(x, shape, out_sharding=P(*splits)) if is_explicit() else x.reshape(shape)
 
 
-def _splits(x: jax.Array) -> list[tuple[str, ...]]:
-  """For each axis, the mesh axes that its type says it is split over."""
+def splits_of(x: jax.Array) -> list[tuple[str, ...]]:
+  """The mesh axes that split each axis of x, by its type."""
   spec = jax.typeof(x).sharding.spec
   entries = [*spec, *[None] * (x.ndim - len(spec))]
   return [entry if isinstance(entry, tuple) else (entry,) if entry else () for entry in entries]
 
 
-def _merged(splits) -> tuple[str, ...]:
+def merge_splits(splits) -> tuple[str, ...]:
+  """The mesh axes of axes that become one."""
   return tuple(name for split in splits for name in split)
 
 
-def _unmerged(merged, splits):
-  """How axes are split that were one; not at all where a product did not keep their split."""
-  return splits if _merged(splits) == merged else [()] * len(splits)
+def unmerge_splits(merged, splits):
+  """The mesh axes of axes that were one; none where a product did not keep them."""
+  return splits if merge_splits(splits) == merged else [()] * len(splits)
 
 
 def prepared(name: str, w, x_shape, recipe: Recipe, backend: str | None):
@@ -192,77 +193,3 @@ def _dot_bwd(recipe, backend, dtype, residual_sharding, saved, dy):
 
 
 _dot.defvjp(_dot_fwd, _dot_bwd)
-
-
-def quantized_dot_general(recipe: Recipe | str, *, backend: str | None = None) -> "DotGeneral":
-  """A `dot_general=` for Flax layers: `nn.Dense(features, dot_general=quantized_dot_general(r))`.
-
-  Serves linen's Dense, DenseGeneral and MultiHeadDotProductAttention (`qkv_dot_general`,
-  `out_dot_general`) and nnx's Linear, LinearGeneral and MultiHeadAttention. Several contracted
-  axes count as one, batch axes as separate products with scales of their own. These layers cast
-  their kernel to the compute dtype before they multiply; SwitchBackDense and SwitchBackLinear
-  do not, and get the weight gradient in float32.
-  """
-  return DotGeneral(as_recipe(recipe), backend)
-
-
-@dataclasses.dataclass(frozen=True)
-class DotGeneral:
-  """What `quantized_dot_general` gives: a function that is compared, hashed and pickled by value.
-
-  Called as `jax.lax.dot_general`.
-  """
-
-  recipe: Recipe
-  backend: str | None
-
-  def __post_init__(self):
-    get_backend(self.backend)  # An error belongs here rather than in a layer.
-
-  def __call__(
-    self,
-    lhs,
-    rhs,
-    dimension_numbers,
-    precision=None,
-    preferred_element_type=None,
-    out_sharding=None,
-  ):
-    if precision is not None:
-      raise ValueError(
-        f"{precision=} cannot be honoured by a quantized product; leave it None, and set"
-        " jax.default_matmul_precision for the matmuls that a recipe leaves in full."
-      )
-    (lhs_k, rhs_k), (lhs_b, rhs_b) = dimension_numbers
-    if [lhs.shape[a] for a in lhs_k] != [rhs.shape[a] for a in rhs_k]:
-      raise ValueError(
-        f"The contracted axes {lhs_k} of {lhs.shape} and {rhs_k} of {rhs.shape} must agree in K."
-      )
-    if preferred_element_type is not None:
-      # Widened first, not last: x is quantized to the same bits, and y is cast once.
-      wider = jnp.dtype(preferred_element_type).itemsize > lhs.dtype.itemsize
-      lhs = lhs.astype(preferred_element_type) if wider else lhs
-    lhs_free = [a for a in range(lhs.ndim) if a not in (*lhs_k, *lhs_b)]
-    rhs_free = [a for a in range(rhs.ndim) if a not in (*rhs_k, *rhs_b)]
-    batch = [lhs.shape[a] for a in lhs_b]
-    free = [*(lhs.shape[a] for a in lhs_free), *(rhs.shape[a] for a in rhs_free)]
-    x, w = _grouped(lhs, lhs_b, lhs_free, lhs_k), _grouped(rhs, rhs_b, rhs_k, rhs_free)
-    dot = functools.partial(quantized_dot, recipe=self.recipe, backend=self.backend)
-    for _ in batch:
-      dot = jax.vmap(dot)
-    y = dot(x, w)
-    *splits, rows, columns = _splits(y)
-    for merged, array, axes in ((rows, lhs, lhs_free), (columns, rhs, rhs_free)):
-      splits += _unmerged(merged, [_splits(array)[a] for a in axes])
-    y = _reshape(y, (*batch, *free), splits)
-    if preferred_element_type is not None:
-      y = y.astype(preferred_element_type)
-    return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
-
-
-def _grouped(x: jax.Array, batch, *groups) -> jax.Array:
-  """x with its batch axes first, then each group of axes as one."""
-  axes, splits = [*batch, *(a for group in groups for a in group)], _splits(x)
-  shape = [x.shape[a] for a in batch] + [math.prod(x.shape[a] for a in g) for g in groups]
-  of_groups = [_merged(splits[a] for a in group) for group in groups]
-  return _reshape(x.transpose(axes), shape, [splits[a] for a in batch] + of_groups)

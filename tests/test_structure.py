@@ -20,7 +20,7 @@ ORDER = [
   ["sbjax.backends"],
   ["sbjax.linear"],
   ["sbjax.quantized_dot", "sbjax.fsdp"],
-  ["sbjax.fused"],
+  ["sbjax.fused", "sbjax.dot_general"],
   ["sbjax.layers"],
   ["sbjax.stable_adamw"],
   ["sbjax.models"],

@@ -1,0 +1,86 @@
+"""`quantized_dot` for layers that take a `dot_general=`: Flax's, linen and nnx."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+from sbjax.backends import get_backend
+from sbjax.quantized_dot import merge_splits, quantized_dot, reshape, splits_of, unmerge_splits
+from sbjax.recipes import Recipe, as_recipe
+
+
+def quantized_dot_general(recipe: Recipe | str, *, backend: str | None = None) -> "DotGeneral":
+  """A `dot_general=` for Flax layers: `nn.Dense(features, dot_general=quantized_dot_general(r))`.
+
+  Serves linen's Dense, DenseGeneral and MultiHeadDotProductAttention (`qkv_dot_general`,
+  `out_dot_general`) and nnx's Linear, LinearGeneral and MultiHeadAttention. Several contracted
+  axes count as one, batch axes as separate products with scales of their own. These layers cast
+  their kernel to the compute dtype before they multiply; SwitchBackDense and SwitchBackLinear
+  do not, and get the weight gradient in float32.
+  """
+  return DotGeneral(as_recipe(recipe), backend)
+
+
+@dataclasses.dataclass(frozen=True)
+class DotGeneral:
+  """What `quantized_dot_general` gives: a function that is compared, hashed and pickled by value.
+
+  Called as `jax.lax.dot_general`.
+  """
+
+  recipe: Recipe
+  backend: str | None
+
+  def __post_init__(self):
+    get_backend(self.backend)  # An error belongs here rather than in a layer.
+
+  def __call__(
+    self,
+    lhs,
+    rhs,
+    dimension_numbers,
+    precision=None,
+    preferred_element_type=None,
+    out_sharding=None,
+  ):
+    if precision is not None:
+      raise ValueError(
+        f"{precision=} cannot be honoured by a quantized product; leave it None, and set"
+        " jax.default_matmul_precision for the matmuls that a recipe leaves in full."
+      )
+    (lhs_k, rhs_k), (lhs_b, rhs_b) = dimension_numbers
+    if [lhs.shape[a] for a in lhs_k] != [rhs.shape[a] for a in rhs_k]:
+      raise ValueError(
+        f"The contracted axes {lhs_k} of {lhs.shape} and {rhs_k} of {rhs.shape} must agree in K."
+      )
+    if preferred_element_type is not None:
+      # Widened first, not last: x is quantized to the same bits, and y is cast once.
+      wider = jnp.dtype(preferred_element_type).itemsize > lhs.dtype.itemsize
+      lhs = lhs.astype(preferred_element_type) if wider else lhs
+    lhs_free = [a for a in range(lhs.ndim) if a not in (*lhs_k, *lhs_b)]
+    rhs_free = [a for a in range(rhs.ndim) if a not in (*rhs_k, *rhs_b)]
+    batch = [lhs.shape[a] for a in lhs_b]
+    free = [*(lhs.shape[a] for a in lhs_free), *(rhs.shape[a] for a in rhs_free)]
+    x, w = _grouped(lhs, lhs_b, lhs_free, lhs_k), _grouped(rhs, rhs_b, rhs_k, rhs_free)
+    dot = functools.partial(quantized_dot, recipe=self.recipe, backend=self.backend)
+    for _ in batch:
+      dot = jax.vmap(dot)
+    y = dot(x, w)
+    *splits, rows, columns = splits_of(y)
+    for merged, array, axes in ((rows, lhs, lhs_free), (columns, rhs, rhs_free)):
+      splits += unmerge_splits(merged, [splits_of(array)[a] for a in axes])
+    y = reshape(y, (*batch, *free), splits)
+    if preferred_element_type is not None:
+      y = y.astype(preferred_element_type)
+    return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
+
+
+def _grouped(x: jax.Array, batch, *groups) -> jax.Array:
+  """x with its batch axes first, then each group of axes as one."""
+  axes, splits = [*batch, *(a for group in groups for a in group)], splits_of(x)
+  shape = [x.shape[a] for a in batch] + [math.prod(x.shape[a] for a in g) for g in groups]
+  of_groups = [merge_splits(splits[a] for a in group) for group in groups]
+  return reshape(x.transpose(axes), shape, [splits[a] for a in batch] + of_groups)
