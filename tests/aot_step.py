@@ -8,8 +8,7 @@ import optax
 import pytest
 
 from benchmarks.scaling import moved
-from sbjax.models import CLIP, SIZES
-from sbjax.recipes import SWITCHBACK
+from sbjax.models import CLIP, SIZES, BlockOptions
 from train.config import OptimizerConfig
 from train.loss import LOSSES
 from train.optimizer import make_optimizer
@@ -43,7 +42,8 @@ def steps(mesh_for) -> dict:
 def _model(layers: int) -> CLIP:
   vision = dataclasses.replace(SIZE.vision, layers=layers)
   text = dataclasses.replace(SIZE.text, layers=layers)
-  return CLIP(dataclasses.replace(SIZE, vision=vision, text=text), recipe=SWITCHBACK, unroll=0)
+  size = dataclasses.replace(SIZE, vision=vision, text=text)
+  return CLIP(size, BlockOptions(recipe="switchback", unroll=0))
 
 
 def _hlo(mesh_for, sizes, layers: int, *, compiled: bool) -> str:

@@ -8,6 +8,7 @@ import pytest
 
 from sbjax.models.clip import CLIP
 from sbjax.models.sizes import SIZES, TextConfig, VisionConfig
+from sbjax.models.transformer import BlockOptions
 from sbjax.quantized_dot import quantized_dot
 from sbjax.recipes import FP8_TENSORWISE, FULL, SWITCHBACK
 from train import evaluate as evaluation
@@ -163,7 +164,7 @@ def in_batches(examples, size):
 
 @pytest.fixture(scope="module")
 def model():
-  return CLIP(CONFIG, recipe=SWITCHBACK, dtype=jnp.float32)
+  return CLIP(CONFIG, BlockOptions(recipe="switchback", dtype=jnp.float32))
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from benchmarks.scaling import moved
 from sbjax import Quantized, Spec
 from sbjax.models.clip import CLIP
 from sbjax.models.sizes import SIZES
-from sbjax.recipes import SWITCHBACK
+from sbjax.models.transformer import BlockOptions
 from train.config import MeshConfig, OptimizerConfig
 from train.loss import LOSSES
 from train.optimizer import make_optimizer
@@ -28,9 +28,9 @@ from train.step import make_init, make_train_step
 @pytest.fixture(scope="module", params=[True, False], ids=["scan", "unrolled"])
 def state(request):
   """Shapes of the state of a tiny CLIP with all that is optional."""
-  model = CLIP(SIZES["tiny"], scan=request.param, zero_init_layer_scale=True, qk_norm=True)
+  options = BlockOptions(scan=request.param, zero_init_layer_scale=True, qk_norm=True)
   optimizer, _ = make_optimizer(OptimizerConfig(warmup_steps=1), 10)
-  return jax.eval_shape(make_init(model, optimizer, 0))
+  return jax.eval_shape(make_init(CLIP(SIZES["tiny"], options), optimizer, 0))
 
 
 def specs(tree):
@@ -117,8 +117,9 @@ def test_a_step_gathers_kernels_in_int8_and_no_activation(accumulate, by):
   size = dataclasses.replace(size, embed_dim=embed_dim, vision=vision, text=text)
   mesh = make_mesh(MeshConfig(data=2, fsdp=4))
   split = batch_sharding(mesh)
-  held = {"activation_sharding": split} if by == "jit" else {}
-  model = CLIP(size, recipe=SWITCHBACK, dtype=jnp.float32, **held)
+  placed = split if by == "jit" else None
+  options = BlockOptions(recipe="switchback", dtype=jnp.float32, activation_sharding=placed)
+  model = CLIP(size, options)
   on = mesh if by == "shard_map" else None
   optimizer, _ = make_optimizer(OptimizerConfig(warmup_steps=1), 10)
   with jax.numpy_dtype_promotion("standard"):  # optax mixes integer steps with floating rates.

@@ -13,6 +13,7 @@ from benchmarks.step import draw
 from sbjax import LayerNormParams, layer_norm_mlp, quantized_dot
 from sbjax.models.clip import CLIP
 from sbjax.models.sizes import SIZES
+from sbjax.models.transformer import BlockOptions
 from train.config import MeshConfig, OptimizerConfig
 from train.loss import LOSSES
 from train.optimizer import make_optimizer
@@ -33,8 +34,8 @@ def losses(mesh_config: MeshConfig | None, by: str) -> list[float]:
   size = dataclasses.replace(size, vision=vision, text=dataclasses.replace(size.text, layers=2))
   optimizer, _ = make_optimizer(OptimizerConfig(warmup_steps=1), 10)
   mesh = mesh_config and make_mesh(mesh_config)
-  held = {"activation_sharding": batch_sharding(mesh)} if mesh and by == "jit" else {}
-  model = CLIP(size, unroll=0, **held)
+  placed = batch_sharding(mesh) if mesh and by == "jit" else None
+  model = CLIP(size, BlockOptions(unroll=0, activation_sharding=placed))
   init, make_batch = make_init(model, optimizer, 0), functools.partial(draw, size, 256)
   step = make_train_step(
     model, optimizer, LOSSES["softmax"], 0, mesh=mesh if by == "shard_map" else None

@@ -18,14 +18,13 @@ class ModelConfig:
   # A key of sbjax.RECIPES, or rules by the path of a linear: "*/fc1=full, *=switchback".
   recipe: str = "switchback"
   backend: str = ""  # "xla", "mosaic", "triton"; "" chooses
-  fused: bool = True  # layer norms and GELUs with the matmuls beside them; False is plain Flax
   dtype: str = "bfloat16"  # compute dtype; parameters are float32
   zero_init_layer_scale: bool = False
   qk_norm: bool = False
   patch_dropout: float = 0.0  # fraction of patches dropped in training
   scan: bool = True  # one compiled block, scanned over the layers
   unroll: int = 1  # layers of a scan compiled in a piece; 0: all, faster on a GPU
-  remat: str = "none"  # "none", "full", or a key of sbjax.models.transformer.REMAT_POLICIES
+  remat: str = "none"  # "none", "block", or a key of sbjax.models.transformer.REMAT_POLICIES
 
 
 @dataclasses.dataclass(kw_only=True)

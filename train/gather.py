@@ -14,7 +14,6 @@ from sbjax.fsdp import gather, gather_weight
 from sbjax.linear import QuantizedWeight
 from sbjax.models.clip import CLIP
 from sbjax.models.transformer import BLOCK_LINEARS
-from sbjax.recipes import recipe_at
 from train.sharding import BATCH_AXES, parameter_axes
 
 
@@ -30,7 +29,7 @@ def gather_parameters(
     gradient_dtype: in which devices add up the gradients of the blocks' kernels; others are
       summed in float32.
   """
-  gathered, quantized = {}, {}
+  options, gathered, quantized = model.options, {}, {}
   for path, x in flatten_dict(params).items():
     axes = parameter_axes("/".join(path))
     split = "fsdp" if "fsdp" in axes and mesh.shape["fsdp"] > 1 else None
@@ -41,9 +40,9 @@ def gather_parameters(
       continue
     # One sum for a stack of layers: two H200s sum 400 MB at 281 GB/s and 17 MB at 120.
     x = gather(x, None, reduce_axes=others, gradient_dtype=gradient_dtype)
-    recipe = recipe_at(model.recipe, "/".join(path[:-1]))
-    options = {"dtype": model.dtype, "gradient_dtype": gradient_dtype, "backend": model.backend}
-    kernels = [gather_weight(w, recipe, split, **options) for w in (x if x.ndim == 3 else [x])]
+    recipe = options.recipe_at("/".join(path[:-1]))
+    how = {"dtype": options.dtype, "gradient_dtype": gradient_dtype, "backend": options.backend}
+    kernels = [gather_weight(w, recipe, split, **how) for w in (x if x.ndim == 3 else [x])]
     kernel = jax.tree.map(lambda *a: jnp.stack(a), *kernels) if x.ndim == 3 else kernels[0]
     if isinstance(kernel, QuantizedWeight):
       gathered[path], quantized[path] = kernel.master, (kernel.fwd, kernel.dgrad)

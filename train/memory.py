@@ -83,9 +83,9 @@ def asked_bytes(text: str) -> int | None:
 
 def _for_activations(run: Run) -> list[str]:
   config, choices = run.config, []
-  if config.model.remat != "full":
+  if config.model.remat != "block":
     choices.append(
-      f"--config.model.remat=full: a block keeps its input only, and computes the rest again (now"
+      f"--config.model.remat=block: a block keeps its input only, and computes the rest again (now"
       f" {config.model.remat})"
     )
   if more := _next_accumulate(config, run.mesh.size):

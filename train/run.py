@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.experimental import multihost_utils
 
-from sbjax.backends import get_backend
 from sbjax.models.clip import CLIP
 from sbjax.models.sizes import SIZES, CLIPConfig
-from sbjax.recipes import parse_recipe
+from sbjax.models.transformer import BlockOptions
 from train import data
 from train.checkpoint import Checkpointer
 from train.config import Config, ModelConfig
@@ -62,7 +60,7 @@ def make_run(config: Config, workdir: Path) -> Run:
     ValueError, RunError: a value of the config that cannot be, or data that is not there.
   """
   config.check()
-  parse_recipe(config.model.recipe)  # Before the data, which takes longer to be wrong.
+  block_options(config.model)  # Before the data, which takes longer to be wrong.
   if config.loss not in LOSSES:
     raise ValueError(f"loss={config.loss!r} is none of {', '.join(LOSSES)}.")
   mesh = make_mesh(config.mesh)
@@ -111,22 +109,19 @@ def make_model(config: ModelConfig, tokenizer: Tokenizer, *, siglip: bool) -> CL
     vocab_size=tokenizer.vocab_size,
     eot_id=tokenizer.eot_id,
   )
-  backend = config.backend or None
-  get_backend(backend)
   return CLIP(
     CLIPConfig(size.embed_dim, vision, text),
-    recipe=parse_recipe(config.recipe),
-    backend=backend,
-    fused=config.fused,
-    dtype=jnp.dtype(config.dtype),
-    zero_init_layer_scale=config.zero_init_layer_scale,
-    qk_norm=config.qk_norm,
+    block_options(config),
     patch_dropout=config.patch_dropout,
-    scan=config.scan,
-    unroll=config.unroll,
-    remat=config.remat,
     **({"init_logit_scale": 10.0, "init_logit_bias": -10.0} if siglip else {}),
   )
+
+
+def block_options(config: ModelConfig) -> BlockOptions:
+  """The fields that a ModelConfig shares with BlockOptions, by name; a backend "" is None."""
+  values = dataclasses.asdict(config) | {"backend": config.backend or None}
+  fields = dataclasses.fields(BlockOptions)
+  return BlockOptions(**{f.name: values[f.name] for f in fields if f.name in values})
 
 
 def check_continues(config: Config, workdir: Path) -> None:

@@ -1,5 +1,6 @@
 """One training step: loss over the global batch, gradients, update, and what to watch."""
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -32,12 +33,13 @@ def make_init(model: CLIP, optimizer: optax.GradientTransformation, seed: int):
     vision, text = model.config.vision, model.config.text
     # Stacked, layers are drawn at once, which compiles faster; and a run starts from the same
     # parameters with and without scan.
-    params = model.clone(scan=True, unroll=1).init(
+    options = dataclasses.replace(model.options, scan=True, unroll=1, recipe="full")
+    params = model.clone(options=options).init(
       jax.random.key(seed),
       jnp.zeros((1, vision.image_size, vision.image_size, 3), jnp.float32),
       jnp.zeros((1, text.context_length), jnp.int32),
     )["params"]
-    params = params if model.scan else unstack_blocks(params)
+    params = params if model.options.scan else unstack_blocks(params)
     return TrainState(jnp.zeros([], jnp.int32), params, optimizer.init(params))
 
   return init
@@ -119,7 +121,8 @@ def _differentiate(model, loss, accumulate, mesh, gradient_dtype, params, batch,
 
   def loss_of(params):
     if mesh is None:
-      quantized = quantize_weights(params, model.recipe, backend=model.backend)
+      options = model.options
+      quantized = quantize_weights(params, options.recipe, backend=options.backend)
       variables = {"params": params, "quantized": quantized}
     else:
       variables = gather_parameters(model, params, mesh, gradient_dtype)
