@@ -272,11 +272,11 @@ def train_step(size: str, batch_size: int, remat: str, rounds: int = 3) -> dict:
   optimizer, _ = make_optimizer(OptimizerConfig(), steps=20_000)
   batch, state, compiled, found, failed = step.draw(config, batch_size), None, {}, {}, {}
   for name in STEPPERS:
-    model = step.model_of(name, config, remat)
+    task = step.task_of(name, config, remat)
     try:
       if state is None:
-        state = jax.jit(make_init(model, optimizer, seed=0))()
-      compiled[name], found[name] = step.compiled(model, optimizer, state, batch)
+        state = jax.jit(make_init(task, optimizer, seed=0))()
+      compiled[name], found[name] = step.compiled(task, optimizer, state, batch)
     except Exception as error:
       if is_out_of_memory(error):
         raise

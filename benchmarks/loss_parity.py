@@ -60,16 +60,13 @@ def run_of(config: Config, variant: str, workdir: Path) -> Run:
     raise ValueError(f"variant {variant!r} must be a recipe, or a recipe and 'unfused'.")
   model = dataclasses.replace(config.model, recipe=recipe)
   run = make_run(dataclasses.replace(config, model=model), workdir)
-  return run._replace(model=run.model.clone(block=FlaxBlock)) if how else run
+  task = run.task._replace(model=run.task.model.clone(block=FlaxBlock))
+  return run._replace(task=task) if how else run
 
 
 def draw(run: Run) -> list:
   """The batches of all steps, in the memory of this machine."""
-  vision, text = run.model.config.vision, run.model.config.text
-  iterator = data.train_iterator(
-    run.config, run.builder, run.tokenizer,
-    image_size=vision.image_size, context_length=text.context_length,
-  )  # fmt: skip
+  iterator = data.train_iterator(run.config, run.builder, run.tokenizer, **run.task.example_sizes)
   return [next(iterator) for _ in range(_STEPS.value)]
 
 
@@ -101,7 +98,7 @@ def measure(run: Run, variant: str, batches: list, states: dict) -> dict:
     "size": config.model.size,
     "dtype": config.model.dtype,
     "batch_size": config.batch_size,
-    "image_size": run.model.config.vision.image_size,
+    "image_size": run.task.example_sizes["image_size"],
     "patch_dropout": config.model.patch_dropout,
     "learning_rate": config.optimizer.learning_rate,
     "warmup_steps": config.optimizer.warmup_steps,

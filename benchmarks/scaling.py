@@ -191,22 +191,22 @@ def measure(case: Case) -> None:
   from sbjax.models.transformer import Block, BlockOptions
   from train.config import MeshConfig, OptimizerConfig
   from train.flops import BF16_PEAK, model_flops
-  from train.loss import LOSSES
   from train.optimizer import make_optimizer
   from train.sharding import batch_sharding, make_mesh, replicated, state_shardings
   from train.step import make_init, make_train_step
+  from train.task import CLIPTask
 
   config, batch_size = SIZES[case.size], case.batch_size * case.devices
   mesh = make_mesh(MeshConfig(data=case.data, fsdp=case.fsdp))
   options = BlockOptions(recipe=case.recipe, remat=case.remat, unroll=0)
-  model = CLIP(config, options, block=Block if case.fused else FlaxBlock)
+  task = CLIPTask(CLIP(config, options, block=Block if case.fused else FlaxBlock))
   optimizer, _ = make_optimizer(OptimizerConfig(), steps=20_000)
-  init = make_init(model, optimizer, seed=0)
+  init = make_init(task, optimizer, seed=0)
   state = jax.eval_shape(init)
   shardings, rows = state_shardings(state, state.params, mesh), batch_sharding(mesh)
   make_batch = jax.jit(lambda: draw(config, batch_size), out_shardings=rows)
   dtype = jax.numpy.dtype(case.gradient_dtype)
-  step = make_train_step(model, optimizer, LOSSES["softmax"], 0, mesh=mesh, gradient_dtype=dtype)
+  step = make_train_step(task, optimizer, 0, mesh=mesh, gradient_dtype=dtype)
   step = jax.jit(
     step,
     in_shardings=(shardings, rows),

@@ -94,8 +94,8 @@ def test_a_step_is_measured_on_a_cpu(monkeypatch):
 
 
 def test_a_contender_of_the_step_that_does_not_compile_leaves_the_others(monkeypatch):
-  def compiled(model, *_):
-    if model.block is Block:
+  def compiled(task, *_):
+    if task.model.block is Block:
       raise NotImplementedError("no kernel")
     return "step", {"compile_seconds": 1.0, "peak_gigabytes": 1.0}
 

@@ -14,12 +14,13 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.flax_block import FlaxBlock
 from sbjax import RECIPES, LayerNormParams, RecipeRules, layer_norm_mlp, quantized_dot
-from sbjax.models.transformer import Block, quantize_weights
+from sbjax.models.transformer import Block, BlockOptions, quantize_weights
 from sbjax.recipes import parse_recipe
 from train.config import MeshConfig
 from train.gather import gather_parameters
 from train.sharding import make_mesh, parameter_specs
 from train.step import make_init
+from train.task import CLIPTask
 
 SWITCHBACK = RECIPES["switchback"]
 
@@ -91,7 +92,7 @@ def test_kernels_are_quantized_once_as_their_rules_say():
 def test_shards_are_gathered_as_their_rules_say():
   rules = RecipeRules.of({"*/fc1": "full", "*": "switchback"})
   mesh, params = make_mesh(MeshConfig(data=1, fsdp=8)), random_params()
-  gather = functools.partial(gather_parameters, clip(recipe=rules), mesh=mesh)
+  gather = functools.partial(gather_parameters, options=BlockOptions(recipe=rules), mesh=mesh)
   specs = parameter_specs(params, mesh)
   run = jax.shard_map(gather, mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=False)
   found = jax.eval_shape(run, params)
@@ -103,7 +104,7 @@ def test_shards_are_gathered_as_their_rules_say():
 def test_a_run_starts_from_the_same_parameters_whatever_the_rules_of_its_layers():
   rules = RecipeRules.of({"image/block_0/*": "full", "*": "switchback"})
   by_rule, by_recipe = (
-    jax.eval_shape(make_init(clip(recipe=recipe, scan=False), optax.identity(), 0))
+    jax.eval_shape(make_init(CLIPTask(clip(recipe=recipe, scan=False)), optax.identity(), 0))
     for recipe in (rules, "switchback")
   )
   assert by_rule == by_recipe

@@ -13,7 +13,6 @@ from sbjax.models.clip import CLIP
 from sbjax.models.sizes import SIZES
 from sbjax.models.transformer import BlockOptions
 from train.config import MeshConfig, OptimizerConfig
-from train.loss import LOSSES
 from train.optimizer import make_optimizer
 from train.sharding import (
   batch_sharding,
@@ -23,6 +22,7 @@ from train.sharding import (
   state_shardings,
 )
 from train.step import make_init, make_train_step
+from train.task import CLIPTask
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["scan", "unrolled"])
@@ -30,7 +30,7 @@ def state(request):
   """Shapes of the state of a tiny CLIP with all that is optional."""
   options = BlockOptions(scan=request.param, zero_init_layer_scale=True, qk_norm=True)
   optimizer, _ = make_optimizer(OptimizerConfig(warmup_steps=1), 10)
-  return jax.eval_shape(make_init(CLIP(SIZES["tiny"], options), optimizer, 0))
+  return jax.eval_shape(make_init(CLIPTask(CLIP(SIZES["tiny"], options)), optimizer, 0))
 
 
 def specs(tree):
@@ -119,13 +119,13 @@ def test_a_step_gathers_kernels_in_int8_and_no_activation(accumulate, by):
   split = batch_sharding(mesh)
   placed = split if by == "jit" else None
   options = BlockOptions(recipe="switchback", dtype=jnp.float32, activation_sharding=placed)
-  model = CLIP(size, options)
+  task = CLIPTask(CLIP(size, options))
   on = mesh if by == "shard_map" else None
   optimizer, _ = make_optimizer(OptimizerConfig(warmup_steps=1), 10)
   with jax.numpy_dtype_promotion("standard"):  # optax mixes integer steps with floating rates.
-    state = jax.eval_shape(make_init(model, optimizer, 0))
+    state = jax.eval_shape(make_init(task, optimizer, 0))
     step = jax.jit(
-      make_train_step(model, optimizer, LOSSES["softmax"], 0, accumulate, mesh=on),
+      make_train_step(task, optimizer, 0, accumulate, mesh=on),
       in_shardings=(state_shardings(state, state.params, mesh), split),
     )
     image = jax.ShapeDtypeStruct((batch, vision.image_size, vision.image_size, 3), jnp.uint8)

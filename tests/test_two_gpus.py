@@ -15,10 +15,10 @@ from sbjax.models.clip import CLIP
 from sbjax.models.sizes import SIZES
 from sbjax.models.transformer import BlockOptions
 from train.config import MeshConfig, OptimizerConfig
-from train.loss import LOSSES
 from train.optimizer import make_optimizer
 from train.sharding import batch_sharding, make_mesh, state_shardings
 from train.step import make_init, make_train_step
+from train.task import CLIPTask
 
 pytestmark = [
   pytest.mark.gpu,
@@ -35,11 +35,9 @@ def losses(mesh_config: MeshConfig | None, by: str) -> list[float]:
   optimizer, _ = make_optimizer(OptimizerConfig(warmup_steps=1), 10)
   mesh = mesh_config and make_mesh(mesh_config)
   placed = batch_sharding(mesh) if mesh and by == "jit" else None
-  model = CLIP(size, BlockOptions(unroll=0, activation_sharding=placed))
-  init, make_batch = make_init(model, optimizer, 0), functools.partial(draw, size, 256)
-  step = make_train_step(
-    model, optimizer, LOSSES["softmax"], 0, mesh=mesh if by == "shard_map" else None
-  )
+  task = CLIPTask(CLIP(size, BlockOptions(unroll=0, activation_sharding=placed)))
+  init, make_batch = make_init(task, optimizer, 0), functools.partial(draw, size, 256)
+  step = make_train_step(task, optimizer, 0, mesh=mesh if by == "shard_map" else None)
   options = {}
   if mesh:
     state = jax.eval_shape(init)

@@ -1,4 +1,4 @@
-"""A CLIP's parameters inside a `jax.shard_map`: a device computes with all, and keeps its shards.
+"""Parameters inside a `jax.shard_map`: a device computes with all of them, and keeps its shards.
 
 Every layer's kernel is gathered by itself, and its gradient is scattered as soon as it is made:
 beside its shards a device holds 8 bits a parameter, and the gradients in flight. Microbatches and
@@ -12,24 +12,24 @@ from jax.sharding import Mesh
 
 from sbjax.fsdp import gather, gather_weight
 from sbjax.linear import QuantizedWeight
-from sbjax.models.clip import CLIP
-from sbjax.models.transformer import BLOCK_LINEARS
+from sbjax.models.transformer import BLOCK_LINEARS, BlockOptions
 from train.sharding import BATCH_AXES, parameter_axes
 
 
 def gather_parameters(
-  model: CLIP, params: dict, mesh: Mesh, gradient_dtype: jnp.dtype = jnp.float32
+  params: dict, options: BlockOptions, mesh: Mesh, gradient_dtype: jnp.dtype = jnp.float32
 ) -> dict:
-  """The variables of `model.apply` from this device's shards of its parameters.
+  """The variables of a model's `apply` from this device's shards of its parameters.
 
   Differentiable: gradients are summed over all devices of the mesh, and each keeps its shards.
 
   Args:
     params: as `train.sharding.parameter_shardings` splits them over the mesh.
+    options: those of the model.
     gradient_dtype: in which devices add up the gradients of the blocks' kernels; others are
       summed in float32.
   """
-  options, gathered, quantized = model.options, {}, {}
+  gathered, quantized = {}, {}
   for path, x in flatten_dict(params).items():
     axes = parameter_axes("/".join(path))
     split = "fsdp" if "fsdp" in axes and mesh.shape["fsdp"] > 1 else None
