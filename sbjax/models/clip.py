@@ -89,7 +89,7 @@ class CLIP(nn.Module):
     train: bool = False,
     first_example: jax.typing.ArrayLike = 0,
   ) -> dict:
-    """What a contrastive loss needs, all float32.
+    """The inputs of a contrastive loss, all float32.
 
     Args:
       train: whether patches are dropped, which takes a key: `rngs={"dropout": key}`.
@@ -98,7 +98,7 @@ class CLIP(nn.Module):
 
     Returns:
       image_features, text_features: [B, E], of length 1.
-      logit_scale: scalar in [1, 100], what their dot products are multiplied by.
+      logit_scale: scalar in [1, 100], the factor on their dot products.
       logit_bias: scalar, if the model has one.
       block_outputs: {"image": [layers], "text": [layers]}, the mean |feature| after each block;
         no gradient flows into it.

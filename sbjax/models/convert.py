@@ -182,7 +182,7 @@ def _check(state: Mapping, config: CLIPConfig, options: dict) -> None:
 
 
 def _differences(given: dict, expected: dict) -> str:
-  """What keeps shapes by name from being those expected, in a sentence or three; "" if nothing."""
+  """How shapes by name differ from those expected, in up to three sentences; "" if they do not."""
   named = {
     "Missing": [_joined(name) for name in expected if name not in given],
     "Unexpected": [_joined(name) for name in given if name not in expected],

@@ -23,7 +23,7 @@ from sbjax.linear import QuantizedWeight, quantize_weight
 from sbjax.models.attention import attention, length_for
 from sbjax.models.sizes import TextConfig, VisionConfig
 from sbjax.quantized_dot import DOT_NAME, RESIDUAL_NAME, quantized_dot
-from sbjax.recipes import FULL, Recipe, RecipeRules, as_recipe, parse_recipe, recipe_at
+from sbjax.recipes import FULL, Recipe, RecipeRules, as_recipe, parse_recipe
 
 # Names for checkpoint policies. JAX's own `checkpoint_dots` does not see a matmul inside a Pallas
 # kernel, so policies go by these names and those of sbjax.quantized_dot.
@@ -242,16 +242,16 @@ def blocks(
 def quantize_weights(
   params, recipe: Recipe | RecipeRules | str, *, backend: str | None = None
 ) -> dict:
-  """The collection "quantized" that goes with a CLIP's `params`: its block kernels in 8 bits.
+  """The collection "quantized" for a CLIP's `params`: the kernels of its blocks in 8 bits.
 
   `model.apply({"params": params, "quantized": quantize_weights(params, recipe)}, ...)` quantizes a
   kernel once, however often a step uses it: forward, rematerialised, backward, for each microbatch.
-  The result is the same without it. Kernels that a recipe leaves in 16 bits are not in it.
+  The result is the same without it. Kernels that a recipe leaves in 16 bits are left out.
 
   Raises:
     ValueError: none of the parameters is a block's kernel.
   """
-  recipe = recipe if isinstance(recipe, RecipeRules) else as_recipe(recipe)
+  options = BlockOptions(recipe=recipe, backend=backend)
 
   def once(w, recipe):
     kernel = quantize_weight(jax.lax.stop_gradient(w), recipe, backend=backend)
@@ -266,7 +266,7 @@ def quantize_weights(
     raise ValueError(f"No kernel of {', '.join(BLOCK_LINEARS)} is among the parameters of a CLIP.")
   quantized = {}
   for path, w in kernels.items():
-    own = recipe_at(recipe, "/".join(path[:-1]))
+    own = options.recipe_at("/".join(path[:-1]))
     if own.rounds_w:
       stacked = w.ndim == 3  # [layers, K, N] of a scan.
       layers = [once(layer, own) for layer in (w if stacked else [w])]
@@ -275,12 +275,12 @@ def quantize_weights(
 
 
 def stack_blocks(params: dict) -> dict:
-  """`block_0`, `block_1`, ... of both towers stacked as `blocks`: what `scan=True` takes."""
+  """`block_0`, `block_1`, ... of both towers stacked as `blocks`, for `scan=True`."""
   return {**params, **{tower: _stack(params[tower]) for tower in ("image", "text")}}
 
 
 def unstack_blocks(params: dict) -> dict:
-  """`blocks` of both towers as `block_0`, `block_1`, ...: what `scan=False` takes."""
+  """`blocks` of both towers as `block_0`, `block_1`, ..., for `scan=False`."""
   return {**params, **{tower: _unstack(params[tower]) for tower in ("image", "text")}}
 
 
