@@ -31,10 +31,8 @@ from sbjax.device import compute_capability
 from sbjax.formats import INT8
 from sbjax.matmul import scaled_matmul
 from sbjax.models.attention import attention, length_for
-from sbjax.models.clip import CLIP
 from sbjax.models.sizes import SIZES
 from sbjax.quantize import Spec
-from sbjax.recipes import RECIPES
 from train.config import OptimizerConfig
 from train.flops import BF16_PEAK, model_flops
 from train.optimizer import make_optimizer
@@ -274,12 +272,11 @@ def train_step(size: str, batch_size: int, remat: str, rounds: int = 3) -> dict:
   optimizer, _ = make_optimizer(OptimizerConfig(), steps=20_000)
   batch, state, compiled, found, failed = step.draw(config, batch_size), None, {}, {}, {}
   for name in STEPPERS:
-    recipe, fused, unroll = step.CONTENDERS[name]
-    model = CLIP(config, recipe=RECIPES[recipe], fused=fused, remat=remat, unroll=unroll)
+    task = step.task_of(name, config, remat)
     try:
       if state is None:
-        state = jax.jit(make_init(model, optimizer, seed=0))()
-      compiled[name], found[name] = step.compiled(model, optimizer, state, batch)
+        state = jax.jit(make_init(task, optimizer, seed=0))()
+      compiled[name], found[name] = step.compiled(task, optimizer, state, batch)
     except Exception as error:
       if is_out_of_memory(error):
         raise

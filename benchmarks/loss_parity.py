@@ -5,7 +5,7 @@
 
 For each seed every variant starts from the same parameters and sees the same batches, crops and
 dropped patches; another seed has other parameters and another order of the batches. A variant is a
-recipe, named in sbjax.RECIPES, or a recipe and "unfused": plain Flax between the matmuls. Writes
+recipe, named in sbjax.RECIPES, or a recipe and "unfused": benchmarks/flax_block.py. Writes
 one line a variant to benchmarks/results/loss_parity.jsonl, and prints what can be compared: how far
 the last losses of a variant are from the first variant's, and how far apart the seeds are.
 """
@@ -21,6 +21,7 @@ import jax
 import numpy as np
 from absl import flags
 
+from benchmarks.flax_block import FlaxBlock
 from benchmarks.timing import append
 from train import cli, data
 from train.config import Config
@@ -57,17 +58,15 @@ def run_of(config: Config, variant: str, workdir: Path) -> Run:
   recipe, _, how = variant.partition(" ")
   if how not in ("", "unfused"):
     raise ValueError(f"variant {variant!r} must be a recipe, or a recipe and 'unfused'.")
-  model = dataclasses.replace(config.model, recipe=recipe, fused=not how)
-  return make_run(dataclasses.replace(config, model=model), workdir)
+  model = dataclasses.replace(config.model, recipe=recipe)
+  run = make_run(dataclasses.replace(config, model=model), workdir)
+  task = run.task._replace(model=run.task.model.clone(block=FlaxBlock))
+  return run._replace(task=task) if how else run
 
 
 def draw(run: Run) -> list:
   """The batches of all steps, in the memory of this machine."""
-  vision, text = run.model.config.vision, run.model.config.text
-  iterator = data.train_iterator(
-    run.config, run.builder, run.tokenizer,
-    image_size=vision.image_size, context_length=text.context_length,
-  )  # fmt: skip
+  iterator = data.train_iterator(run.config, run.builder, run.tokenizer, **run.task.example_sizes)
   return [next(iterator) for _ in range(_STEPS.value)]
 
 
@@ -99,7 +98,7 @@ def measure(run: Run, variant: str, batches: list, states: dict) -> dict:
     "size": config.model.size,
     "dtype": config.model.dtype,
     "batch_size": config.batch_size,
-    "image_size": run.model.config.vision.image_size,
+    "image_size": run.task.example_sizes["image_size"],
     "patch_dropout": config.model.patch_dropout,
     "learning_rate": config.optimizer.learning_rate,
     "warmup_steps": config.optimizer.warmup_steps,

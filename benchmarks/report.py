@@ -121,7 +121,7 @@ def step_table(step, elsewhere) -> list[str]:
     each = row["contenders"]
     flax, ours = (best(each, names) for names in (FLAX, OURS))
     full = f"{each['full']['milliseconds']:.0f} ms" if "full" in each else ""
-    remat = ", every block rematerialised" if row["remat"] == "full" else ""
+    remat = ", every block rematerialised" if row["remat"] == "block" else ""
     mfu = ours["mfu_of_bf16_peak"]
     where = "" if row["chip"] == CHIP else f", on one {name_of(row['chip'])}"
     lines.append(

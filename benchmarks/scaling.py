@@ -3,7 +3,7 @@
   python -m benchmarks.scaling
 
 Whole training steps as train.main compiles them, in the cases of ROWS: on each GPU by itself, on
-`data` x `fsdp` GPUs, and plain Flax (recipe "full", fused=False) in the same step on the same GPUs.
+`data` x `fsdp` GPUs, and plain Flax (recipe "full" in benchmarks/flax_block.py) on the same GPUs.
 Each case is a process. The processes of a row compile at the same time, plain Flax's after the
 others have run, and are then timed in turns, while the others wait. Adds a line a row to
 results/scaling.jsonl: milliseconds, images a second, efficiency (images a second over those of so
@@ -38,7 +38,7 @@ class Case:
   data: int = 1
   fsdp: int = 1
   recipe: str = "switchback"
-  fused: bool = True
+  fused: bool = True  # False: plain Flax
   remat: str = "none"
   gradient_dtype: str = "float32"
   flags: str = ""  # further XLA_FLAGS
@@ -71,9 +71,9 @@ DATA, FSDP = (2, 1), (1, 2)
 ROWS = {
   "L/14": _row("L/14", 256, (DATA, FSDP), flax=[(256, "none")]),
   # Plain Flax has no room for 256 images without remat.
-  "H/14": _row("H/14", 256, (DATA, FSDP), flax=[(128, "none"), (256, "full")]),
+  "H/14": _row("H/14", 256, (DATA, FSDP), flax=[(128, "none"), (256, "block")]),
   "B/32": _row("B/32", 1024, (DATA,), flax=[(1024, "none")]),
-  "bigG/14": _row("bigG/14", 128, (FSDP,), remat="full", flax=[(128, "full")]),
+  "bigG/14": _row("bigG/14", 128, (FSDP,), remat="block", flax=[(128, "block")]),
 }
 
 
@@ -183,29 +183,30 @@ def measure(case: Case) -> None:
   xla_flags.set_flags()
   import jax
 
+  from benchmarks.flax_block import FlaxBlock
   from benchmarks.kernels import exposed, grouped, idle, origins_of
   from benchmarks.step import draw, profile, race, write_kernels
   from sbjax.models.clip import CLIP
   from sbjax.models.sizes import SIZES
-  from sbjax.recipes import RECIPES
+  from sbjax.models.transformer import Block, BlockOptions
   from train.config import MeshConfig, OptimizerConfig
   from train.flops import BF16_PEAK, model_flops
-  from train.loss import LOSSES
   from train.optimizer import make_optimizer
   from train.sharding import batch_sharding, make_mesh, replicated, state_shardings
   from train.step import make_init, make_train_step
+  from train.task import CLIPTask
 
   config, batch_size = SIZES[case.size], case.batch_size * case.devices
   mesh = make_mesh(MeshConfig(data=case.data, fsdp=case.fsdp))
-  recipe = RECIPES[case.recipe]
-  model = CLIP(config, recipe=recipe, fused=case.fused, remat=case.remat, unroll=0)
+  options = BlockOptions(recipe=case.recipe, remat=case.remat, unroll=0)
+  task = CLIPTask(CLIP(config, options, block=Block if case.fused else FlaxBlock))
   optimizer, _ = make_optimizer(OptimizerConfig(), steps=20_000)
-  init = make_init(model, optimizer, seed=0)
+  init = make_init(task, optimizer, seed=0)
   state = jax.eval_shape(init)
   shardings, rows = state_shardings(state, state.params, mesh), batch_sharding(mesh)
   make_batch = jax.jit(lambda: draw(config, batch_size), out_shardings=rows)
   dtype = jax.numpy.dtype(case.gradient_dtype)
-  step = make_train_step(model, optimizer, LOSSES["softmax"], 0, mesh=mesh, gradient_dtype=dtype)
+  step = make_train_step(task, optimizer, 0, mesh=mesh, gradient_dtype=dtype)
   step = jax.jit(
     step,
     in_shardings=(shardings, rows),

@@ -11,6 +11,7 @@ from sbjax.models.sizes import SIZES
 from sbjax.models.transformer import BLOCK_LINEARS
 from train.sharding import parameter_axes, path_name
 from train.step import make_init
+from train.task import CLIPTask
 
 # Bytes a second that a device sends: two H200s sum 400 MB at 281 GB/s by NVLink; PCIe 4.0 x16 as
 # users report it.
@@ -91,7 +92,7 @@ def _label(case: dict) -> str:
 
 def parameters(size: str) -> dict[str, int]:
   """How many parameters of a CLIP are in kernels of blocks, in others that are split, and else."""
-  state = jax.eval_shape(make_init(CLIP(SIZES[size]), optax.identity(), 0))
+  state = jax.eval_shape(make_init(CLIPTask(CLIP(SIZES[size])), optax.identity(), 0))
   found = {"kernels": 0, "split": 0, "whole": 0}
   for path, leaf in jax.tree_util.tree_leaves_with_path(state.params):
     name = path_name(path)

@@ -5,10 +5,10 @@
 
 Images and texts through both towers, loss, backward, StableAdamW on float32 parameters, as
 train.main compiles it, for each row of CASES. All contenders of a row train the same parameters in
-turns, on one batch of random pixels and tokens. What they are compared to is recipe "full" in plain
-Flax (`fused=False`), compiled by XLA, with cuDNN's attention and, as all, split_k_matmul: layers
-in a loop or unrolled, whichever of those raced is faster. Adds a line a row: time, images
-a second, memory, compile time, MFU, and where the time goes.
+turns, on one batch of random pixels and tokens. The baseline is recipe "full" in plain
+Flax (benchmarks/flax_block.py), compiled by XLA, with cuDNN's attention and, as all,
+split_k_matmul: layers in a loop or unrolled, whichever of those raced is faster. Adds a line a row:
+time, images a second, memory, compile time, MFU, and where the time goes.
 """
 
 import argparse
@@ -21,37 +21,38 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from benchmarks.flax_block import FlaxBlock
 from benchmarks.kernels import Kernel, grouped, idle, kernels, origins_of
 from benchmarks.timing import append, provenance
 from sbjax.models.clip import CLIP
 from sbjax.models.sizes import SIZES, CLIPConfig
-from sbjax.recipes import RECIPES
+from sbjax.models.transformer import Block, BlockOptions
 from train.config import OptimizerConfig
 from train.flops import BF16_PEAK, model_flops
-from train.loss import LOSSES
 from train.optimizer import make_optimizer
 from train.step import make_init, make_train_step
+from train.task import CLIPTask
 
 CASES = {  # size: images a batch, remat
-  "H/14": (256, "full"),
+  "H/14": (256, "block"),
   "L/14": (256, "none"),
   "B/16": (512, "none"),
   "B/32": (1024, "none"),
-  "bigG/14": (128, "full"),
+  "bigG/14": (128, "block"),
 }
-CONTENDERS = {  # name: recipe, fused, layers compiled in a piece (0: all)
-  "flax": ("full", False, 0),
-  "flax_loop": ("full", False, 1),
-  "full": ("full", True, 0),
-  "switchback": ("switchback", True, 0),
-  "switchback_loop": ("switchback", True, 1),
-  "switchback_unfused": ("switchback", False, 0),
-  "switchback_m": ("switchback_m", True, 0),
-  "switchback_q": ("switchback_q", True, 0),
-  "switchback_fp8_wgrad": ("switchback_fp8_wgrad", True, 0),
-  "switchback_e4m3_wgrad": ("switchback_e4m3_wgrad", True, 0),
-  "llm_int8": ("llm_int8", True, 0),
-  "fp8_switchback": ("fp8_switchback", True, 0),
+CONTENDERS = {  # name: recipe, block, layers compiled in a piece (0: all)
+  "flax": ("full", FlaxBlock, 0),
+  "flax_loop": ("full", FlaxBlock, 1),
+  "full": ("full", Block, 0),
+  "switchback": ("switchback", Block, 0),
+  "switchback_loop": ("switchback", Block, 1),
+  "switchback_unfused": ("switchback", FlaxBlock, 0),
+  "switchback_m": ("switchback_m", Block, 0),
+  "switchback_q": ("switchback_q", Block, 0),
+  "switchback_fp8_wgrad": ("switchback_fp8_wgrad", Block, 0),
+  "switchback_e4m3_wgrad": ("switchback_e4m3_wgrad", Block, 0),
+  "llm_int8": ("llm_int8", Block, 0),
+  "fp8_switchback": ("fp8_switchback", Block, 0),
 }
 BASES = ("flax", "flax_loop")
 
@@ -76,17 +77,15 @@ def measure(size: str, names: list[str], rounds: int, folder: str | None) -> dic
   if folder:
     Path(folder).mkdir(parents=True, exist_ok=True)
   optimizer, _ = make_optimizer(OptimizerConfig(), steps=20_000)
-  models = {}
+  tasks = {}
   for name in names:
-    recipe, fused, unroll = CONTENDERS[name]
-    options = {"recipe": RECIPES[recipe], "fused": fused, "remat": remat, "unroll": unroll}
-    models[name] = CLIP(config, **options)
+    tasks[name] = task_of(name, config, remat)
   # The parameter tree is the same for all of them, so that one state serves.
-  state = jax.jit(make_init(models[names[0]], optimizer, seed=0))()
+  state = jax.jit(make_init(tasks[names[0]], optimizer, seed=0))()
   batch = draw(config, batch_size)
   steps, found = {}, {}
-  for name, model in models.items():
-    steps[name], found[name] = compiled(model, optimizer, state, batch)
+  for name, task in tasks.items():
+    steps[name], found[name] = compiled(task, optimizer, state, batch)
     print(f"{size:8} {name:18} compiled in {found[name]['compile_seconds']:3.0f} s", flush=True)
   times, state, losses = race(steps, state, batch, rounds)
   medians = {name: statistics.median(times[name]) for name in names}
@@ -128,9 +127,16 @@ def measure(size: str, names: list[str], rounds: int, folder: str | None) -> dic
   }
 
 
-def compiled(model, optimizer, state, batch):
+def task_of(name: str, config: CLIPConfig, remat: str) -> CLIPTask:
+  """The contender of that name."""
+  recipe, block, unroll = CONTENDERS[name]
+  options = BlockOptions(recipe=recipe, remat=remat, unroll=unroll)
+  return CLIPTask(CLIP(config, options, block=block))
+
+
+def compiled(task, optimizer, state, batch):
   """The step, and what compiling it told: seconds, gigabytes."""
-  step = jax.jit(make_train_step(model, optimizer, LOSSES["softmax"], 0), donate_argnums=0)
+  step = jax.jit(make_train_step(task, optimizer, 0), donate_argnums=0)
   started = time.perf_counter()
   step = step.lower(state, batch).compile()
   seconds, memory = time.perf_counter() - started, step.memory_analysis()

@@ -22,7 +22,7 @@ def short_table(steps: list[dict], open_clip: list[dict]) -> list[str]:
   over = {row["size"]: row["milliseconds"] / row["sbjax"]["milliseconds"] for row in open_clip}
   for row in steps:
     flax, ours = (best(row["contenders"], names) for names in (FLAX, OURS))
-    remat = ", remat" if row["remat"] == "full" else ""
+    remat = ", remat" if row["remat"] == "block" else ""
     gain = f"{over[row['size']]:.2f}x" if row["size"] in over else ""
     lines.append(
       f"| ViT-{row['size']}{remat} | {row['batch_size']} | {flax['milliseconds']:.0f} ms |"
@@ -38,7 +38,7 @@ def open_clip_table(rows: list[dict]) -> list[str]:
   ]
   for row in rows:
     ours = row["sbjax"]
-    remat = ", every block rematerialised" if row["remat"] == "full" else ""
+    remat = ", every block rematerialised" if row["remat"] == "block" else ""
     memory = f"{row['gigabytes']}, {ours['gigabytes']} GB" if row["gigabytes"] else ""
     lines.append(
       f"| ViT-{row['size']}{remat} | {row['batch_size']} | {row['milliseconds']:.0f} ms |"
@@ -69,7 +69,8 @@ def plot(steps: list[dict], open_clip: list[dict], path) -> None:
     for place, time, flax in shown:
       axis.text(place, time / flax + 0.01, f"{time:.0f}", ha="center", fontsize=8)
   labels = [
-    f"ViT-{row['size']}\n{row['batch_size']} images" + (", remat" if row["remat"] == "full" else "")
+    f"ViT-{row['size']}\n{row['batch_size']} images"
+    + (", remat" if row["remat"] == "block" else "")
     for row in steps
   ]
   axis.set_xticks(range(len(steps)), labels, fontsize=9)

@@ -8,13 +8,12 @@ import optax
 import pytest
 
 from benchmarks.scaling import moved
-from sbjax.models import CLIP, SIZES
-from sbjax.recipes import SWITCHBACK
+from sbjax.models import CLIP, SIZES, BlockOptions
 from train.config import OptimizerConfig
-from train.loss import LOSSES
 from train.optimizer import make_optimizer
 from train.sharding import batch_sharding, replicated, state_shardings
 from train.step import make_init, make_train_step
+from train.task import CLIPTask
 
 MESHES = {"data=2": (2, 1), "fsdp=2": (1, 2), "data=2 fsdp=2": (2, 2)}
 BATCH, LAYERS = 128, 1  # BATCH images a device: an activation has more elements than any weight.
@@ -35,22 +34,23 @@ def steps(mesh_for) -> dict:
     for layers in (LAYERS, LAYERS + 1):
       text = _hlo(mesh_for, (2, 1), layers, compiled=False)
       found[f"{layers} layers"] = text.count("@mosaic_gpu") + text.count("@triton_kernel_call")
-    state = jax.eval_shape(make_init(_model(LAYERS), optax.identity(), 0))
+    state = jax.eval_shape(make_init(_task(LAYERS), optax.identity(), 0))
     found["parameters"] = sum(x.size for x in jax.tree.leaves(state.params))
   return found
 
 
-def _model(layers: int) -> CLIP:
+def _task(layers: int) -> CLIPTask:
   vision = dataclasses.replace(SIZE.vision, layers=layers)
   text = dataclasses.replace(SIZE.text, layers=layers)
-  return CLIP(dataclasses.replace(SIZE, vision=vision, text=text), recipe=SWITCHBACK, unroll=0)
+  size = dataclasses.replace(SIZE, vision=vision, text=text)
+  return CLIPTask(CLIP(size, BlockOptions(recipe="switchback", unroll=0)))
 
 
 def _hlo(mesh_for, sizes, layers: int, *, compiled: bool) -> str:
   """The step on a mesh, lowered and maybe compiled."""
-  model, (optimizer, _) = _model(layers), make_optimizer(OptimizerConfig(warmup_steps=1), 10)
+  task, (optimizer, _) = _task(layers), make_optimizer(OptimizerConfig(warmup_steps=1), 10)
   with mesh_for(sizes, ("data", "fsdp")) as mesh:
-    state = jax.eval_shape(make_init(model, optimizer, 0))
+    state = jax.eval_shape(make_init(task, optimizer, 0))
     shardings = state_shardings(state, state.params, mesh)
     rows, everywhere, count = batch_sharding(mesh), replicated(mesh), BATCH * mesh.size
     image = (count, SIZE.vision.image_size, SIZE.vision.image_size, 3)
@@ -60,7 +60,7 @@ def _hlo(mesh_for, sizes, layers: int, *, compiled: bool) -> str:
     }
     mesh_here = jax.sharding.get_abstract_mesh()  # With the kind of device on it.
     step = jax.jit(
-      make_train_step(model, optimizer, LOSSES["softmax"], 0, mesh=mesh_here),
+      make_train_step(task, optimizer, 0, mesh=mesh_here),
       in_shardings=(shardings, {"image": rows, "text": rows}),
       out_shardings=(shardings, everywhere, everywhere),
     )

@@ -10,6 +10,7 @@ from flax_case import compiled
 
 from sbjax.models.clip import CLIP
 from sbjax.models.sizes import CLIPConfig, TextConfig, VisionConfig
+from sbjax.models.transformer import BlockOptions
 
 EOT = 63
 MICRO = CLIPConfig(
@@ -17,7 +18,12 @@ MICRO = CLIPConfig(
   VisionConfig(image_size=16, patch_size=4, width=48, layers=3, heads=3),
   TextConfig(context_length=8, vocab_size=64, width=32, layers=2, heads=2, eot_id=EOT),
 )
-clip = functools.partial(CLIP, MICRO, dtype=jnp.float32)
+
+
+def clip(config=MICRO, **options):
+  """A CLIP that computes in float32, from its own options and those of its blocks together."""
+  own = {name: options.pop(name) for name in list(options) if hasattr(CLIP, name)}
+  return CLIP(config, BlockOptions(**{"dtype": jnp.float32, **options}), **own)
 
 
 def pairs(batch=4, config=MICRO):
@@ -30,7 +36,7 @@ def pairs(batch=4, config=MICRO):
 
 @functools.cache
 def shapes(config=MICRO, **options):
-  init = CLIP(config, **options).init
+  init = clip(config, **options).init
   image, text = jax.eval_shape(functools.partial(pairs, config=config))
   return jax.eval_shape(init, jax.random.key(0), image, text)["params"]
 

@@ -17,9 +17,11 @@ import pytest
 
 from benchmarks import each_kernel, kernels, linear, matmul, meshes, tune
 from benchmarks import quantize as quantize_benchmark
+from benchmarks.flax_block import FlaxBlock
 from benchmarks.host_rate import rate
 from benchmarks.kernels import Kernel, grouped, idle, origins_of
 from benchmarks.operands import Operands
+from benchmarks.tables import read
 from benchmarks.timing import Contender, contender
 from sbjax import quantized_dot
 from sbjax.backends import get_backend
@@ -27,6 +29,7 @@ from sbjax.formats import E4M3, INT8
 from sbjax.matmul import scaled_matmul
 from sbjax.models.clip import CLIP
 from sbjax.models.sizes import SIZES
+from sbjax.models.transformer import BlockOptions
 from sbjax.pallas.scaled_matmul_sm90 import NARROW, Config
 from sbjax.quantize import Spec, quantize
 from train.flops import model_flops
@@ -108,7 +111,8 @@ def test_kernels_race_in_turns_for_their_medians(monkeypatch):
 @pytest.mark.parametrize("patch_dropout", [0.0, 0.5])
 def test_flops_of_a_step_are_three_times_those_of_the_matmuls_forward(patch_dropout):
   config, batch = SIZES["B/16"], 4
-  model = CLIP(config, scan=False, fused=False, patch_dropout=patch_dropout)
+  options = BlockOptions(scan=False)
+  model = CLIP(config, options, block=FlaxBlock, patch_dropout=patch_dropout)
   image = jnp.zeros((batch, config.vision.image_size, config.vision.image_size, 3))
   text = jnp.zeros((batch, config.text.context_length), jnp.int32)
   params = jax.eval_shape(model.init, jax.random.key(0), image, text)
@@ -239,6 +243,10 @@ def test_the_table_has_the_fastest_cut_of_each_shape_s_last_tuning():
 
   table = configs(f"sbjax/pallas/{mosaic}.jsonl")
   assert table == configs("benchmarks/results/tuning.jsonl")
+
+
+def test_older_rows_call_remat_as_the_model_does():
+  assert {row["remat"] for row in read("step") + read("open_clip")} == {"none", "block"}
 
 
 def test_no_row_of_one_operand_is_a_row_of_the_other():

@@ -16,6 +16,7 @@ from train.errors import RunError
 from train.optimizer import make_optimizer
 from train.sharding import batch_sharding, make_mesh, replicated, state_shardings
 from train.step import make_init
+from train.task import CLIPTask
 
 # orbax does not await its other readers when one of them meets a damaged file.
 pytestmark = [
@@ -110,8 +111,8 @@ def micro_state(devices, fsdp):
   """Parameters and optimizer state of a CLIP, random, laid out as training lays them out."""
   mesh = make_mesh(MeshConfig(fsdp=fsdp), jax.devices()[:devices])
   optimizer, _ = make_optimizer(OptimizerConfig(warmup_steps=1), 10)
-  model = CLIP(dataclasses.replace(MICRO, embed_dim=32))
-  abstract = jax.eval_shape(make_init(model, optimizer, 0))
+  task = CLIPTask(CLIP(dataclasses.replace(MICRO, embed_dim=32)))
+  abstract = jax.eval_shape(make_init(task, optimizer, 0))
   shardings = state_shardings(abstract, abstract.params, mesh)
   rng = np.random.default_rng(0)
   return jax.tree.map(

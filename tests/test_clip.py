@@ -19,7 +19,8 @@ from clip_case import (
 
 from sbjax.models.clip import CLIP, patch_dropout
 from sbjax.models.sizes import SIZES
-from sbjax.recipes import RECIPES
+from sbjax.models.transformer import BlockOptions
+from sbjax.recipes import RECIPES, RecipeRules
 
 
 @pytest.mark.parametrize(
@@ -151,12 +152,25 @@ def test_features_of_length_zero_stay_zero_with_finite_gradients():
   assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(gradient))
 
 
+def test_options_are_equal_however_they_are_spelled():
+  spelled = BlockOptions(recipe="*/fc1=full, *=switchback", dtype="float32")
+  rules = RecipeRules.of({"*/fc1": "full", "*": "switchback"})
+  assert spelled == BlockOptions(recipe=rules, dtype=jnp.float32)
+  assert hash(spelled) == hash(BlockOptions(recipe=rules, dtype=jnp.float32))
+  assert BlockOptions(recipe="full") == BlockOptions()
+
+
 @pytest.mark.parametrize(
   ("make", "message"),
   [
-    (lambda: shapes(remat="half"), "remat 'half'; known: none, full, dots"),
+    (lambda: BlockOptions(remat="half"), "remat='half' must be 'none', 'block' .*: dots, dots_and"),
+    (lambda: BlockOptions(remat="full"), r"remat='full' must be .* 'block' \(once called 'full'"),
+    (lambda: BlockOptions(unroll=-1), r"unroll=-1 must be 0 \(all layers\) or more"),
+    (lambda: BlockOptions(dtype="int8"), "dtype=int8 must be floating point"),
+    (lambda: BlockOptions(backend="tpu"), "Unknown backend 'tpu'; there are"),
+    (lambda: BlockOptions(recipe="int7"), "Unknown recipe 'int7'; known: full"),
+    (lambda: BlockOptions(recipe="*/fc1=int7"), "Unknown recipe 'int7'"),
     (lambda: shapes(patch_dropout=1.0), r"patch_dropout=1.0 must be in \[0, 1\)"),
-    (lambda: shapes(recipe="int7"), "int7"),
     (
       lambda: dataclasses.replace(MICRO.vision, image_size=18),
       "image_size=18 must be a multiple of patch_size=4",

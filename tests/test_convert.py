@@ -11,6 +11,7 @@ from sbjax.models import convert
 from sbjax.models.clip import CLIP
 from sbjax.models.convert import load_open_clip, open_clip_state_dict, save_open_clip
 from sbjax.models.sizes import SIZES, CLIPConfig, TextConfig, VisionConfig
+from sbjax.models.transformer import BlockOptions
 
 MICRO = CLIPConfig(
   24,
@@ -31,7 +32,7 @@ def random_params(**options):
   """Nothing zero or one, nothing symmetric."""
   image = jax.ShapeDtypeStruct((1, 16, 16, 3), jnp.float32)
   text = jax.ShapeDtypeStruct((1, 8), jnp.int32)
-  init = CLIP(MICRO, **options).init
+  init = CLIP(MICRO, BlockOptions(**options)).init
   variables = jax.eval_shape(init, jax.random.key(0), image, text)
   rng = np.random.default_rng(0)
   return jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape, np.float32), variables["params"])
@@ -77,7 +78,7 @@ def assert_same_features(torch_model, params, config, **options):
   with torch.no_grad():
     want = torch_model(torch.from_numpy(image.transpose(0, 3, 1, 2)), torch.from_numpy(ids).long())
   want_image, want_text, want_scale = (tensor.numpy() for tensor in want)
-  model = CLIP(config, dtype=jnp.float32, **options)
+  model = CLIP(config, BlockOptions(dtype=jnp.float32, **options))
   got = jax.jit(model.apply)({"params": params}, image, ids)
   np.testing.assert_allclose(got["image_features"], want_image, atol=1e-4)
   np.testing.assert_allclose(got["text_features"], want_text, atol=1e-4)

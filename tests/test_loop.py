@@ -19,6 +19,7 @@ import pytest
 from train import loop
 from train.config import Config, ModelConfig
 from train.errors import RunError
+from train.task import CLIPTask
 from train.watchdog import EXIT_CODE
 
 ROOT = Path(__file__).parents[1]
@@ -143,7 +144,7 @@ def test_mfu_and_memory_are_recorded_where_they_are_known(train, whole, tmp_path
   idle = SimpleNamespace(memory_stats=lambda: {"peak_bytes_in_use": 10**9})
   monkeypatch.setattr(jax, "local_devices", lambda: [idle, chip])
   monkeypatch.setitem(loop.BF16_PEAK, "cpu", 1e12)
-  monkeypatch.setattr(loop, "model_flops", lambda config, batch_size, patch_dropout: 1e9)
+  monkeypatch.setattr(CLIPTask, "flops", lambda task, batch_size: 1e9)
   record = train(tmp_path, devices=2)[1]
   assert record["peak_gigabytes"] == 5
   assert record["mfu"] == pytest.approx(1e9 / record["step_seconds"] / 2e12)

@@ -84,10 +84,10 @@ def choices(run, during="step 1", **stats) -> list[str]:
 
 def test_only_what_is_not_done_yet_is_offered():
   assert choices(run()) == [
-    "--config.model.remat=full", "--config.accumulate=2", "--config.model.recipe=switchback_m",
+    "--config.model.remat=block", "--config.accumulate=2", "--config.model.recipe=switchback_m",
     "--config.batch_size", "--config.mesh.fsdp=8",
   ]  # fmt: skip
-  done = run(fsdp=8, batch_size=16, accumulate=2, remat="full", recipe="switchback_m")
+  done = run(fsdp=8, batch_size=16, accumulate=2, remat="block", recipe="switchback_m")
   assert choices(done) == ["--config.batch_size", "more devices than 8"]
   assert choices(run(devices=1))[-1] == "more devices"
 
@@ -99,7 +99,7 @@ def test_an_offered_accumulate_divides_the_batch():
 
 def test_a_large_state_is_split_first():
   assert choices(run(width=1000), bytes_limit=20 * 10**6)[0] == "--config.mesh.fsdp=8"
-  assert choices(run(width=1000), bytes_limit=20 * 10**9)[0] == "--config.model.remat=full"
+  assert choices(run(width=1000), bytes_limit=20 * 10**9)[0] == "--config.model.remat=block"
 
 
 def test_an_evaluation_takes_a_smaller_batch_of_its_own():

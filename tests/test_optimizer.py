@@ -8,6 +8,7 @@ import pytest
 
 from sbjax.models.clip import CLIP
 from sbjax.models.sizes import SIZES, TextConfig, VisionConfig
+from sbjax.models.transformer import BlockOptions
 from sbjax.stable_adamw import tensor_rms
 from train.config import OptimizerConfig
 from train.optimizer import decays, make_optimizer, stacked, warmup_cosine
@@ -55,7 +56,7 @@ def clip_parameters(scan):
     vision=VisionConfig(image_size=8, patch_size=4, width=16, layers=LAYERS, heads=2),
     text=TextConfig(context_length=4, vocab_size=32, width=16, layers=LAYERS, heads=2, eot_id=1),
   )
-  model = CLIP(size, zero_init_layer_scale=True, qk_norm=True, scan=scan)
+  model = CLIP(size, BlockOptions(zero_init_layer_scale=True, qk_norm=True, scan=scan))
   return jax.eval_shape(
     model.init, jax.random.key(0), jnp.zeros((1, 8, 8, 3)), jnp.zeros((1, 4), jnp.int32)
   )["params"]

@@ -6,17 +6,21 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from clip_case import clip, image_gradient, image_loss, pairs, random_params
 from dot_case import assert_close, assert_same
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.flax_block import FlaxBlock
 from sbjax import RECIPES, LayerNormParams, RecipeRules, layer_norm_mlp, quantized_dot
-from sbjax.models.transformer import quantize_weights
+from sbjax.models.transformer import Block, BlockOptions, quantize_weights
 from sbjax.recipes import parse_recipe
 from train.config import MeshConfig
 from train.gather import gather_parameters
 from train.sharding import make_mesh, parameter_specs
+from train.step import make_init
+from train.task import CLIPTask
 
 SWITCHBACK = RECIPES["switchback"]
 
@@ -33,16 +37,16 @@ def test_one_rule_for_all_is_the_recipe():
   assert_same(image_gradient(by_rule, params), image_gradient(clip(recipe=SWITCHBACK), params))
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_a_layer_and_a_linear_can_have_a_recipe_of_their_own(fused):
-  params, options = random_params(scan=False), {"scan": False, "fused": fused}
+@pytest.mark.parametrize("block", [Block, FlaxBlock])
+def test_a_layer_and_a_linear_can_have_a_recipe_of_their_own(block):
+  params, options = random_params(scan=False), {"scan": False, "block": block}
 
   def count(**rules):
     return int8_products(clip(recipe=RecipeRules.of(rules), **options), params)
 
   everywhere = count(**{"*": "switchback"})
-  # Forward and input gradient of four linears; a fused block has a product each of q, k and v.
-  of_a_layer = (6 if fused else 4) + 4
+  # Forward and input gradient of four linears; Block has a product each of q, k and v.
+  of_a_layer = (6 if block is Block else 4) + 4
   assert everywhere == 3 * of_a_layer
   assert count(**{"*/fc1": "full", "*": "switchback"}) == everywhere - 2 * 3
   assert count(**{"image/block_0/*": "full", "*": "switchback"}) == 2 * of_a_layer
@@ -88,13 +92,22 @@ def test_kernels_are_quantized_once_as_their_rules_say():
 def test_shards_are_gathered_as_their_rules_say():
   rules = RecipeRules.of({"*/fc1": "full", "*": "switchback"})
   mesh, params = make_mesh(MeshConfig(data=1, fsdp=8)), random_params()
-  gather = functools.partial(gather_parameters, clip(recipe=rules), mesh=mesh)
+  gather = functools.partial(gather_parameters, options=BlockOptions(recipe=rules), mesh=mesh)
   specs = parameter_specs(params, mesh)
   run = jax.shard_map(gather, mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=False)
   found = jax.eval_shape(run, params)
   assert set(found["quantized"]["image"]["blocks"]) == {"qkv", "out", "fc2"}
   shapes = jax.tree.map(lambda leaf: leaf.shape, (found["params"], params))
   assert shapes[0] == shapes[1]
+
+
+def test_a_run_starts_from_the_same_parameters_whatever_the_rules_of_its_layers():
+  rules = RecipeRules.of({"image/block_0/*": "full", "*": "switchback"})
+  by_rule, by_recipe = (
+    jax.eval_shape(make_init(CLIPTask(clip(recipe=recipe, scan=False)), optax.identity(), 0))
+    for recipe in (rules, "switchback")
+  )
+  assert by_rule == by_recipe
 
 
 def test_rules_are_read_from_a_config():

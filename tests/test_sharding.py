@@ -11,9 +11,8 @@ from benchmarks.scaling import moved
 from sbjax import Quantized, Spec
 from sbjax.models.clip import CLIP
 from sbjax.models.sizes import SIZES
-from sbjax.recipes import SWITCHBACK
+from sbjax.models.transformer import BlockOptions
 from train.config import MeshConfig, OptimizerConfig
-from train.loss import LOSSES
 from train.optimizer import make_optimizer
 from train.sharding import (
   batch_sharding,
@@ -23,14 +22,15 @@ from train.sharding import (
   state_shardings,
 )
 from train.step import make_init, make_train_step
+from train.task import CLIPTask
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["scan", "unrolled"])
 def state(request):
   """Shapes of the state of a tiny CLIP with all that is optional."""
-  model = CLIP(SIZES["tiny"], scan=request.param, zero_init_layer_scale=True, qk_norm=True)
+  options = BlockOptions(scan=request.param, zero_init_layer_scale=True, qk_norm=True)
   optimizer, _ = make_optimizer(OptimizerConfig(warmup_steps=1), 10)
-  return jax.eval_shape(make_init(model, optimizer, 0))
+  return jax.eval_shape(make_init(CLIPTask(CLIP(SIZES["tiny"], options)), optimizer, 0))
 
 
 def specs(tree):
@@ -117,14 +117,15 @@ def test_a_step_gathers_kernels_in_int8_and_no_activation(accumulate, by):
   size = dataclasses.replace(size, embed_dim=embed_dim, vision=vision, text=text)
   mesh = make_mesh(MeshConfig(data=2, fsdp=4))
   split = batch_sharding(mesh)
-  held = {"activation_sharding": split} if by == "jit" else {}
-  model = CLIP(size, recipe=SWITCHBACK, dtype=jnp.float32, **held)
+  placed = split if by == "jit" else None
+  options = BlockOptions(recipe="switchback", dtype=jnp.float32, activation_sharding=placed)
+  task = CLIPTask(CLIP(size, options))
   on = mesh if by == "shard_map" else None
   optimizer, _ = make_optimizer(OptimizerConfig(warmup_steps=1), 10)
   with jax.numpy_dtype_promotion("standard"):  # optax mixes integer steps with floating rates.
-    state = jax.eval_shape(make_init(model, optimizer, 0))
+    state = jax.eval_shape(make_init(task, optimizer, 0))
     step = jax.jit(
-      make_train_step(model, optimizer, LOSSES["softmax"], 0, accumulate, mesh=on),
+      make_train_step(task, optimizer, 0, accumulate, mesh=on),
       in_shardings=(state_shardings(state, state.params, mesh), split),
     )
     image = jax.ShapeDtypeStruct((batch, vision.image_size, vision.image_size, 3), jnp.uint8)

@@ -100,6 +100,15 @@ def test_nothing_imports_the_configs_the_tests_or_the_benchmarks():
       assert other.partition(".")[0] not in ("configs", "tests", "benchmarks"), path
 
 
+def test_only_a_task_and_its_evaluation_know_which_model_trains():
+  knowing = {
+    module(path)
+    for path in files("train")
+    if {"sbjax.models", "sbjax.models.clip"} & set(imported(path))
+  }
+  assert knowing == {"train.task", "train.zero_shot"}
+
+
 def test_the_public_names_are_there_and_written_out():
   missing = [name for name in PUBLIC if not hasattr(sbjax, name)]
   assert not missing

@@ -20,15 +20,23 @@ from clip_case import (
   outputs,
   pairs,
   random_params,
+  shapes,
   value_and_image_gradient,
 )
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
 
 import sbjax.models.transformer
+from benchmarks.flax_block import FlaxBlock
 from sbjax.models.attention import attention
-from sbjax.models.clip import CLIP
-from sbjax.models.transformer import REMAT_POLICIES, Block, Inits, quantize_weights, unstack_blocks
+from sbjax.models.transformer import (
+  REMAT_POLICIES,
+  Block,
+  BlockOptions,
+  Inits,
+  quantize_weights,
+  unstack_blocks,
+)
 from sbjax.recipes import RECIPES, SWITCHBACK, SWITCHBACK_M
 
 
@@ -61,12 +69,12 @@ SHALLOW = dataclasses.replace(
 def with_params(scan, **options):
   """A model, and parameters for it."""
   config = MICRO if scan else SHALLOW
-  return CLIP(config, dtype=jnp.float32, scan=scan, **options), random_params(config, scan=scan)
+  return clip(config, scan=scan, **options), random_params(config, scan=scan)
 
 
-@pytest.mark.parametrize(("scan", "fused"), [(False, False), (True, True)])
-def test_tokens_that_fill_up_the_blocks_change_nothing(monkeypatch, scan, fused):
-  model, params = with_params(scan, recipe=SWITCHBACK, fused=fused)
+@pytest.mark.parametrize(("scan", "block"), [(False, FlaxBlock), (True, Block)])
+def test_tokens_that_fill_up_the_blocks_change_nothing(monkeypatch, scan, block):
+  model, params = with_params(scan, recipe=SWITCHBACK, block=block)
   run = functools.partial(value_and_image_gradient, model)
   expected = compiled(lambda params: run(params))(params)
   monkeypatch.setattr(sbjax.models.transformer, "length_for", lambda length, *_: length + 3)
@@ -93,7 +101,7 @@ def test_no_gradient_comes_to_or_from_tokens_that_fill_up(causal):
 
 @pytest.mark.parametrize(
   ("remat", "scan"),
-  [("full", False), ("full", True), *((policy, True) for policy in REMAT_POLICIES)],
+  [("block", False), ("block", True), *((policy, True) for policy in REMAT_POLICIES)],
 )
 def test_remat_changes_no_gradient(remat, scan):
   want, got = (image_gradient(*with_params(scan, remat=r)) for r in ("none", remat))
@@ -106,15 +114,15 @@ def test_remat_changes_no_gradient(remat, scan):
   ids=str,
 )
 def test_only_a_loop_keeps_xla_from_reusing_what_is_to_be_computed_again(options, barrier):
-  model = clip(remat="full", **options)
-  params = random_params() if model.scan else unstack_blocks(random_params())
+  model = clip(remat="block", **options)
+  params = random_params() if model.options.scan else unstack_blocks(random_params())
   jaxpr = str(jax.make_jaxpr(jax.grad(functools.partial(image_loss, model)))(params))
   assert (f"prevent_cse={barrier}" in jaxpr) and (f"prevent_cse={not barrier}" not in jaxpr)
 
 
 @pytest.mark.parametrize(
   ("remat", "recomputed"),
-  [("full", 5), ("dots", 0), ("dots_and_residuals", 0), ("residuals", 4), ("attention_dots", 1)],
+  [("block", 5), ("dots", 0), ("dots_and_residuals", 0), ("residuals", 4), ("attention_dots", 1)],
 )
 def test_remat_computes_again_only_the_linears_that_its_policy_drops(remat, recomputed):
   """Of q, k, v, out, fc1, fc2: fc2's output is never needed again."""
@@ -129,14 +137,13 @@ def test_remat_computes_again_only_the_linears_that_its_policy_drops(remat, reco
 
 
 @pytest.mark.parametrize("layer_scale", [True, False])
-def test_fused_is_plain_flax_but_for_rounding(layer_scale):
-  options = {"zero_init_layer_scale": layer_scale}
+def test_a_block_is_plain_flax_but_for_rounding(layer_scale):
+  options, blocks = {"zero_init_layer_scale": layer_scale}, (Block, FlaxBlock)
   params = random_params(**options)
-  got, want = (image_gradient(clip(fused=fused, **options), params) for fused in (True, False))
+  assert shapes(block=FlaxBlock, **options) == shapes(**options)
+  got, want = (image_gradient(clip(block=block, **options), params) for block in blocks)
   jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5), got, want)
-  got, want = (
-    outputs(clip(fused=fused, recipe=SWITCHBACK, **options), params) for fused in (True, False)
-  )
+  got, want = (outputs(clip(block=block, recipe=SWITCHBACK, **options), params) for block in blocks)
   for tower in ("image_features", "text_features"):
     np.testing.assert_allclose(got[tower], want[tower], atol=0.02)
 
@@ -145,7 +152,8 @@ def image_gradient_of(model, once):
   """A function of the parameters, whose kernels are quantized once, or at each use."""
 
   def loss(params):
-    quantized = quantize_weights({"image": params["image"]}, model.recipe) if once else {}
+    own = {"image": params["image"]}
+    quantized = quantize_weights(own, model.options.recipe) if once else {}
     variables = {"params": params, "quantized": quantized}
     features = model.apply(variables, pairs()[0], method="encode_image")
     return jnp.sum(features * jnp.linspace(-1, 1, features.shape[1])[None, :])
@@ -156,7 +164,7 @@ def image_gradient_of(model, once):
 @pytest.mark.parametrize("scan", [True, False])
 @pytest.mark.parametrize("recipe", ["switchback", "switchback_m", "switchback_q"])
 def test_kernels_quantized_once_a_step_are_rounded_less_often(recipe, scan):
-  model, params = with_params(scan, recipe=RECIPES[recipe], remat="full")
+  model, params = with_params(scan, recipe=RECIPES[recipe], remat="block")
   # int8 comes out of a rounding: of a kernel in the forward pass, rematerialised, and in dgrad
   # (which takes the forward's with switchback_m); or once.
   once, each = (
@@ -168,7 +176,7 @@ def test_kernels_quantized_once_a_step_are_rounded_less_often(recipe, scan):
 
 @pytest.mark.parametrize(("recipe", "scan"), [("switchback_m", True), ("switchback_q", False)])
 def test_kernels_quantized_once_a_step_give_the_same_gradient(recipe, scan):
-  model, params = with_params(scan, recipe=RECIPES[recipe], remat="full")
+  model, params = with_params(scan, recipe=RECIPES[recipe], remat="block")
   got, want = (compiled(image_gradient_of(model, once))(params)["image"] for once in (True, False))
   jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, want)
 
@@ -188,13 +196,7 @@ def test_zero_init_layer_scale_starts_with_finite_gradients(recipe):
     mlp_width=32,
     causal=False,
     inits=Inits(*[nn.initializers.normal()] * 4),
-    recipe=RECIPES[recipe],
-    backend=None,
-    fused=True,
-    dtype=jnp.bfloat16,
-    zero_init_layer_scale=True,
-    qk_norm=False,
-    sharding=None,
+    options=BlockOptions(recipe=recipe, zero_init_layer_scale=True),
   )
   params = drawn(jax.eval_shape(block.init, jax.random.key(0), x)["params"])
   for name in ("ls_1", "ls_2"):

@@ -13,11 +13,12 @@ from benchmarks.step import draw
 from sbjax import LayerNormParams, layer_norm_mlp, quantized_dot
 from sbjax.models.clip import CLIP
 from sbjax.models.sizes import SIZES
+from sbjax.models.transformer import BlockOptions
 from train.config import MeshConfig, OptimizerConfig
-from train.loss import LOSSES
 from train.optimizer import make_optimizer
 from train.sharding import batch_sharding, make_mesh, state_shardings
 from train.step import make_init, make_train_step
+from train.task import CLIPTask
 
 pytestmark = [
   pytest.mark.gpu,
@@ -33,12 +34,10 @@ def losses(mesh_config: MeshConfig | None, by: str) -> list[float]:
   size = dataclasses.replace(size, vision=vision, text=dataclasses.replace(size.text, layers=2))
   optimizer, _ = make_optimizer(OptimizerConfig(warmup_steps=1), 10)
   mesh = mesh_config and make_mesh(mesh_config)
-  held = {"activation_sharding": batch_sharding(mesh)} if mesh and by == "jit" else {}
-  model = CLIP(size, unroll=0, **held)
-  init, make_batch = make_init(model, optimizer, 0), functools.partial(draw, size, 256)
-  step = make_train_step(
-    model, optimizer, LOSSES["softmax"], 0, mesh=mesh if by == "shard_map" else None
-  )
+  placed = batch_sharding(mesh) if mesh and by == "jit" else None
+  task = CLIPTask(CLIP(size, BlockOptions(unroll=0, activation_sharding=placed)))
+  init, make_batch = make_init(task, optimizer, 0), functools.partial(draw, size, 256)
+  step = make_train_step(task, optimizer, 0, mesh=mesh if by == "shard_map" else None)
   options = {}
   if mesh:
     state = jax.eval_shape(init)

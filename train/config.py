@@ -1,4 +1,4 @@
-"""What a run is: one `Config`, written out in a file of `configs/` and changed by flags.
+"""A run is one `Config`, written out in a file of `configs/` and changed by flags.
 
 Every field always exists; an empty string or a zero means "off" where the comment says so.
 `check` is called once, after the flags were applied.
@@ -18,19 +18,18 @@ class ModelConfig:
   # A key of sbjax.RECIPES, or rules by the path of a linear: "*/fc1=full, *=switchback".
   recipe: str = "switchback"
   backend: str = ""  # "xla", "mosaic", "triton"; "" chooses
-  fused: bool = True  # layer norms and GELUs with the matmuls beside them; False is plain Flax
   dtype: str = "bfloat16"  # compute dtype; parameters are float32
   zero_init_layer_scale: bool = False
   qk_norm: bool = False
   patch_dropout: float = 0.0  # fraction of patches dropped in training
   scan: bool = True  # one compiled block, scanned over the layers
   unroll: int = 1  # layers of a scan compiled in a piece; 0: all, faster on a GPU
-  remat: str = "none"  # "none", "full", or a key of sbjax.models.transformer.REMAT_POLICIES
+  remat: str = "none"  # "none", "block", or a key of sbjax.models.transformer.REMAT_POLICIES
 
 
 @dataclasses.dataclass(kw_only=True)
 class DataConfig:
-  name: str = "shapes"  # a TFDS data set; for shards, what the import is called
+  name: str = "shapes"  # a TFDS data set; for shards, a name for the import
   data_dir: str = ""  # where prepared data sets live; "": TFDS's own default
   # Tar shards to import under `name` (globs or {000..099} ranges, relative to root). "": none.
   root: str = ""
@@ -56,7 +55,7 @@ class DataConfig:
 
 @dataclasses.dataclass(kw_only=True)
 class OptimizerConfig:
-  name: str = "stable_adamw"  # or "adamw"
+  name: str = "stable_adamw"  # a key of train.optimizer.OPTIMIZERS
   learning_rate: float = 2e-3
   warmup_steps: int = 5000
   b1: float = 0.9
@@ -71,7 +70,7 @@ class OptimizerConfig:
 class MeshConfig:
   data: int = -1  # -1: what the other axis leaves
   fsdp: int = 1  # parameters and optimizer state are split over this axis
-  gradient_dtype: str = "float32"  # of what devices send to add up kernels' gradients; "bfloat16"
+  gradient_dtype: str = "float32"  # in which devices add up kernels' gradients; or "bfloat16"
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -86,13 +85,13 @@ class Config:
   steps: int = 20_000
   seed: int = 0
   log_every: int = 50
-  eval_every: int = 1000  # 0: at the end alone
+  eval_every: int = 1000  # 0: only at the end
   eval_batch_size: int = 256
-  checkpoint_every: int = 1000  # 0: at the end alone
+  checkpoint_every: int = 1000  # 0: only at the end
   checkpoint_keep: int = 3
   wandb_project: str = ""  # "": no Weights & Biases
-  # A run that waits for longer ends, and says for what (train/watchdog.py). 0: it waits for ever.
-  step_timeout_seconds: int = 600  # for a step or its batch; the first, which compiles, has thrice
+  # A run that waits longer ends, and says for what (train/watchdog.py). 0: it waits forever.
+  step_timeout_seconds: int = 600  # for a step or its batch; three times that for the first
   pause_timeout_seconds: int = 3600  # for an evaluation or a checkpoint
   profile_steps: str = ""  # "a:b": workdir/profile holds a trace of the steps a to b. "": none
 
@@ -126,7 +125,7 @@ class Config:
         raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
     for name in ("eval_every", "checkpoint_every"):
       if getattr(self, name) < 0:
-        raise ValueError(f"{name}={getattr(self, name)} must be 0 (at the end alone) or more.")
+        raise ValueError(f"{name}={getattr(self, name)} must be 0 (only at the end) or more.")
     for name in ("step_timeout_seconds", "pause_timeout_seconds"):
       if getattr(self, name) < 0:
         raise ValueError(f"{name}={getattr(self, name)} must be 0 (no limit) or more.")

@@ -1,4 +1,4 @@
-"""A CLIP's parameters inside a `jax.shard_map`: a device computes with all, and keeps its shards.
+"""Parameters inside a `jax.shard_map`: a device computes with all of them, and keeps its shards.
 
 Every layer's kernel is gathered by itself, and its gradient is scattered as soon as it is made:
 beside its shards a device holds 8 bits a parameter, and the gradients in flight. Microbatches and
@@ -12,21 +12,20 @@ from jax.sharding import Mesh
 
 from sbjax.fsdp import gather, gather_weight
 from sbjax.linear import QuantizedWeight
-from sbjax.models.clip import CLIP
-from sbjax.models.transformer import BLOCK_LINEARS
-from sbjax.recipes import recipe_at
+from sbjax.models.transformer import BLOCK_LINEARS, BlockOptions
 from train.sharding import BATCH_AXES, parameter_axes
 
 
 def gather_parameters(
-  model: CLIP, params: dict, mesh: Mesh, gradient_dtype: jnp.dtype = jnp.float32
+  params: dict, options: BlockOptions, mesh: Mesh, gradient_dtype: jnp.dtype = jnp.float32
 ) -> dict:
-  """The variables of `model.apply` from this device's shards of its parameters.
+  """The variables of a model's `apply` from this device's shards of its parameters.
 
   Differentiable: gradients are summed over all devices of the mesh, and each keeps its shards.
 
   Args:
     params: as `train.sharding.parameter_shardings` splits them over the mesh.
+    options: those of the model.
     gradient_dtype: in which devices add up the gradients of the blocks' kernels; others are
       summed in float32.
   """
@@ -41,9 +40,9 @@ def gather_parameters(
       continue
     # One sum for a stack of layers: two H200s sum 400 MB at 281 GB/s and 17 MB at 120.
     x = gather(x, None, reduce_axes=others, gradient_dtype=gradient_dtype)
-    recipe = recipe_at(model.recipe, "/".join(path[:-1]))
-    options = {"dtype": model.dtype, "gradient_dtype": gradient_dtype, "backend": model.backend}
-    kernels = [gather_weight(w, recipe, split, **options) for w in (x if x.ndim == 3 else [x])]
+    recipe = options.recipe_at("/".join(path[:-1]))
+    how = {"dtype": options.dtype, "gradient_dtype": gradient_dtype, "backend": options.backend}
+    kernels = [gather_weight(w, recipe, split, **how) for w in (x if x.ndim == 3 else [x])]
     kernel = jax.tree.map(lambda *a: jnp.stack(a), *kernels) if x.ndim == 3 else kernels[0]
     if isinstance(kernel, QuantizedWeight):
       gathered[path], quantized[path] = kernel.master, (kernel.fwd, kernel.dgrad)

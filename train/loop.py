@@ -17,9 +17,7 @@ from jax.experimental import multihost_utils
 from train import data
 from train.config import Config
 from train.errors import RunError
-from train.evaluate import evaluate_run
-from train.flops import BF16_PEAK, model_flops
-from train.loss import LOSSES
+from train.flops import BF16_PEAK
 from train.memory import explained
 from train.record import Recorder, read_metrics
 from train.report import write_report
@@ -42,9 +40,9 @@ class Stopped(RunError):
 
 
 def train(config: Config, workdir: Path) -> dict:
-  """Runs, or continues, the run that `config` describes, and returns what result.json holds.
+  """Runs, or continues, the run that `config` describes; returns the contents of result.json.
 
-  Of several processes, which share `workdir`, the first alone writes and returns it.
+  Several processes share `workdir`; only the first writes and returns the result.
   """
   first = jax.process_index() == 0
   check_continues(config, workdir)
@@ -77,8 +75,7 @@ def _train(run: Run, workdir: Path, watchdog: Watchdog) -> None:
     config,
     run.builder,
     run.tokenizer,
-    image_size=run.model.config.vision.image_size,
-    context_length=run.model.config.text.context_length,
+    **run.task.example_sizes,
     process_index=jax.process_index(),
     process_count=jax.process_count(),
   )
@@ -148,7 +145,7 @@ def _steps(
         tracer.close()
       if evaluating:
         watchdog.pauses_for(f"the evaluation after step {step}")
-        scores = evaluate_run(run, state.params)
+        scores = run.evaluate(state.params)
         recorder.write(step, {f"eval/{name}": value for name, value in scores.items()})
         recorder.say(step, "  ".join(f"{name} {value:.3f}" for name, value in scores.items()))
       if saving:
@@ -164,11 +161,9 @@ def _steps(
 def jit_train_step(run: Run):
   """The compiled step: `(state, batch) -> (state, metrics, finite)`, the old state donated."""
   config = run.config
-  loss = LOSSES[config.loss]
   step = make_train_step(
-    run.model,
+    run.task,
     run.optimizer,
-    loss,
     config.seed,
     config.accumulate,
     mesh=run.mesh,
@@ -189,13 +184,12 @@ def _due(step: int, every: int) -> bool:
 
 
 class _Meter:
-  """Reads the metrics of the step before, stops on what is not finite, and times the steps."""
+  """Reads the metrics of the step before, stops if a tensor is not finite, and times the steps."""
 
   def __init__(self, run: Run, state, recorder: Recorder):
     self._run, self._recorder = run, recorder
-    self._names = tensor_names(state.params, run.model.config)
-    config = run.config
-    self._flops = model_flops(run.model.config, config.batch_size, config.model.patch_dropout)
+    self._names = tensor_names(state.params, run.task)
+    self._flops = run.task.flops(run.config.batch_size)
     # 0 where it is not known.
     self._peak_flops = run.mesh.size * BF16_PEAK.get(jax.devices()[0].device_kind, 0)
     self._pending = None
@@ -315,8 +309,8 @@ def describe(run: Run, recorder: Recorder, start: int) -> None:
   device = jax.devices()[0]
   recorder.say(
     start,
-    f"CLIP {config.model.size}, {count / 1e6:.1f} M parameters, recipe {config.model.recipe},"
-    f" {config.data.name}, batch {config.batch_size}, on"
+    f"{run.task.name} {config.model.size}, {count / 1e6:.1f} M parameters,"
+    f" recipe {config.model.recipe}, {config.data.name}, batch {config.batch_size}, on"
     f" {run.mesh.size} x {device.device_kind} (data {run.mesh.shape['data']},"
     f" fsdp {run.mesh.shape['fsdp']})",
   )

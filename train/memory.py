@@ -1,4 +1,4 @@
-"""A device that is out of memory, as one message: how much was asked for, and what takes less.
+"""Explains out of memory in one message: how much was asked for, and which fields take less.
 
 XLA's own is a line amid hundreds on its allocator, and names none of the config's fields.
 """
@@ -15,8 +15,8 @@ from train.config import Config
 from train.errors import RunError
 from train.run import Run
 
-# XLA's words on a GPU, on a TPU, and on a CPU. RESOURCE_EXHAUSTED is also what a kernel says that
-# wants too much shared memory, and a message that is too long.
+# XLA's words on a GPU, on a TPU, and on a CPU. RESOURCE_EXHAUSTED is also raised for a kernel with
+# too much shared memory, and for a message that is too long.
 _OUT_OF_MEMORY = re.compile(r"out of memory|failed to allocate|exceeded hbm capacity", re.I)
 _ASKED = re.compile(r"allocat\w*\D{0,40}?(\d+(?:\.\d+)?) ?([KMGTP]?i?B\b|bytes)", re.I)
 _UNITS = {"b": 1, "bytes": 1} | {
@@ -33,9 +33,9 @@ def is_out_of_memory(error: Exception) -> bool:
 
 @contextlib.contextmanager
 def explained(run: Run, during: Callable[[], str]) -> Iterator[None]:
-  """Turns a device's being out of memory into a RunError that says what would help.
+  """Turns an out-of-memory error into a RunError that says what would help.
 
-  `during` names what the program was at.
+  `during` names the work that was going on.
   """
   try:
     yield
@@ -46,7 +46,7 @@ def explained(run: Run, during: Callable[[], str]) -> Iterator[None]:
 
 
 def explain(text: str, run: Run, during: str, device) -> str:
-  """What is known of an error with that text, and the fields that would help, the likeliest first.
+  """Describes an error with that text, and the fields that would help, the likeliest first.
 
   device: a jax.Device, for its kind and `memory_stats()`.
   """
@@ -83,9 +83,9 @@ def asked_bytes(text: str) -> int | None:
 
 def _for_activations(run: Run) -> list[str]:
   config, choices = run.config, []
-  if config.model.remat != "full":
+  if config.model.remat != "block":
     choices.append(
-      f"--config.model.remat=full: a block keeps its input only, and computes the rest again (now"
+      f"--config.model.remat=block: a block keeps its input only, and computes the rest again (now"
       f" {config.model.remat})"
     )
   if more := _next_accumulate(config, run.mesh.size):
@@ -120,7 +120,7 @@ def _for_state(run: Run, state: int) -> list[str]:
 
 
 def _next_accumulate(config: Config, devices: int) -> int | None:
-  """The next larger number of microbatches that divides what a device has of a batch."""
+  """The next larger number of microbatches that divides a device's share of a batch."""
   share = config.batch_size // devices
   larger = (n for n in range(2 * config.accumulate, share + 1) if share % n == 0)
   return next(larger, None)

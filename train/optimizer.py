@@ -6,6 +6,7 @@ tensors of its layers, [layers, ...] under a module named "blocks", so both look
 a run trains the same with and without scan.
 """
 
+import functools
 import math
 
 import jax
@@ -16,18 +17,22 @@ from train.config import OptimizerConfig
 
 STACK = "blocks"  # The module of sbjax.models.clip whose parameters are [layers, ...].
 
-# AdamW is StableAdamW that never clips: its RMS is what the paper plots.
-_CLIP_THRESHOLD = {"stable_adamw": 1.0, "adamw": math.inf}
-
 
 def make_optimizer(
   config: OptimizerConfig, steps: int
 ) -> tuple[optax.GradientTransformationExtraArgs, optax.Schedule]:
   """The optimizer of a run of `steps`, and its learning rate as a function of the step."""
-  if config.name not in _CLIP_THRESHOLD:
-    raise ValueError(f"optimizer.name={config.name!r} is none of {', '.join(_CLIP_THRESHOLD)}.")
+  if config.name not in OPTIMIZERS:
+    raise ValueError(f"optimizer.name={config.name!r} is none of {', '.join(OPTIMIZERS)}.")
   schedule = warmup_cosine(config.learning_rate, config.warmup_steps, steps)
-  optimizer = stable_adamw(
+  optimizer = OPTIMIZERS[config.name](config, schedule)
+  if config.clip_norm:
+    optimizer = optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
+  return optimizer, schedule
+
+
+def _stable_adamw(config: OptimizerConfig, schedule: optax.Schedule, clip_threshold: float = 1.0):
+  return stable_adamw(
     schedule,
     b1=config.b1,
     b2=config.b2,
@@ -35,12 +40,16 @@ def make_optimizer(
     weight_decay=config.weight_decay,
     mask=decays,
     decay_with=config.decay_with,
-    clip_threshold=_CLIP_THRESHOLD[config.name],
+    clip_threshold=clip_threshold,
     stacked=stacked,
   )
-  if config.clip_norm:
-    optimizer = optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
-  return optimizer, schedule
+
+
+OPTIMIZERS = {  # Functions of a config and a schedule.
+  "stable_adamw": _stable_adamw,
+  # AdamW is StableAdamW that never clips; the paper plots its RMS.
+  "adamw": functools.partial(_stable_adamw, clip_threshold=math.inf),
+}
 
 
 def warmup_cosine(peak: float, warmup_steps: int, steps: int) -> optax.Schedule:

@@ -1,34 +1,29 @@
-"""What a `Config` stands for: the data set, tokenizer, mesh, model and optimizer of one run.
+"""Makes of a `Config` the data set, tokenizer, mesh, task and optimizer of one run.
 
 Training and evaluation build the same run from the same config, so they cannot disagree.
 """
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.experimental import multihost_utils
 
-from sbjax.backends import get_backend
-from sbjax.models.clip import CLIP
-from sbjax.models.sizes import SIZES, CLIPConfig
-from sbjax.recipes import parse_recipe
 from train import data
 from train.checkpoint import Checkpointer
-from train.config import Config, ModelConfig
+from train.config import Config
 from train.errors import RunError
 from train.loss import LOSSES
 from train.optimizer import make_optimizer
 from train.sharding import make_mesh, state_shardings
 from train.step import TrainState, make_init
+from train.task import CLIPTask, block_options, make_task
 from train.tokenizer import Tokenizer, make_tokenizer
 
-# What may differ between a run and its continuation: where it computes and what it reports. With
-# another `accumulate` other patches are dropped from there on.
+# Fields that may change when a run continues: where it computes and what it reports. Another
+# `accumulate` drops other patches from there on.
 _MAY_CHANGE = {
   "steps", "log_every", "eval_every", "eval_batch_size", "checkpoint_every", "checkpoint_keep",
   "wandb_project", "mesh", "accumulate", "data.data_dir", "data.root", "data.prefetch",
@@ -42,7 +37,7 @@ class Run(NamedTuple):
   builder: object  # of the data set, prepared
   tokenizer: Tokenizer
   mesh: jax.sharding.Mesh
-  model: CLIP
+  task: CLIPTask
   optimizer: optax.GradientTransformation
   schedule: optax.Schedule
   abstract_state: TrainState  # shapes and shardings
@@ -51,8 +46,28 @@ class Run(NamedTuple):
   def new_state(self) -> TrainState:
     """The state at step 0, made where it lives."""
     shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state)
-    init = make_init(self.model, self.optimizer, self.config.seed)
+    init = make_init(self.task, self.optimizer, self.config.seed)
     return jax.jit(init, out_shardings=shardings)()
+
+  def evaluate(self, params) -> dict[str, float]:
+    """The scores of parameters on the evaluation split."""
+    config, sizes = self.config, self.task.example_sizes
+    return self.task.evaluate(
+      params,
+      self.mesh,
+      lambda texts: self.tokenizer(texts, sizes["context_length"]),
+      data.eval_batches(
+        config,
+        self.builder,
+        config.data.eval_split,
+        image_size=sizes["image_size"],
+        batch_size=config.eval_batch_size,
+      ),
+      batch_size=config.eval_batch_size,
+      class_names=data.class_names(config, self.builder) or (),
+      templates=config.data.templates,
+      retrieval=bool(config.data.text_key),
+    )
 
 
 def make_run(config: Config, workdir: Path) -> Run:
@@ -62,7 +77,7 @@ def make_run(config: Config, workdir: Path) -> Run:
     ValueError, RunError: a value of the config that cannot be, or data that is not there.
   """
   config.check()
-  parse_recipe(config.model.recipe)  # Before the data, which takes longer to be wrong.
+  block_options(config.model)  # Before the data, which takes longer to be wrong.
   if config.loss not in LOSSES:
     raise ValueError(f"loss={config.loss!r} is none of {', '.join(LOSSES)}.")
   mesh = make_mesh(config.mesh)
@@ -77,55 +92,21 @@ def make_run(config: Config, workdir: Path) -> Run:
   for split in (config.data.train_split, config.data.eval_split):
     data.check_split(builder, split)
   tokenizer = _tokenizer(config, builder, workdir)
-  model = make_model(config.model, tokenizer, siglip=config.loss == "siglip")
-  abstract = jax.eval_shape(make_init(model, optimizer, config.seed))
+  task = make_task(config, tokenizer)
+  abstract = jax.eval_shape(make_init(task, optimizer, config.seed))
   shardings = state_shardings(abstract, abstract.params, mesh)
   return Run(
     config=config,
     builder=builder,
     tokenizer=tokenizer,
     mesh=mesh,
-    model=model,
+    task=task,
     optimizer=optimizer,
     schedule=schedule,
     abstract_state=jax.tree.map(
       lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings
     ),
     checkpointer=Checkpointer(workdir / "checkpoints", config.checkpoint_keep),
-  )
-
-
-def make_model(config: ModelConfig, tokenizer: Tokenizer, *, siglip: bool) -> CLIP:
-  """The CLIP of that size, with the tokenizer's vocabulary and the config's options."""
-  if config.size not in SIZES:
-    raise ValueError(f"model.size={config.size!r} is unknown; known: {', '.join(SIZES)}.")
-  size = SIZES[config.size]
-  vision = dataclasses.replace(
-    size.vision,
-    image_size=config.image_size or size.vision.image_size,
-    patch_size=config.patch_size or size.vision.patch_size,
-  )
-  text = dataclasses.replace(
-    size.text,
-    context_length=config.context_length or size.text.context_length,
-    vocab_size=tokenizer.vocab_size,
-    eot_id=tokenizer.eot_id,
-  )
-  backend = config.backend or None
-  get_backend(backend)
-  return CLIP(
-    CLIPConfig(size.embed_dim, vision, text),
-    recipe=parse_recipe(config.recipe),
-    backend=backend,
-    fused=config.fused,
-    dtype=jnp.dtype(config.dtype),
-    zero_init_layer_scale=config.zero_init_layer_scale,
-    qk_norm=config.qk_norm,
-    patch_dropout=config.patch_dropout,
-    scan=config.scan,
-    unroll=config.unroll,
-    remat=config.remat,
-    **({"init_logit_scale": 10.0, "init_logit_bias": -10.0} if siglip else {}),
   )
 
 
@@ -162,7 +143,7 @@ def _flat(config: dict, prefix: str = "") -> dict:
 
 
 def _tokenizer(config: Config, builder, workdir: Path) -> Tokenizer:
-  """The workdir's own, so that a checkpoint keeps its meaning; else a new one, kept there."""
+  """The tokenizer saved in the workdir, so that checkpoints keep their meaning; else a new one."""
   path = workdir / "tokenizer.json"
   if jax.process_index() == 0 and not path.is_file():
     tokenizer = make_tokenizer(

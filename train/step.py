@@ -1,4 +1,4 @@
-"""One training step: loss over the global batch, gradients, update, and what to watch."""
+"""One training step: loss over the global batch, gradients, update, and metrics."""
 
 import functools
 from typing import Any, NamedTuple
@@ -8,13 +8,11 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from sbjax.models.clip import CLIP
-from sbjax.models.sizes import CLIPConfig
-from sbjax.models.transformer import quantize_weights, unstack_blocks
+from sbjax.models.transformer import quantize_weights
 from sbjax.stable_adamw import tensor_rms
 from train.gather import gather_parameters
-from train.images import normalize
 from train.sharding import BATCH_AXES, parameter_specs, path_name
+from train.task import CLIPTask
 
 
 class TrainState(NamedTuple):
@@ -25,28 +23,19 @@ class TrainState(NamedTuple):
   opt_state: Any
 
 
-def make_init(model: CLIP, optimizer: optax.GradientTransformation, seed: int):
+def make_init(task: CLIPTask, optimizer: optax.GradientTransformation, seed: int):
   """A function without arguments that makes the state at step 0."""
 
   def init() -> TrainState:
-    vision, text = model.config.vision, model.config.text
-    # Stacked, layers are drawn at once, which compiles faster; and a run starts from the same
-    # parameters with and without scan.
-    params = model.clone(scan=True, unroll=1).init(
-      jax.random.key(seed),
-      jnp.zeros((1, vision.image_size, vision.image_size, 3), jnp.float32),
-      jnp.zeros((1, text.context_length), jnp.int32),
-    )["params"]
-    params = params if model.scan else unstack_blocks(params)
+    params = task.init(jax.random.key(seed))
     return TrainState(jnp.zeros([], jnp.int32), params, optimizer.init(params))
 
   return init
 
 
 def make_train_step(
-  model: CLIP,
+  task: CLIPTask,
   optimizer: optax.GradientTransformation,
-  loss,
   seed: int,
   accumulate: int = 1,
   *,
@@ -55,29 +44,27 @@ def make_train_step(
 ):
   """`train_step(state, batch) -> (state, metrics, finite)`, pure and ready for `jax.jit`.
 
-  loss: one of train.loss.LOSSES.
   accumulate: how many microbatches a batch goes through the model in; the loss is over all of it.
   mesh: computes on the devices of a mesh, each on its rows of the batch, with the state split as
     `train.sharding.state_shardings` says. None, or a mesh of one device: without a `shard_map`.
   gradient_dtype: in which the devices of a mesh add up gradients of kernels.
-  batch: image uint8 [B, S, S, 3] and text int32 [B, L], B being the global batch.
+  batch: examples for the task, all devices' together.
   metrics: float32 scalars by name.
   finite: a bool for each of `tensor_names`: the first False is where trouble began.
   """
   mesh = None if mesh is None or mesh.size == 1 else mesh
-  differentiate = functools.partial(_differentiate, model, loss, accumulate, mesh, gradient_dtype)
+  differentiate = functools.partial(_differentiate, task, accumulate, mesh, gradient_dtype)
 
   def train_step(state: TrainState, batch):
     key = jax.random.fold_in(jax.random.key(seed), state.step)
     run = differentiate if mesh is None else _on_each_device(differentiate, state.params, mesh)
-    (value, (features, out, metrics)), gradients = run(state.params, batch, key)
+    (value, (features, blocks, metrics)), gradients = run(state.params, batch, key)
     with jax.named_scope("optimizer"):
       updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
       params = optax.apply_updates(state.params, updates)
     metrics = {
       "loss": value,
       **metrics,
-      "logit_scale": out["logit_scale"],
       "gradient_norm": optax.tree.norm(gradients),
       "parameter_norm": optax.tree.norm(params),
       # RMS of the patch embedding: it goes up 1 to 8 steps before the loss does (the paper's 3.4).
@@ -87,14 +74,14 @@ def make_train_step(
         if name.endswith("patch_embedding/kernel")
       },
       **{
-        f"mean_abs_feature/{tower}_block_{i}": outputs[i]
-        for tower, outputs in out["block_outputs"].items()
-        for i in range(outputs.shape[0])
+        f"mean_abs_feature/{tower}_block_{i}": blocks[tower][i]
+        for tower, layers in task.layers.items()
+        for i in range(layers)
       },
     }
     checked = (
       *jax.tree.leaves(state.params),
-      *(x for tower in ("image", "text") for x in out["block_outputs"][tower]),
+      *(x for tower in task.layers for x in blocks[tower]),
       *features,
       value,
       *jax.tree.leaves(gradients),
@@ -106,38 +93,35 @@ def make_train_step(
   return train_step
 
 
-def _differentiate(model, loss, accumulate, mesh, gradient_dtype, params, batch, key):
+def _differentiate(task, accumulate, mesh, gradient_dtype, params, batch, key):
   """The loss and its gradients, from one device's examples and its shards of the parameters.
 
   Returns:
-    ((loss, (features, the model's other outputs, metrics)), gradients): the features of the
-    device's examples, the gradients of its shards, and else numbers of the global batch.
+    ((loss, (features, block outputs, metrics)), gradients): features of the device's examples,
+    gradients of its shards, and everything else of the global batch.
   """
   axes = () if mesh is None else BATCH_AXES
-  count = len(batch["text"]) // accumulate
+  count = len(jax.tree.leaves(batch)[0]) // accumulate
   first = jax.lax.axis_index(axes) * count if axes else 0
 
   def loss_of(params):
+    options = task.model.options
     if mesh is None:
-      quantized = quantize_weights(params, model.recipe, backend=model.backend)
+      quantized = quantize_weights(params, options.recipe, backend=options.backend)
       variables = {"params": params, "quantized": quantized}
     else:
-      variables = gather_parameters(model, params, mesh, gradient_dtype)
+      variables = gather_parameters(params, options, mesh, gradient_dtype)
 
-    def encode(batch, key):
-      image, text = normalize(batch["image"]), batch["text"]
-      options = {"train": True, "first_example": first, "rngs": {"dropout": key}}
-      return model.apply(variables, image, text, **options)
+    def apply(batch, key):
+      return task.apply(variables, batch, key, first)
 
-    if accumulate == 1:
-      out = encode(batch, key)
-    else:
-      out = _in_microbatches(encode, batch, key, accumulate)
-    value, metrics = loss(out, axes)
-    features = out.pop("image_features"), out.pop("text_features")
+    out = _in_microbatches(apply, batch, key, accumulate) if accumulate > 1 else apply(batch, key)
+    value, metrics = task.loss(out, axes)
+    features = tuple(out[f"{tower}_features"] for tower in task.layers)
+    blocks = out["block_outputs"]
     if axes:
-      out["block_outputs"] = jax.lax.pmean(jax.lax.stop_gradient(out["block_outputs"]), axes)
-    return value, (features, out, metrics)
+      blocks = jax.lax.pmean(jax.lax.stop_gradient(blocks), axes)
+    return value, (features, blocks, metrics)
 
   return jax.value_and_grad(loss_of, has_aux=True)(params)
 
@@ -158,37 +142,35 @@ def _on_each_device(differentiate, params, mesh: Mesh):
   )
 
 
-def _in_microbatches(encode, batch, key: jax.Array, count: int) -> dict:
-  """What `encode(batch, key)` returns for the batch, made of `count` microbatches one by one.
+def _in_microbatches(apply, batch, key: jax.Array, count: int) -> dict:
+  """`apply(batch, key)`, computed in `count` microbatches one by one.
 
-  Of each the features alone are kept. The backward pass encodes it again, with the same key, and
-  adds to the gradients: those of the loss over the whole batch (Gao et al. 2021,
-  https://arxiv.org/abs/2101.06983). What does not belong to an example is averaged.
+  Only their features are saved. The backward pass applies the model again, with the same key, and
+  adds up the gradients of the loss over the whole batch (Gao et al. 2021,
+  https://arxiv.org/abs/2101.06983). Outputs without an axis of examples are averaged.
   """
-  # Microbatch i has examples i, i + count, ...: of each device its own, so that none moves.
+  # Microbatch i has examples i, i + count, ...: each device's own, so that none moves.
   microbatches = jax.tree.map(lambda x: x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1), batch)
 
-  @jax.checkpoint  # With its barriers: XLA may unroll a short loop, and then keep what it finds.
-  def encode_one(numbered):
+  @jax.checkpoint  # With its barriers: XLA may unroll a short loop, and then save activations.
+  def apply_one(numbered):
     i, microbatch = numbered
-    return encode(microbatch, jax.random.fold_in(key, i))
+    return apply(microbatch, jax.random.fold_in(key, i))
 
   def of_batch(x):
     is_features = x.ndim == 3  # [count, B / count, E]
     return x.swapaxes(0, 1).reshape(-1, x.shape[-1]) if is_features else jnp.mean(x, axis=0)
 
-  return jax.tree.map(of_batch, jax.lax.map(encode_one, (jnp.arange(count), microbatches)))
+  return jax.tree.map(of_batch, jax.lax.map(apply_one, (jnp.arange(count), microbatches)))
 
 
-def tensor_names(params, config: CLIPConfig) -> list[str]:
-  """What `finite` of a train step speaks of, in the order in which values depend on each other."""
+def tensor_names(params, task: CLIPTask) -> list[str]:
+  """The tensors that `finite` of a train step is about; each depends on those before it only."""
   names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
   return [
     *(f"parameter {name}" for name in names),
-    *(f"output of image block {i}" for i in range(config.vision.layers)),
-    *(f"output of text block {i}" for i in range(config.text.layers)),
-    "image features",
-    "text features",
+    *(f"output of {tower} block {i}" for tower, n in task.layers.items() for i in range(n)),
+    *(f"{tower} features" for tower in task.layers),
     "loss",
     *(f"gradient of {name}" for name in names),
     "parameters after the update",

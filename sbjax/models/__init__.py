@@ -2,5 +2,6 @@
 
 from sbjax.models.clip import CLIP
 from sbjax.models.sizes import SIZES, CLIPConfig, TextConfig, VisionConfig
+from sbjax.models.transformer import BlockOptions
 
-__all__ = ["CLIP", "SIZES", "CLIPConfig", "TextConfig", "VisionConfig"]
+__all__ = ["CLIP", "SIZES", "BlockOptions", "CLIPConfig", "TextConfig", "VisionConfig"]

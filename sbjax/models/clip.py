@@ -1,9 +1,9 @@
 """CLIP: a vision transformer and a causal text transformer that meet in one embedding space.
 
 The architecture is open_clip's (https://github.com/mlfoundations/open_clip), so that weights go
-both ways (sbjax/models/convert.py). Its four linear layers a block (qkv, out, fc1, fc2) follow a
-recipe; everything else computes in `dtype`, and layer norms and the two final projections in
-float32. Parameters are float32, and their tree depends on the sizes, `scan`,
+both ways (sbjax/models/convert.py). The four linear layers of a block (qkv, out, fc1, fc2) follow a
+recipe. Layer norms and the two final projections compute in float32, everything else in
+`BlockOptions.dtype`. Parameters are float32. Their tree depends on the sizes, `scan`,
 `zero_init_layer_scale` and `qk_norm`, never on the recipe.
 
 Letters in shapes: B batch, L length (patches or tokens), D width, H heads, E embedding.
@@ -11,7 +11,6 @@ Letters in shapes: B batch, L length (patches or tokens), D width, H heads, E em
 
 import functools
 import math
-from collections.abc import Callable
 
 import flax.linen as nn
 import jax
@@ -19,8 +18,8 @@ import jax.numpy as jnp
 
 from sbjax.layers import SwitchBackDense
 from sbjax.models.sizes import CLIPConfig, TextConfig, VisionConfig
-from sbjax.models.transformer import BLOCK_LINEARS, REMAT_POLICIES, Inits, blocks, layer_norm
-from sbjax.recipes import FULL, Recipe, RecipeRules
+from sbjax.models.transformer import BLOCK_LINEARS, Block, BlockOptions, Inits, blocks, layer_norm
+from sbjax.recipes import FULL, RecipeRules
 
 MAX_LOG_LOGIT_SCALE = math.log(100)
 
@@ -43,70 +42,29 @@ class CLIP(nn.Module):
   and a text without `eot_id` is read at its first token.
 
   Args:
-    recipe: what the block linears' matmuls are rounded to; RecipeRules for each by its path, such
-      as "image/blocks/fc1", or "image/block_0/fc1" where layers are not scanned.
-    backend: who computes them; None chooses.
-    fused: layer norm with what it feeds and the MLP as one operation each (sbjax.fused); False is
-      plain Flax around SwitchBackDense, rounded to the compute dtype in more places.
-    dtype: compute dtype.
-    zero_init_layer_scale: each residual branch is multiplied by a learned vector that starts at
-      0 (Wortsman et al. 2023, https://arxiv.org/abs/2304.13013).
-    qk_norm: layer norm over the full width of q and of k, before they are split into heads.
+    options: how the blocks of both towers compute.
     patch_dropout: fraction of patches that a training step leaves out (Li et al. 2022,
       https://arxiv.org/abs/2212.00794).
-    scan: one block scanned over layers, parameters stacked as [layers, ...] in `blocks`; False:
-      `block_0`, `block_1`, ...
-    unroll: how many layers of a scan are compiled in a piece; 0: all of them. A GPU then neither
-      copies what it keeps for the backward pass nor waits between layers: benchmarks/step.py.
-    remat: "none", "full" (a block keeps its input alone) or a key of REMAT_POLICIES.
-    init_logit_scale, init_logit_bias: what the factor on the features' dot products and, unless
-      None, a learned number added to them start at; the SigLIP loss wants 10 and -10.
-    activation_sharding: where the blocks' [B, L, D] inputs and outputs live. None: XLA chooses,
-      and may take the layout of a split embedding table, which splits widths and gathers tokens.
+    init_logit_scale, init_logit_bias: initial values of the factor on the features' dot products
+      and of a learned number added to them (None: there is none). The SigLIP loss wants 10 and -10.
+    block: `Block`, or another module with its fields and parameters (benchmarks/flax_block.py).
   """
 
   config: CLIPConfig
-  recipe: Recipe | RecipeRules = FULL
-  backend: str | None = None
-  fused: bool = True
-  dtype: jnp.dtype = jnp.bfloat16
-  zero_init_layer_scale: bool = False
-  qk_norm: bool = False
+  options: BlockOptions = BlockOptions()
   patch_dropout: float = 0.0
-  scan: bool = True
-  unroll: int = 1
-  remat: str = "none"
   init_logit_scale: float = 1 / 0.07
   init_logit_bias: float | None = None
-  activation_sharding: jax.sharding.Sharding | None = None
+  block: type[nn.Module] = Block
 
   def setup(self):
-    if self.remat not in ("none", "full", *REMAT_POLICIES):
-      known = ", ".join(("none", "full", *REMAT_POLICIES))
-      raise ValueError(f"Unknown remat {self.remat!r}; known: {known}.")
-    if self.unroll < 0:
-      raise ValueError(f"unroll={self.unroll} must be 0 (all layers) or more.")
     if not 0 <= self.patch_dropout < 1:
       raise ValueError(f"patch_dropout={self.patch_dropout} must be in [0, 1).")
-    if isinstance(self.recipe, RecipeRules):
-      self.recipe.check(self._linears())
-    stack = functools.partial(
-      blocks,
-      scan=self.scan,
-      unroll=self.unroll,
-      remat=self.remat,
-      recipe=self.recipe,
-      backend=self.backend,
-      fused=self.fused,
-      dtype=self.dtype,
-      zero_init_layer_scale=self.zero_init_layer_scale,
-      qk_norm=self.qk_norm,
-      # Parameters are made from a batch of one, which cannot be split.
-      sharding=None if self.is_initializing() else self.activation_sharding,
-    )
-    embed_dim = self.config.embed_dim
-    self.image = VisionTower(self.config.vision, embed_dim, stack, self.dtype, self.patch_dropout)
-    self.text = TextTower(self.config.text, embed_dim, stack, self.dtype)
+    if isinstance(self.options.recipe, RecipeRules):
+      self.options.recipe.check(self._linears())
+    c, shared = self.config, (self.config.embed_dim, self.options, self.block)
+    self.image = VisionTower(c.vision, *shared, self.patch_dropout)
+    self.text = TextTower(c.text, *shared)
     constant = nn.initializers.constant
     log_scale = math.log(self.init_logit_scale)
     self.logit_scale = self.param("logit_scale", constant(log_scale), (), jnp.float32)
@@ -115,11 +73,11 @@ class CLIP(nn.Module):
 
   def _linears(self) -> list[str]:
     """The paths of the blocks' linear layers."""
-    towers = {"image": self.config.vision, "text": self.config.text}
+    towers, scan = {"image": self.config.vision, "text": self.config.text}, self.options.scan
     return [
       f"{tower}/{block}/{linear}"
       for tower, config in towers.items()
-      for block in (["blocks"] if self.scan else [f"block_{i}" for i in range(config.layers)])
+      for block in (["blocks"] if scan else [f"block_{i}" for i in range(config.layers)])
       for linear in BLOCK_LINEARS
     ]
 
@@ -131,7 +89,7 @@ class CLIP(nn.Module):
     train: bool = False,
     first_example: jax.typing.ArrayLike = 0,
   ) -> dict:
-    """What a contrastive loss needs, all float32.
+    """The inputs of a contrastive loss, all float32.
 
     Args:
       train: whether patches are dropped, which takes a key: `rngs={"dropout": key}`.
@@ -140,7 +98,7 @@ class CLIP(nn.Module):
 
     Returns:
       image_features, text_features: [B, E], of length 1.
-      logit_scale: scalar in [1, 100], what their dot products are multiplied by.
+      logit_scale: scalar in [1, 100], the factor on their dot products.
       logit_bias: scalar, if the model has one.
       block_outputs: {"image": [layers], "text": [layers]}, the mean |feature| after each block;
         no gradient flows into it.
@@ -172,34 +130,37 @@ class VisionTower(nn.Module):
 
   config: VisionConfig
   embed_dim: int
-  blocks: Callable  # sbjax.models.transformer.blocks, with what CLIP knows filled in
-  dtype: jnp.dtype
+  options: BlockOptions
+  block: type[nn.Module]
   patch_dropout: float
 
   @nn.compact
   def __call__(self, image: jax.Array, *, train: bool, first_example: jax.typing.ArrayLike = 0):
-    c, normal = self.config, nn.initializers.normal(self.config.width**-0.5)
+    c, dtype = self.config, self.options.dtype
+    normal = nn.initializers.normal(c.width**-0.5)
     if image.shape[1:] != (c.image_size, c.image_size, 3):
       raise ValueError(f"Images must be [B, {c.image_size}, {c.image_size}, 3], not {image.shape}.")
     # A convolution whose stride is its size is a matmul over patches.
     embed = SwitchBackDense(
       c.width,
       use_bias=False,
-      dtype=self.dtype,
+      dtype=dtype,
       kernel_init=_uniform,
       recipe=FULL,
       name="patch_embedding",
     )
-    x_BLD = embed(_patches(image.astype(self.dtype), c.patch_size))
+    x_BLD = embed(_patches(image.astype(dtype), c.patch_size))
     class_D = self.param("class_embedding", normal, (c.width,), jnp.float32)
     position_LD = self.param("positional_embedding", normal, (c.patches + 1, c.width), jnp.float32)
-    class_B1D = jnp.broadcast_to(class_D.astype(self.dtype), (x_BLD.shape[0], 1, c.width))
-    x_BLD = jnp.concatenate([class_B1D, x_BLD], axis=1) + position_LD.astype(self.dtype)[None]
+    class_B1D = jnp.broadcast_to(class_D.astype(dtype), (x_BLD.shape[0], 1, c.width))
+    x_BLD = jnp.concatenate([class_B1D, x_BLD], axis=1) + position_LD.astype(dtype)[None]
     if train and self.patch_dropout:
       key = self.make_rng("dropout")
       x_BLD = patch_dropout(x_BLD, self.patch_dropout, key, first_example)
     x_BLD = layer_norm(x_BLD, "ln_pre")
-    x_BLD, outputs = self.blocks(x_BLD, c, causal=False, inits=_VISION_INITS)
+    x_BLD, outputs = blocks(
+      x_BLD, c, self.options, block=self.block, causal=False, inits=_VISION_INITS
+    )
     x_BD = layer_norm(x_BLD[:, 0], "ln_post")
     proj = self.param("proj", normal, (c.width, self.embed_dim), jnp.float32)
     return x_BD.astype(jnp.float32) @ proj, outputs
@@ -210,8 +171,8 @@ class TextTower(nn.Module):
 
   config: TextConfig
   embed_dim: int
-  blocks: Callable  # sbjax.models.transformer.blocks, with what CLIP knows filled in
-  dtype: jnp.dtype
+  options: BlockOptions
+  block: type[nn.Module]
 
   @nn.compact
   def __call__(self, text: jax.Array):
@@ -225,9 +186,9 @@ class TextTower(nn.Module):
     position_LD = self.param(
       "positional_embedding", normal(0.01), (c.context_length, c.width), jnp.float32
     )
-    x_BLD = (x_BLD + position_LD[None]).astype(self.dtype)
+    x_BLD = (x_BLD + position_LD[None]).astype(self.options.dtype)
     inits = _text_inits(c.width, c.layers)
-    x_BLD, outputs = self.blocks(x_BLD, c, causal=True, inits=inits)
+    x_BLD, outputs = blocks(x_BLD, c, self.options, block=self.block, causal=True, inits=inits)
     eot_B11 = jnp.argmax(text == c.eot_id, axis=1)[:, None, None]
     x_BD = jnp.take_along_axis(x_BLD, eot_B11, axis=1)[:, 0]
     x_BD = layer_norm(x_BD, "ln_final")

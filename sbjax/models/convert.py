@@ -16,11 +16,11 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from sbjax.models.clip import CLIP
 from sbjax.models.sizes import SIZES, CLIPConfig
-from sbjax.models.transformer import stack_blocks, unstack_blocks
+from sbjax.models.transformer import BlockOptions, stack_blocks, unstack_blocks
 
 
 def load_open_clip(source, config: CLIPConfig, *, scan: bool = True) -> dict:
-  """Parameters of `CLIP(config, scan=scan)` in float32 from an open_clip state dict.
+  """Parameters of a CLIP of this config, in float32, from an open_clip state dict.
 
   Layer-scale vectors and SigLIP's bias are taken where the state dict has them: use the parameters
   with `zero_init_layer_scale=True` or an `init_logit_bias` then.
@@ -28,6 +28,7 @@ def load_open_clip(source, config: CLIPConfig, *, scan: bool = True) -> dict:
   Args:
     source: a path to a .safetensors, .pt, .pth or .bin file, or a mapping of names to tensors or
       arrays. A checkpoint of open_clip's own training (`state_dict`, `module.`) will do.
+    scan: as in `BlockOptions`.
 
   Raises:
     ValueError: names are missing or unexpected, or shapes differ; says which, and the key of
@@ -144,7 +145,7 @@ def _to_numpy(tensor) -> np.ndarray:
 def _options(layer_scale: bool, logit_bias: bool) -> dict:
   """The arguments of CLIP that change which parameters it has."""
   bias = {"init_logit_bias": 0.0} if logit_bias else {}
-  return {"zero_init_layer_scale": layer_scale, **bias}
+  return {"options": BlockOptions(zero_init_layer_scale=layer_scale), **bias}
 
 
 def _shapes(config: CLIPConfig, options: dict) -> dict[tuple[str, ...], tuple[int, ...]]:
@@ -181,7 +182,7 @@ def _check(state: Mapping, config: CLIPConfig, options: dict) -> None:
 
 
 def _differences(given: dict, expected: dict) -> str:
-  """What keeps shapes by name from being those expected, in a sentence or three; "" if nothing."""
+  """How shapes by name differ from those expected, in up to three sentences; "" if they do not."""
   named = {
     "Missing": [_joined(name) for name in expected if name not in given],
     "Unexpected": [_joined(name) for name in given if name not in expected],

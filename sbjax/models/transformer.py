@@ -3,6 +3,7 @@
 Letters in shapes: B batch, L length, D width, H heads.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.ad_checkpoint import checkpoint_name
 
+from sbjax.backends import get_backend
 from sbjax.fused import layer_norm_dense, layer_norm_mlp
 from sbjax.fused_ops import NORM_EPSILON
 from sbjax.layers import LayerNorm, LayerScale, SwitchBackDense
@@ -21,22 +23,80 @@ from sbjax.linear import QuantizedWeight, quantize_weight
 from sbjax.models.attention import attention, length_for
 from sbjax.models.sizes import TextConfig, VisionConfig
 from sbjax.quantized_dot import DOT_NAME, RESIDUAL_NAME, quantized_dot
-from sbjax.recipes import Recipe, RecipeRules, as_recipe, recipe_at
+from sbjax.recipes import FULL, Recipe, RecipeRules, as_recipe, parse_recipe
 
-# What a rematerialised block keeps besides its input. Policies go by name, since JAX's own
-# `checkpoint_dots` does not see a matmul inside a Pallas kernel.
-_QKV_NAME, _OUT_NAME = "sbjax_qkv", "sbjax_out"
+# Names for checkpoint policies. JAX's own `checkpoint_dots` does not see a matmul inside a Pallas
+# kernel, so policies go by these names and those of sbjax.quantized_dot.
+QKV_NAME, OUT_NAME = "sbjax_qkv", "sbjax_out"
 REMAT_POLICIES = {
-  # What every linear gives but the last, 8 widths a token: norms, attention and GELU are computed
-  # again. The attention's last gives its sum with x, where no layer scale stands between.
+  # Keeps the outputs of every linear layer but the last, 8 widths a token. The backward pass
+  # repeats norms, attention and GELU. Without layer scale, `out`'s output includes the residual.
   "dots": jax.checkpoint_policies.save_only_these_names(DOT_NAME),
-  # And the 8-bit operands that recipes with quantized residuals keep for the backward.
+  # Keeps the 8-bit operands of recipes with saved="quantized" too.
   "dots_and_residuals": jax.checkpoint_policies.save_only_these_names(DOT_NAME, RESIDUAL_NAME),
-  # These operands alone: with "switchback_m", 5 bytes a width and token, and fc1 is not repeated.
+  # Keeps only these operands: with "switchback_m", 5 bytes a width and token; fc1 is not repeated.
   "residuals": jax.checkpoint_policies.save_only_these_names(RESIDUAL_NAME),
-  # The attention's linears alone, 4 widths a token: fc1 is computed again too.
-  "attention_dots": jax.checkpoint_policies.save_only_these_names(_QKV_NAME, _OUT_NAME),
+  # Keeps the outputs of qkv and out, 4 widths a token; fc1 is repeated.
+  "attention_dots": jax.checkpoint_policies.save_only_these_names(QKV_NAME, OUT_NAME),
 }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockOptions:
+  """How the blocks of a model compute, the same in every tower.
+
+  Args:
+    recipe: what the linear layers' matmuls are rounded to: a Recipe or its name, or RecipeRules or
+      their text, for paths such as "image/blocks/fc1" (scanned) and "image/block_0/fc1".
+    backend: who computes the matmuls; None chooses.
+    dtype: compute dtype.
+    zero_init_layer_scale: multiplies each residual branch by a learned vector that starts at 0
+      (Wortsman et al. 2023, https://arxiv.org/abs/2304.13013).
+    qk_norm: layer norm over the full width of q and of k, before they are split into heads.
+    scan: one block scanned over layers, parameters stacked as [layers, ...] in `blocks`; False:
+      `block_0`, `block_1`, ...
+    unroll: how many layers of a scan are compiled in a piece; 0: all of them. A GPU then neither
+      copies the arrays saved for the backward pass nor waits between layers: benchmarks/step.py.
+    remat: what the backward pass computes again: "none", "block" (all but a block's input) or a
+      key of REMAT_POLICIES.
+    activation_sharding: where the blocks' [B, L, D] inputs and outputs live. None: XLA chooses,
+      and may take the layout of a split embedding table, which splits widths and gathers tokens.
+
+  Raises:
+    ValueError, NotImplementedError: a value that is unknown, or a backend that does not run here.
+  """
+
+  recipe: Recipe | RecipeRules | str = FULL
+  backend: str | None = None
+  dtype: jnp.dtype = jnp.bfloat16
+  zero_init_layer_scale: bool = False
+  qk_norm: bool = False
+  scan: bool = True
+  unroll: int = 1
+  remat: str = "none"
+  activation_sharding: jax.sharding.Sharding | None = None
+
+  def __post_init__(self):
+    if isinstance(self.recipe, str):
+      object.__setattr__(self, "recipe", parse_recipe(self.recipe))
+    elif not isinstance(self.recipe, RecipeRules):
+      as_recipe(self.recipe)
+    if self.backend is not None:
+      get_backend(self.backend)
+    object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
+    if not jnp.issubdtype(self.dtype, jnp.floating):
+      raise ValueError(f"dtype={self.dtype} must be floating point, such as 'bfloat16'.")
+    if self.unroll < 0:
+      raise ValueError(f"unroll={self.unroll} must be 0 (all layers) or more.")
+    if self.remat not in ("none", "block", *REMAT_POLICIES):
+      raise ValueError(
+        f"remat={self.remat!r} must be 'none', 'block' (once called 'full': keeps a block's input"
+        f" only) or a policy: {', '.join(REMAT_POLICIES)}."
+      )
+
+  def recipe_at(self, path: str) -> Recipe:
+    """The recipe of the linear layer at a path."""
+    return self.recipe.at(path) if isinstance(self.recipe, RecipeRules) else as_recipe(self.recipe)
 
 
 class Inits(NamedTuple):
@@ -62,13 +122,7 @@ class Block(nn.Module):
   mlp_width: int
   causal: bool
   inits: Inits
-  recipe: Recipe | RecipeRules
-  backend: str | None
-  fused: bool
-  dtype: jnp.dtype
-  zero_init_layer_scale: bool
-  qk_norm: bool
-  sharding: jax.sharding.Sharding | None
+  options: BlockOptions
 
   @nn.compact
   def __call__(self, x_BLD: jax.Array):
@@ -79,108 +133,108 @@ class Block(nn.Module):
     features = jax.lax.stop_gradient(x_BLD[:, : self.length]).astype(jnp.float32)
     return x_BLD, jnp.mean(jnp.abs(features))
 
-  @property
-  def _adds(self) -> bool:
-    """Whether a residual connection is added by the product before it."""
-    return self.fused and not self.zero_init_layer_scale
-
   def _attention(self, x_BLD):
     """x plus attention of it."""
-    width, zeros = x_BLD.shape[-1], nn.initializers.zeros
-    qkv = self._linear("qkv", 3 * width, self.inits.qkv, zeros)
-    if self.fused:
-      kernel, bias = qkv.parameters(width)
-      norm = LayerNorm(name="ln_1")(width)
-      options = {"recipe": self._recipe("qkv"), "backend": self.backend, "num_outputs": 3}
-      x_BLD, qkv_BLD = layer_norm_dense(x_BLD, norm, kernel, bias=bias, **options)
-    else:
-      qkv_BLD = jnp.split(qkv(layer_norm(x_BLD, "ln_1")), 3, axis=-1)
-    q_BLD, k_BLD, v_BLD = (checkpoint_name(h, _QKV_NAME) for h in qkv_BLD)
-    if self.qk_norm:
+    width, backend = x_BLD.shape[-1], self.options.backend
+    kernel, bias = self._linear("qkv", width, 3 * width).parameters(width)
+    norm, recipe = LayerNorm(name="ln_1")(width), self._recipe("qkv")
+    x_BLD, qkv_BLD = layer_norm_dense(
+      x_BLD, norm, kernel, recipe, bias=bias, backend=backend, num_outputs=3
+    )
+    y_BLD, recipe = self._attend(qkv_BLD), self._recipe("out")
+    kernel, bias = self._linear("out", width, width).parameters(width)
+    layer_scale = self.options.zero_init_layer_scale
+    residual = None if layer_scale else x_BLD
+    y_BLD = quantized_dot(y_BLD, kernel, recipe, bias=bias, backend=backend, residual=residual)
+    y_BLD = checkpoint_name(y_BLD, OUT_NAME)
+    return x_BLD + LayerScale(name="ls_1")(y_BLD) if layer_scale else y_BLD
+
+  def _attend(self, qkv_BLD):
+    """Attention of q, k and v, each [B, L, D], with the heads' outputs side by side."""
+    q_BLD, k_BLD, v_BLD = (checkpoint_name(h, QKV_NAME) for h in qkv_BLD)
+    if self.options.qk_norm:
       q_BLD, k_BLD = layer_norm(q_BLD, "q_norm"), layer_norm(k_BLD, "k_norm")
     q_BLHD, k_BLHD, v_BLHD = (
-      h.reshape(*h.shape[:2], self.heads, width // self.heads) for h in (q_BLD, k_BLD, v_BLD)
+      h.reshape(*h.shape[:2], self.heads, h.shape[2] // self.heads) for h in (q_BLD, k_BLD, v_BLD)
     )
     y_BLHD = attention(q_BLHD, k_BLHD, v_BLHD, causal=self.causal, length=self.length)
-    y_BLD = y_BLHD.reshape(x_BLD.shape)
-    out = self._linear("out", width, self.inits.out, zeros)
-    if self._adds:
-      kernel, bias = out.parameters(width)
-      options = {"backend": self.backend, "bias": bias, "residual": x_BLD}
-      return checkpoint_name(
-        quantized_dot(y_BLD, kernel, self._recipe("out"), **options), _OUT_NAME
-      )
-    return x_BLD + self._layer_scale("ls_1", checkpoint_name(out(y_BLD), _OUT_NAME))
+    return y_BLHD.reshape(q_BLD.shape)
 
   def _mlp(self, x_BLD):
     """x plus an MLP of it."""
-    width = x_BLD.shape[-1]
-    fc1 = self._linear("fc1", self.mlp_width, self.inits.fc1, _uniform_bias(width))
-    fc2 = self._linear("fc2", width, self.inits.fc2, _uniform_bias(self.mlp_width))
-    if not self.fused:
-      y_BLD = fc2(nn.gelu(fc1(layer_norm(x_BLD, "ln_2")), approximate=False))
-      return x_BLD + self._layer_scale("ls_2", y_BLD)
-    norm = LayerNorm(name="ln_2")(width)
-    recipes = self._recipe("fc1"), self._recipe("fc2")
-    kernels = *fc1.parameters(width), *fc2.parameters(self.mlp_width)
-    options = {"backend": self.backend, "add_residual": self._adds}
-    found: Any = layer_norm_mlp(x_BLD, norm, *kernels, recipes, **options)
-    return found if self._adds else found[0] + self._layer_scale("ls_2", found[1])
+    width, layer_scale = x_BLD.shape[-1], self.options.zero_init_layer_scale
+    norm, recipes = LayerNorm(name="ln_2")(width), (self._recipe("fc1"), self._recipe("fc2"))
+    fc1 = self._linear("fc1", width, self.mlp_width).parameters(width)
+    fc2 = self._linear("fc2", self.mlp_width, width).parameters(self.mlp_width)
+    y: Any = layer_norm_mlp(
+      x_BLD, norm, *fc1, *fc2, recipes, backend=self.options.backend, add_residual=not layer_scale
+    )
+    return y[0] + LayerScale(name="ls_2")(y[1]) if layer_scale else y
 
-  def _linear(self, name, features, kernel_init, bias_init):
+  def _linear(self, name, fan_in, features):
+    is_mlp = name in ("fc1", "fc2")
     return SwitchBackDense(
       features,
-      dtype=self.dtype,
-      kernel_init=kernel_init,
-      bias_init=bias_init,
+      dtype=self.options.dtype,
+      kernel_init=getattr(self.inits, name),
+      bias_init=_uniform_bias(fan_in) if is_mlp else nn.initializers.zeros,
       recipe=self._recipe(name),
-      backend=self.backend,
+      backend=self.options.backend,
       name=name,
     )
 
   def _recipe(self, name):
-    """That of the linear layer of this name."""
-    return recipe_at(self.recipe, "/".join((*self.path, name)))
+    return self.options.recipe_at("/".join((*self.path, name)))
 
   def _place(self, x_BLD):
-    """x where `sharding` says, and its gradient."""
-    if self.sharding is None:
+    """Places x, and its gradient, as `activation_sharding` says."""
+    # Parameters are made from a batch of one, which cannot be split.
+    if self.options.activation_sharding is None or self.is_initializing():
       return x_BLD
-    return jax.lax.with_sharding_constraint(x_BLD, self.sharding)
-
-  def _layer_scale(self, name, x_BLD):
-    return LayerScale(0.0, name=name)(x_BLD) if self.zero_init_layer_scale else x_BLD
+    return jax.lax.with_sharding_constraint(x_BLD, self.options.activation_sharding)
 
 
 def blocks(
-  x_BLD, config: VisionConfig | TextConfig, *, scan: bool, unroll: int, remat: str, **options
+  x_BLD,
+  config: VisionConfig | TextConfig,
+  options: BlockOptions,
+  *,
+  block: type[nn.Module],
+  causal: bool,
+  inits: Inits,
 ):
   """x through a tower's blocks, made inside the calling module; their mean |feature| [layers]."""
-  length, block = x_BLD.shape[1], Block
-  padding = length_for(length, options["dtype"], config.width // config.heads) - length
+  length = x_BLD.shape[1]
+  padding = length_for(length, options.dtype, config.width // config.heads) - length
   x_BLD = jnp.pad(x_BLD, ((0, 0), (0, padding), (0, 0)))
-  if remat != "none":
+  if options.remat != "none":
     # Inside a loop nothing can be shared with the forward pass, so no barrier is needed.
-    is_loop = scan and 0 < unroll < config.layers
-    block = nn.remat(Block, policy=REMAT_POLICIES.get(remat), prevent_cse=not is_loop)
-  if scan:
+    is_loop = options.scan and 0 < options.unroll < config.layers
+    policy = REMAT_POLICIES.get(options.remat)
+    block = nn.remat(block, policy=policy, prevent_cse=not is_loop)
+  if options.scan:
     block = nn.scan(
       block,
       variable_axes={"params": 0, "quantized": 0},
       split_rngs={"params": True},
       length=config.layers,
-      unroll=unroll or config.layers,
+      unroll=options.unroll or config.layers,
     )
-  mlp_width = int(config.width * config.mlp_ratio)
-  block = functools.partial(
-    block, heads=config.heads, length=length, mlp_width=mlp_width, **options
+  make = functools.partial(
+    block,
+    heads=config.heads,
+    length=length,
+    mlp_width=int(config.width * config.mlp_ratio),
+    causal=causal,
+    inits=inits,
+    options=options,
   )
-  if scan:
-    x_BLD, outputs = block(name="blocks")(x_BLD)
+  if options.scan:
+    x_BLD, outputs = make(name="blocks")(x_BLD)
     return x_BLD[:, :length], outputs
   outputs = []
   for layer in range(config.layers):
-    x_BLD, output = block(name=f"block_{layer}")(x_BLD)
+    x_BLD, output = make(name=f"block_{layer}")(x_BLD)
     outputs.append(output)
   return x_BLD[:, :length], jnp.stack(outputs)
 
@@ -188,16 +242,16 @@ def blocks(
 def quantize_weights(
   params, recipe: Recipe | RecipeRules | str, *, backend: str | None = None
 ) -> dict:
-  """The collection "quantized" that goes with a CLIP's `params`: its block kernels in 8 bits.
+  """The collection "quantized" for a CLIP's `params`: the kernels of its blocks in 8 bits.
 
   `model.apply({"params": params, "quantized": quantize_weights(params, recipe)}, ...)` quantizes a
   kernel once, however often a step uses it: forward, rematerialised, backward, for each microbatch.
-  The result is the same without it. Kernels that a recipe leaves in 16 bits are not in it.
+  The result is the same without it. Kernels that a recipe leaves in 16 bits are left out.
 
   Raises:
     ValueError: none of the parameters is a block's kernel.
   """
-  recipe = recipe if isinstance(recipe, RecipeRules) else as_recipe(recipe)
+  options = BlockOptions(recipe=recipe, backend=backend)
 
   def once(w, recipe):
     kernel = quantize_weight(jax.lax.stop_gradient(w), recipe, backend=backend)
@@ -212,7 +266,7 @@ def quantize_weights(
     raise ValueError(f"No kernel of {', '.join(BLOCK_LINEARS)} is among the parameters of a CLIP.")
   quantized = {}
   for path, w in kernels.items():
-    own = recipe_at(recipe, "/".join(path[:-1]))
+    own = options.recipe_at("/".join(path[:-1]))
     if own.rounds_w:
       stacked = w.ndim == 3  # [layers, K, N] of a scan.
       layers = [once(layer, own) for layer in (w if stacked else [w])]
@@ -221,12 +275,12 @@ def quantize_weights(
 
 
 def stack_blocks(params: dict) -> dict:
-  """`block_0`, `block_1`, ... of both towers stacked as `blocks`: what `scan=True` takes."""
+  """`block_0`, `block_1`, ... of both towers stacked as `blocks`, for `scan=True`."""
   return {**params, **{tower: _stack(params[tower]) for tower in ("image", "text")}}
 
 
 def unstack_blocks(params: dict) -> dict:
-  """`blocks` of both towers as `block_0`, `block_1`, ...: what `scan=False` takes."""
+  """`blocks` of both towers as `block_0`, `block_1`, ..., for `scan=False`."""
   return {**params, **{tower: _unstack(params[tower]) for tower in ("image", "text")}}
 
 

@@ -8,13 +8,14 @@ import pytest
 
 from sbjax.models.clip import CLIP
 from sbjax.models.sizes import SIZES, TextConfig, VisionConfig
+from sbjax.models.transformer import BlockOptions
 from sbjax.quantized_dot import quantized_dot
 from sbjax.recipes import FP8_TENSORWISE, FULL, SWITCHBACK
-from train import evaluate as evaluation
+from train import zero_shot
 from train.config import MeshConfig
-from train.evaluate import accuracy, evaluate, make_encoders, recall, zero_shot_classifier
 from train.images import MEAN, STD, normalize
 from train.sharding import make_mesh, parameter_shardings
+from train.zero_shot import accuracy, evaluate, make_encoders, recall, zero_shot_classifier
 
 KS = (1, 5, 10)
 
@@ -80,9 +81,9 @@ def test_features_that_are_all_equal_recall_as_chance_does():
 def test_recall_does_not_depend_on_the_chunks():
   queries, candidates = integers(37, 5), integers(21, 5, seed=1)
   owners = np.arange(37) % 21
-  whole = evaluation._hits(queries, owners, candidates, np.arange(21), 10, chunk=37)
+  whole = zero_shot._hits(queries, owners, candidates, np.arange(21), 10, chunk=37)
   for chunk in (1, 8, 64):
-    hits = evaluation._hits(queries, owners, candidates, np.arange(21), 10, chunk=chunk)
+    hits = zero_shot._hits(queries, owners, candidates, np.arange(21), 10, chunk=chunk)
     np.testing.assert_array_equal(hits, whole)
 
 
@@ -163,7 +164,7 @@ def in_batches(examples, size):
 
 @pytest.fixture(scope="module")
 def model():
-  return CLIP(CONFIG, recipe=SWITCHBACK, dtype=jnp.float32)
+  return CLIP(CONFIG, BlockOptions(recipe="switchback", dtype=jnp.float32))
 
 
 @pytest.fixture(scope="module")
@@ -212,7 +213,7 @@ def test_the_padding_of_the_last_batch_changes_nothing(recipe):
   rng = np.random.default_rng(1)
   x, w = (np.float32(rng.normal(size=shape)) for shape in ((3, 16), (16, 8)))
   encode = jax.jit(lambda x: quantized_dot(x, w, recipe))
-  padded = evaluation._in_pieces(encode, x / 100, 8)
+  padded = zero_shot._in_pieces(encode, x / 100, 8)
   np.testing.assert_allclose(padded, encode(x / 100), rtol=1e-6, atol=1e-6)
 
 
@@ -224,8 +225,8 @@ def test_batches_of_any_size_are_encoded_by_one_program(model):
     return x * 2
 
   rows = np.arange(22.0).reshape(11, 2)
-  np.testing.assert_array_equal(evaluation._in_pieces(encode, rows, 4), rows * 2)
-  np.testing.assert_array_equal(evaluation._in_pieces(encode, rows[:1], 4), rows[:1] * 2)
+  np.testing.assert_array_equal(zero_shot._in_pieces(encode, rows, 4), rows * 2)
+  np.testing.assert_array_equal(zero_shot._in_pieces(encode, rows[:1], 4), rows[:1] * 2)
   assert set(shapes) == {(4, 2)}
   assert make_encoders(model, make_mesh(MeshConfig())) is make_encoders(
     model, make_mesh(MeshConfig())
@@ -243,11 +244,11 @@ def test_only_what_the_data_tell_is_measured(examples):
     batches = in_batches(examples | changes.pop("examples", {}), 4)
     return set(evaluate(fake, None, tokenize, batches, batch_size=4, **changes))
 
-  zero_shot = {"class_names": NAMES, "templates": TEMPLATES}
+  classes = {"class_names": NAMES, "templates": TEMPLATES}
   found = {f"{way}_recall@{k}" for way in ("image_to_text", "text_to_image") for k in KS}
   assert metrics() == found
-  assert metrics(**zero_shot) == found | {"zero_shot_top1"}
-  assert metrics(**zero_shot, retrieval=False) == {"zero_shot_top1"}
-  assert metrics(examples={"captions": [[]] * 11}, **zero_shot) == {"zero_shot_top1"}
+  assert metrics(**classes) == found | {"zero_shot_top1"}
+  assert metrics(**classes, retrieval=False) == {"zero_shot_top1"}
+  assert metrics(examples={"captions": [[]] * 11}, **classes) == {"zero_shot_top1"}
   with pytest.raises(ValueError, match="split is empty"):
     evaluate(fake, None, tokenize, [], batch_size=4)

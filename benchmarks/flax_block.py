@@ -1,0 +1,32 @@
+"""The baseline of the step benchmarks: a transformer block of plain Flax layers.
+
+Its parameters are those of sbjax.models.transformer.Block. Layer norm, GELU and the residual
+connections are Flax's and XLA's own, each rounded to the compute dtype; linear layers follow the
+recipe, quantized one by one. `CLIP(config, options, block=FlaxBlock)`.
+"""
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from sbjax.layers import LayerScale
+from sbjax.models.transformer import OUT_NAME, Block, layer_norm
+
+
+class FlaxBlock(Block):
+  def _attention(self, x_BLD):
+    width = x_BLD.shape[-1]
+    qkv_BLD = self._linear("qkv", width, 3 * width)(layer_norm(x_BLD, "ln_1"))
+    y_BLD = self._attend(jnp.split(qkv_BLD, 3, axis=-1))
+    y_BLD = checkpoint_name(self._linear("out", width, width)(y_BLD), OUT_NAME)
+    return x_BLD + self._layer_scale("ls_1", y_BLD)
+
+  def _mlp(self, x_BLD):
+    width = x_BLD.shape[-1]
+    fc1 = self._linear("fc1", width, self.mlp_width)
+    fc2 = self._linear("fc2", self.mlp_width, width)
+    y_BLD = fc2(nn.gelu(fc1(layer_norm(x_BLD, "ln_2")), approximate=False))
+    return x_BLD + self._layer_scale("ls_2", y_BLD)
+
+  def _layer_scale(self, name, y_BLD):
+    return LayerScale(name=name)(y_BLD) if self.options.zero_init_layer_scale else y_BLD

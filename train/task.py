@@ -1,0 +1,106 @@
+"""What training asks of a model, and CLIP's answers.
+
+The step, the loop and the run know a model only by its task. Another model is another class like
+CLIPTask, and rules for its parameters in train/sharding.py.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from sbjax.models.clip import CLIP
+from sbjax.models.sizes import SIZES, CLIPConfig
+from sbjax.models.transformer import BlockOptions, unstack_blocks
+from train.config import Config, ModelConfig
+from train.flops import model_flops
+from train.images import normalize
+from train.loss import LOSSES
+from train.zero_shot import evaluate, make_encoders
+
+
+class CLIPTask(NamedTuple):
+  """CLIP on batches {"image": uint8 [B, S, S, 3], "text": int32 [B, L]}."""
+
+  model: CLIP
+  contrast: Callable = LOSSES["softmax"]  # or another of LOSSES
+
+  name = "CLIP"
+
+  @property
+  def layers(self) -> dict[str, int]:
+    """The number of blocks of each tower."""
+    return {"image": self.model.config.vision.layers, "text": self.model.config.text.layers}
+
+  @property
+  def example_sizes(self) -> dict[str, int]:
+    """The arguments of train.data.train_iterator that depend on the model."""
+    vision, text = self.model.config.vision, self.model.config.text
+    return {"image_size": vision.image_size, "context_length": text.context_length}
+
+  def init(self, key: jax.Array) -> dict:
+    """The parameters at step 0."""
+    vision, text = self.model.config.vision, self.model.config.text
+    # Stacked, layers are drawn at once, which compiles faster; and a run starts from the same
+    # parameters with and without scan.
+    options = dataclasses.replace(self.model.options, scan=True, unroll=1, recipe="full")
+    params = self.model.clone(options=options).init(
+      key,
+      jnp.zeros((1, vision.image_size, vision.image_size, 3), jnp.float32),
+      jnp.zeros((1, text.context_length), jnp.int32),
+    )["params"]
+    return params if self.model.options.scan else unstack_blocks(params)
+
+  def apply(self, variables: dict, batch: dict, key: jax.Array, first_example) -> dict:
+    """The training outputs of CLIP: a tower's "_features", "block_outputs", and scalars.
+
+    first_example: the place of these examples in a larger batch.
+    """
+    options = {"train": True, "first_example": first_example, "rngs": {"dropout": key}}
+    return self.model.apply(variables, normalize(batch["image"]), batch["text"], **options)
+
+  def loss(self, out: dict, axes: tuple[str, ...]) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The mean loss of an example and metrics; `axes` are those that split the batch."""
+    value, metrics = self.contrast(out, axes)
+    return value, {**metrics, "logit_scale": out["logit_scale"]}
+
+  def flops(self, batch_size: int) -> float:
+    """Floating-point operations of a step."""
+    return model_flops(self.model.config, batch_size, self.model.patch_dropout)
+
+  def evaluate(self, params, mesh: Mesh, *args, **options) -> dict[str, float]:
+    """The scores of parameters on a mesh, by train.zero_shot.evaluate with its other arguments."""
+    return evaluate(make_encoders(self.model, mesh), params, *args, **options)
+
+
+def make_task(config: Config, tokenizer) -> CLIPTask:
+  """The CLIP of the config's size and options, with the tokenizer's vocabulary."""
+  c = config.model
+  if c.size not in SIZES:
+    raise ValueError(f"model.size={c.size!r} is unknown; known: {', '.join(SIZES)}.")
+  size = SIZES[c.size]
+  vision = dataclasses.replace(
+    size.vision,
+    image_size=c.image_size or size.vision.image_size,
+    patch_size=c.patch_size or size.vision.patch_size,
+  )
+  text = dataclasses.replace(
+    size.text,
+    context_length=c.context_length or size.text.context_length,
+    vocab_size=tokenizer.vocab_size,
+    eot_id=tokenizer.eot_id,
+  )
+  siglip = {"init_logit_scale": 10.0, "init_logit_bias": -10.0} if config.loss == "siglip" else {}
+  size = CLIPConfig(size.embed_dim, vision, text)
+  model = CLIP(size, block_options(c), patch_dropout=c.patch_dropout, **siglip)
+  return CLIPTask(model, LOSSES[config.loss])
+
+
+def block_options(config: ModelConfig) -> BlockOptions:
+  """The fields that a ModelConfig shares with BlockOptions, by name; a backend "" is None."""
+  values = dataclasses.asdict(config) | {"backend": config.backend or None}
+  fields = dataclasses.fields(BlockOptions)
+  return BlockOptions(**{f.name: values[f.name] for f in fields if f.name in values})
