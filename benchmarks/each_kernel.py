@@ -1,10 +1,10 @@
-"""Runs every kernel on small ragged arrays: something for a memory checker to watch.
+"""Runs every kernel on small ragged arrays, under a memory checker.
 
   XLA_PYTHON_CLIENT_ALLOCATOR=platform XLA_FLAGS=--xla_gpu_enable_command_buffer= \\
       compute-sanitizer --tool memcheck --target-processes all python -m benchmarks.each_kernel
 
-Each array has memory of its own, so that what lies beyond it is nobody's; in CUDA graphs, which
-XLA calls command buffers, the checker crashes.
+The allocator gives each array memory of its own, so that the checker sees an access beyond it. The
+checker crashes in CUDA graphs, which XLA calls command buffers.
 """
 
 import functools
@@ -26,21 +26,22 @@ def main() -> None:
       print(f"{name}: not here: {reason}")
       continue
     for dtype in (INT8, E4M3):
-      jax.block_until_ready((matmuls(ops, dtype), between(ops, dtype), cuts(name, dtype)))
+      results = matmuls(ops, dtype), row_operations(ops, dtype), tile_configs(name, dtype)
+      jax.block_until_ready(results)
     print(f"{name}: ran")
 
 
-def cuts(name: str, dtype):
-  """What no operation of a backend is sure to reach: the sums alone, and every cut of the table."""
+def tile_configs(name: str, dtype):
+  """`accumulate`, and a product in every tile config of the table."""
   if name == "mosaic":
     from sbjax.pallas import scaled_matmul_sm90 as product
 
-    # Few multiprocessors, so that each has several blocks.
-    options = [{"config": one, "multiprocessors": 4} for one in product.tuned_configs()]
+    # With few SMs each has several blocks.
+    options = [{"config": config, "num_sms": 4} for config in product.tile_configs()]
   else:
     from sbjax.pallas import scaled_matmul_triton as product
 
-    options = [{}, *({"config": one} for one in product.tuned_configs())]
+    options = [{}, *({"config": config} for config in product.tile_configs())]
   spec = Spec(dtype, "tensorwise")
   lhs, rhs = (
     Quantized(jnp.ones((rows, 464), dtype), jnp.ones((1, 1)), spec) for rows in (333, 208)
@@ -48,11 +49,11 @@ def cuts(name: str, dtype):
   run = functools.partial(
     product.scaled_matmul, lhs, rhs, jnp.bfloat16, residual=jnp.ones((333, 208), jnp.bfloat16)
   )
-  return product.accumulate(lhs.values, rhs.values), [run(**one) for one in options]
+  return product.accumulate(lhs.values, rhs.values), [run(**option) for option in options]
 
 
 def matmuls(ops: Backend, dtype):
-  """The quantizers, and products with either scale of w, with what is added and without."""
+  """The quantizers, and products with either scaling of w, with and without bias and residual."""
   x = jax.random.normal(jax.random.key(0), (333, 464), jnp.bfloat16)
   w = jax.random.normal(jax.random.key(1), (464, 208))
   row, tensor = Spec(dtype, "rowwise"), Spec(dtype, "tensorwise")
@@ -63,16 +64,16 @@ def matmuls(ops: Backend, dtype):
   return products, ops.quantize_both(w, tensor), ops.quantize(w, tensor)
 
 
-def between(ops: Backend, dtype):
-  """What stands between the products: layer norm and GELU with their gradients, and sums."""
+def row_operations(ops: Backend, dtype):
+  """Layer norm, GELU, their gradients, and sums over rows."""
   spec, norm = Spec(dtype, "rowwise"), LayerNormParams(jnp.ones(464), jnp.zeros(464))
   x, dy, dx = (jax.random.normal(key, (333, 464), jnp.bfloat16)
                for key in jax.random.split(jax.random.key(2), 3))  # fmt: skip
   forward = [ops.norm_quantize(x, norm, s) for s in (None, spec)]
   backward = [ops.norm_backward(x, norm, dy, d) for d in (None, dx)]
   sums = [ops.quantize_sum(parts, spec) for parts in ((dy,), (dy, dx, x))]
-  kept = [ops.gelu_quantize(x, s, k)[1] for s, k in ((None, None), (spec, None), (spec, spec))]
-  return forward, backward, sums, [ops.gelu_backward(h, dy, spec) for h in kept[1:]]
+  saved = [ops.gelu_quantize(x, s, k)[1] for s, k in ((None, None), (spec, None), (spec, spec))]
+  return forward, backward, sums, [ops.gelu_backward(h, dy, spec) for h in saved[1:]]
 
 
 if __name__ == "__main__":

@@ -1,18 +1,18 @@
-"""Which cut of the work is fastest for which shape? Makes a matmul kernel's table.
+"""Which tile config is fastest for which shape? Makes a matmul kernel's table.
 
   python -m benchmarks.tune
-  python -m benchmarks.tune --kernel triton --out my_chip.jsonl
+  python -m benchmarks.tune --kernel triton --out my_device.jsonl
 
-The kernel is the one that `backend=None` takes here: Mosaic's on Hopper, else Triton's. A table of
-one's own is used with SBJAX_TUNING=my_chip.jsonl (sbjax/pallas/tuning.py).
+The kernel is the one that `backend=None` takes here: Mosaic's on Hopper, else Triton's.
+SBJAX_TUNING=my_device.jsonl makes the library use a table of your own (sbjax/pallas/tuning.py).
 
-Every candidate runs at every shape of CLIP's linear layers, with int8 normals, and the fastest goes
-into the table; rows of other chips and sizes stay there. With few rows there are other candidates,
+Every candidate runs at every shape of CLIP's linear layers with int8 normals, and the fastest goes
+into the table. Rows of other devices and sizes stay there. At few rows there are other candidates,
 and the kernels' own time counts.
 
-Adds a line a shape to benchmarks/results/tuning.jsonl: the rate of the fastest (`tops`), of the cut
-that would be taken without the table (`rule_tops`), of XLA where rows are few (`xla_tops`), and of
-every candidate (`cuts`; those of older runs are in cuts.jsonl).
+Adds a line for each shape to benchmarks/results/tuning.jsonl: the rates of the fastest candidate
+(`tops`), of the rule's (`rule_tops`), of XLA at few rows (`xla_tops`), and of every candidate
+(`candidates`; older lines have older names: `cuts`, `split`, `minor`, `width`).
 """
 
 import argparse
@@ -32,35 +32,35 @@ from sbjax.backends import get_backend
 from sbjax.device import num_sms
 from sbjax.formats import INT8
 from sbjax.pallas.scaled_matmul_sm90 import (
-  IN_TURNS,
   MANY_ROWS,
   NARROW,
+  PINGPONG,
   SMALL,
-  TALL_IN_TURNS,
+  TALL_PINGPONG,
   WIDE,
-  Config,
+  TileConfig,
   by_rule,
   scaled_matmul,
 )
 
 KERNELS = {"mosaic": "scaled_matmul_sm90", "triton": "scaled_matmul_triton"}
-KEY = ("chip", "m", "n", "k")
+KEY = ("device", "m", "n", "k")
 CANDIDATES = [
-  Config(),
+  TileConfig(),
   WIDE,
-  IN_TURNS,
-  dataclasses.replace(IN_TURNS, minor="n", width=16),
-  dataclasses.replace(IN_TURNS, minor="n", width=16, block_n=160),
-  TALL_IN_TURNS,
-  dataclasses.replace(TALL_IN_TURNS, minor="n", width=16),
+  PINGPONG,
+  dataclasses.replace(PINGPONG, raster_order="n", raster_width=16),
+  dataclasses.replace(PINGPONG, raster_order="n", raster_width=16, block_n=160),
+  TALL_PINGPONG,
+  dataclasses.replace(TALL_PINGPONG, raster_order="n", raster_width=16),
 ]
 FOR_FEW_ROWS = [
-  Config(),
+  TileConfig(),
   WIDE,
   SMALL,
   NARROW,
-  Config(block_m=64, block_n=128, split="n", stages=8, cluster=None),
-  Config(block_m=64, block_n=64, split="n", stages=12, cluster="m"),
+  TileConfig(block_m=64, block_n=128, schedule="cooperative_n", stages=8, cluster=None),
+  TileConfig(block_m=64, block_n=64, schedule="cooperative_n", stages=12, cluster="m"),
 ]
 
 
@@ -78,18 +78,16 @@ def main() -> None:
   for m in args.tokens:
     for n, k in shapes(args.widths):
       try:
-        found = tune_one(operands.sets(m, n, k, megabytes=100), m, n, k)
-      except RuntimeError as error:  # One size's, out of memory for instance: others may do.
+        result = {"kernel": kernel} | tune_one(operands.sets(m, n, k, megabytes=100), m, n, k)
+      except RuntimeError as error:  # For instance out of memory, which other sizes may not be.
         print(f"{m:6} x {n:5} x {k:5}  left out: {error}", flush=True)
         continue
-      found = {"kernel": kernel} | found
-      write(out, found)
-      line = {"benchmark": "tuning", **found, "data": DISTRIBUTION}
-      append(args.rates, [line | provenance()])
+      write(out, result | {"device": jax.devices()[0].device_kind})
+      append(args.rates, [{"benchmark": "tuning", **result, "data": DISTRIBUTION} | provenance()])
 
 
 def choose(backend: str | None):
-  """The kernel's name, and the function that tunes it; ends where that does not run."""
+  """The kernel's name, and the function that tunes it; exits if the kernel does not run here."""
   try:
     name = get_backend(backend).name
   except NotImplementedError as error:
@@ -104,10 +102,10 @@ def choose(backend: str | None):
 
 
 def tune(sets, m: int, n: int, k: int) -> dict:
-  """The fastest candidate, and the rate of each."""
+  """The fastest candidate, and the rates of all."""
 
   def build(config):
-    # Under its own jit it is lowered once, not once a set.
+    # A jit of its own lowers it once for all sets.
     run = jax.jit(lambda lhs, rhs: scaled_matmul(lhs, rhs, jnp.bfloat16, config=config))
     return contender(run, sets)
 
@@ -126,31 +124,31 @@ def tune(sets, m: int, n: int, k: int) -> dict:
     seconds = [one.seconds for one in contenders]
   rates = [round(tops(m, n, k, s), 1) for s in seconds]
   best = min(range(len(candidates)), key=lambda i: seconds[i])
-  found = {
-    "chip": jax.devices()[0].device_kind,
+  result = {
     "m": m,
     "n": n,
     "k": k,
-    "config": in_short(candidates[best]),
+    "config": non_defaults(candidates[best]),
     "tops": rates[best],
     "rule_tops": rates[candidates.index(rule)],
   }
-  print(f"{m:6} x {n:5} x {k:5} ", *rates, found["config"], flush=True)
+  print(f"{m:6} x {n:5} x {k:5} ", *rates, result["config"], flush=True)
   # XLA's rate, if there is one, comes last.
-  found["cuts"] = [[in_short(one), rate] for one, rate in zip(candidates, rates, strict=False)]
-  return found | ({"xla_tops": rates[-1]} if few else {})
+  pairs = zip(candidates, rates, strict=False)
+  result["candidates"] = [[non_defaults(config), rate] for config, rate in pairs]
+  return result | ({"xla_tops": rates[-1]} if few else {})
 
 
-def in_short(config: Config) -> dict:
-  """Its fields that differ from those of Config()."""
-  default = dataclasses.asdict(Config())
-  return {k: v for k, v in dataclasses.asdict(config).items() if v != default[k]}
+def non_defaults(config) -> dict:
+  """The fields of a tile config that differ from their defaults."""
+  defaults = dataclasses.asdict(type(config)())
+  return {k: v for k, v in dataclasses.asdict(config).items() if v != defaults[k]}
 
 
-def write(path: Path, found: dict) -> None:
-  """Adds the configuration to the table, in place of that of the same kernel, chip and sizes."""
-  names = {"kernel": path.stem}  # In a table that ships with a kernel, rows may leave out its name.
-  row = {name: found[name] for name in ("kernel", *KEY, "config") if name in found}
+def write(path: Path, result: dict) -> None:
+  """Adds the config to the table and removes the row of the same kernel, device and sizes."""
+  names = {"kernel": path.stem}  # A table that ships with a kernel need not name it.
+  row = {name: result[name] for name in ("kernel", *KEY, "config") if name in result}
   rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
   same = names | row
   rows = [

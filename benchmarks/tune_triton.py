@@ -1,7 +1,7 @@
 """Which tile config is fastest for the Triton matmul; benchmarks/tune.py has the command.
 
-A candidate counts where it compiles, runs, and gives the definition's bits; the others are listed
-with the reason, since which blocks fit depends on a chip's shared memory and registers.
+A candidate counts if it compiles, runs, and gives the definition's bits. Others are listed with the
+reason, because the device's shared memory and registers decide which blocks fit.
 """
 
 import concurrent.futures
@@ -12,38 +12,39 @@ import jax.numpy as jnp
 from benchmarks.kernels import kernel_race
 from benchmarks.operands import tops
 from benchmarks.timing import TRITON_GEMM, Contender, contender, race
+from benchmarks.tune import non_defaults
 from sbjax import matmul
 from sbjax.pallas import scaled_matmul_triton as product
-from sbjax.pallas.scaled_matmul_triton import Config
+from sbjax.pallas.scaled_matmul_triton import TileConfig
 from sbjax.pallas.triton import compute_capability
 from sbjax.pallas.tuning import MANY_ROWS
 
 CANDIDATES = [
-  Config(block_m=128, block_n=256, num_stages=3),
-  Config(block_m=128, block_n=256, num_stages=4),
-  Config(block_m=128, block_n=256, block_k=64, num_stages=4),
-  Config(block_m=256, block_n=128, num_stages=3),
-  Config(block_m=256, block_n=128, block_k=64, num_stages=4),
-  Config(),
-  Config(num_warps=4),
-  Config(block_k=64, num_warps=4, num_stages=4),
-  Config(block_k=64, num_warps=4, num_stages=4, group_m=16),
-  Config(block_m=64, block_n=256, num_warps=4, num_stages=3),
-  Config(block_m=128, block_n=64, num_warps=4, num_stages=4),
+  TileConfig(block_m=128, block_n=256, num_stages=3),
+  TileConfig(block_m=128, block_n=256, num_stages=4),
+  TileConfig(block_m=128, block_n=256, block_k=64, num_stages=4),
+  TileConfig(block_m=256, block_n=128, num_stages=3),
+  TileConfig(block_m=256, block_n=128, block_k=64, num_stages=4),
+  TileConfig(),
+  TileConfig(num_warps=4),
+  TileConfig(block_k=64, num_warps=4, num_stages=4),
+  TileConfig(block_k=64, num_warps=4, num_stages=4, group_m=16),
+  TileConfig(block_m=64, block_n=256, num_warps=4, num_stages=3),
+  TileConfig(block_m=128, block_n=64, num_warps=4, num_stages=4),
 ]
 FOR_FEW_ROWS = [
-  Config(block_m=128, block_n=64, num_warps=4, num_stages=4),
-  Config(block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=4),
-  Config(block_m=64, block_n=64, num_warps=4, num_stages=4),
-  Config(block_m=64, block_n=64, block_k=64, num_warps=4, num_stages=6),
-  Config(block_m=64, block_n=32, num_warps=4, num_stages=5),
-  Config(block_m=32, block_n=128, num_warps=4, num_stages=4),
-  Config(block_m=32, block_n=64, num_warps=4, num_stages=5),
+  TileConfig(block_m=128, block_n=64, num_warps=4, num_stages=4),
+  TileConfig(block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=4),
+  TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=4),
+  TileConfig(block_m=64, block_n=64, block_k=64, num_warps=4, num_stages=6),
+  TileConfig(block_m=64, block_n=32, num_warps=4, num_stages=5),
+  TileConfig(block_m=32, block_n=128, num_warps=4, num_stages=4),
+  TileConfig(block_m=32, block_n=64, num_warps=4, num_stages=5),
 ]
 
 
 def tune(sets, m: int, n: int, k: int) -> dict:
-  """The fastest candidate, and the rate of each, or the reason why it has none."""
+  """The fastest candidate, and the rates of all, or why a candidate has none."""
   few = m < MANY_ROWS
   rule = product.by_rule(m, n, compute_capability())
   candidates = list(dict.fromkeys([rule, *(FOR_FEW_ROWS if few else CANDIDATES)]))
@@ -59,26 +60,27 @@ def tune(sets, m: int, n: int, k: int) -> dict:
   times = dict(zip(usable, seconds, strict=True))
   rates = {config: round(tops(m, n, k, time), 1) for config, time in times.items()}
   best = min(times, key=times.get)
-  found = {
-    "chip": jax.devices()[0].device_kind,
+  result = {
     "m": m,
     "n": n,
     "k": k,
-    "config": in_short(best),
+    "config": non_defaults(best),
     "tops": rates[best],
     "rule_tops": rates.get(rule),
     "xla_tops": round(tops(m, n, k, xla_seconds), 1),
-    "cuts": [[in_short(c), rates.get(c, r)] for c, r in zip(candidates, results, strict=True)],
+    "candidates": [
+      [non_defaults(c), rates.get(c, r)] for c, r in zip(candidates, results, strict=True)
+    ],
   }
-  print(f"{m:6} x {n:5} x {k:5} ", *rates.values(), found["config"], flush=True)
-  return found
+  print(f"{m:6} x {n:5} x {k:5} ", *rates.values(), result["config"], flush=True)
+  return result
 
 
-def compiled(candidates: list[Config], sets) -> list[Contender | str]:
+def compiled(candidates: list[TileConfig], sets) -> list[Contender | str]:
   """Each candidate, or why it does not compile."""
 
   def build(config):
-    # Under its own jit it is lowered once, not once a set.
+    # A jit of its own lowers it once for all sets.
     run = jax.jit(lambda lhs, rhs: product.scaled_matmul(lhs, rhs, jnp.bfloat16, config=config))
     try:
       return contender(run, sets)
@@ -86,11 +88,11 @@ def compiled(candidates: list[Config], sets) -> list[Contender | str]:
       return reason(error)
 
   with concurrent.futures.ThreadPoolExecutor() as pool:
-    found = list(pool.map(build, candidates))
-  # One that failed beside others may compile by itself.
+    built = list(pool.map(build, candidates))
+  # A candidate that failed while others compiled may compile by itself.
   return [
     build(config) if isinstance(one, str) else one
-    for config, one in zip(candidates, found, strict=True)
+    for config, one in zip(candidates, built, strict=True)
   ]
 
 
@@ -104,7 +106,7 @@ def check(one: Contender, expected) -> Contender | str:
 
 
 def measured(contenders: list[Contender], few: bool) -> list[float]:
-  """Seconds of each: by the kernels' own time where a launch takes as long."""
+  """Seconds of each; at few rows, where a launch takes as long, the kernels' own time."""
   if few:
     return kernel_race(contenders)
   race(contenders, rounds=5, seconds=0.004)
@@ -114,9 +116,3 @@ def measured(contenders: list[Contender], few: bool) -> list[float]:
 def reason(error: Exception) -> str:
   first_line, *_ = str(error).strip().splitlines() or [""]
   return f"{type(error).__name__}: {first_line}"[:200]
-
-
-def in_short(config: Config) -> dict:
-  """Its fields that differ from those of Config()."""
-  default = vars(Config())
-  return {field: value for field, value in vars(config).items() if value != default[field]}

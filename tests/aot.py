@@ -203,10 +203,10 @@ def stacks(capability):
   return found
 
 
-def cuts(capability):
-  """The Mosaic product in every cut that its table has, with what takes most registers.
+def tile_configs(capability):
+  """The Mosaic product in every tile config of its table, with a bias and a residual.
 
-  Where a warpgroup has a block of its own, and few registers left, in fp8 and without scales too.
+  These take most registers. Ping-pong, which leaves fewest, also in fp8 and without scales.
   """
 
   def product(config, lhs, rhs, scale, bias, residual):
@@ -222,9 +222,9 @@ def cuts(capability):
   m, n, k = 4096, 1280, 1280
   cases = [
     (config, function, dtype)
-    for config in sm90.tuned_configs()
+    for config in sm90.tile_configs()
     for function, dtype in ((product, jnp.int8), (product, E4M3), (sums, jnp.int8))
-    if config.split is None or (function, dtype) == (product, jnp.int8)
+    if config.schedule == "pingpong" or (function, dtype) == (product, jnp.int8)
   ]
   found = {}
   with _mesh(capability, (1,), ("data",)) as mesh:
@@ -331,7 +331,7 @@ def main(capability, folder):
   if capability == 90 and jax.__version_info__ >= (0, 11):
     backends.append("mosaic")
   found = {"lowered": lowered(capability, backends), **compiled(capability)}
-  found["cuts"] = cuts(capability) if "mosaic" in backends else {}
+  found["tile_configs"] = tile_configs(capability) if "mosaic" in backends else {}
   found["stacks"] = stacks(capability)
   if capability == 90:
     from tests import aot_step  # This file runs as tests.aot.

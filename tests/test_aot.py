@@ -184,11 +184,11 @@ def test_a_sum_over_tokens_is_split_where_it_pays_and_moves_nothing(chip, proof)
   assert proof["token_sums"] == {"products": [shape], "moved": []}
 
 
-def test_every_tuned_cut_compiles(chip, proof):
+def test_every_tuned_tile_config_compiles(chip, proof):
   has_mosaic = MOSAIC in KERNELS[chip]
-  configs = {str(config) for config in scaled_matmul_sm90.tuned_configs()} if has_mosaic else set()
-  assert all(own(targets) == {MOSAIC} for targets in proof["cuts"].values())
-  assert {name.rpartition(", ")[0] for name in proof["cuts"]} == configs
+  configs = {str(config) for config in scaled_matmul_sm90.tile_configs()} if has_mosaic else set()
+  assert all(own(targets) == {MOSAIC} for targets in proof["tile_configs"].values())
+  assert {name.rpartition(", ")[0] for name in proof["tile_configs"]} == configs
 
 
 def test_8_bit_products_are_the_tensor_core_s(chip, proof):

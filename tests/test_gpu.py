@@ -53,15 +53,15 @@ def test_kernels_multiply_as_the_definition_does(backend, shape):
   check_products(backend.scaled_matmul, shape)
 
 
-@pytest.mark.parametrize("config", sorted(scaled_matmul_sm90.tuned_configs(), key=str), ids=str)
+@pytest.mark.parametrize("config", sorted(scaled_matmul_sm90.tile_configs(), key=str), ids=str)
 @pytest.mark.parametrize("shape", [(259, 1280, 1280), (1000, 784, 3088)], ids=str)
-def test_every_tuned_cut_of_the_work_multiplies_as_the_definition_does(config, shape):
+def test_every_tuned_tile_config_multiplies_as_the_definition_does(config, shape):
   try:
     get_backend("mosaic")
   except NotImplementedError as reason:
     pytest.skip(str(reason))
-  # So few multiprocessors have several blocks each.
-  options = {"config": config, "multiprocessors": 4}
+  # With few SMs each has several blocks.
+  options = {"config": config, "num_sms": 4}
   check_products(functools.partial(scaled_matmul_sm90.scaled_matmul, **options), shape)
 
 

@@ -1,4 +1,4 @@
-"""The Triton quantizers give the definition's bits, and compile for the chips they are for."""
+"""The Triton quantizers have the definition's bits, and compile for sm_80, sm_89 and sm_90."""
 
 import subprocess
 import sys
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import triton_case
+from pairwise import pairwise
 
 import sbjax.pallas.triton
 from sbjax import E4M3, E5M2, INT8, Spec, quantize
@@ -24,7 +25,7 @@ def kernels():
 
 
 def normal(rows, k, dtype="float32"):
-  """[rows, k] with rows of very different size."""
+  """Normals [rows, k]; the rows differ in scale up to 64 times."""
   x = np.random.default_rng(rows * k).normal(size=(rows, k)) * np.exp2(np.arange(rows) % 7)[:, None]
   return jnp.asarray(x.astype(np.float32)).astype(dtype)
 
@@ -37,24 +38,26 @@ def assert_same(actual, expected):
   np.testing.assert_array_equal(actual.scale, expected.scale)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("scaling", ["rowwise", "tensorwise", "static"])
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize(
+  ("fmt", "scaling", "dtype"),
+  pairwise(FORMATS, ["rowwise", "tensorwise", "static"], ["float32", "bfloat16", "float16"]),
+)
 def test_values_and_scales_are_the_definition_s_bit_for_bit(kernels, fmt, scaling, dtype):
   x, spec = normal(5, 40, dtype) * 30, Spec(FORMATS[fmt], scaling)
   assert_same(kernels.quantize(x, spec), quantize(x, spec))
 
 
-@pytest.mark.parametrize("k", [1, 3, 16, 80, 208, 257, 1000])
-@pytest.mark.parametrize("block_rows", [1, 2])
-def test_rows_may_be_of_any_number_and_length(kernels, k, block_rows):
+@pytest.mark.parametrize(
+  ("k", "block_rows"), [(1, 1), (1, 2), (3, 1), (80, 2), (208, 1), (257, 2), (1000, 1), (1000, 2)]
+)
+def test_ragged_rows_are_the_definition_s(kernels, k, block_rows):
   x = normal(3, k)
   config = kernels.Config(rows=block_rows, warps=1, vector=4)
   assert_same(kernels.quantize(x, INT8_ROW, config=config), quantize(x, INT8_ROW))
 
 
 @pytest.mark.parametrize("k", [768, 1024, 1280, 1664, 4096, 5120, 6656, 8192])
-def test_the_pieces_of_clip_s_rows_waste_no_lane(kernels, k):
+def test_pieces_of_clip_s_widths_have_no_idle_lanes(kernels, k):
   assert sum(lanes for _, lanes in kernels.pieces(k)) == k
 
 
@@ -69,7 +72,7 @@ def test_pieces_cover_a_row_without_overlap(kernels):
 
 @pytest.mark.parametrize("scaling", ["rowwise", "tensorwise", "static"])
 @pytest.mark.parametrize("bits", [0x7FC000FF, 0x7F800000, 0xFF800000])  # A NaN, +-inf.
-def test_what_is_not_finite_makes_its_scale_nan_and_no_other(kernels, bits, scaling):
+def test_a_nan_or_infinity_makes_only_its_own_scale_nan(kernels, bits, scaling):
   x, spec = np.array(normal(4, 40)), Spec(INT8, scaling)
   x.view(np.uint32)[2, 33] = bits
   x = jnp.asarray(x)
@@ -105,7 +108,7 @@ def test_halves_round_to_even(kernels):
     np.testing.assert_array_equal(values, [[0, 2, 2, 4, 0, -2, -2, 126, 127]])
 
 
-def test_a_row_too_long_for_registers_takes_two_passes(kernels, monkeypatch):
+def test_rows_too_long_for_registers_take_two_passes(kernels, monkeypatch):
   monkeypatch.setattr(kernels, "MAX_WIDTH_IN_REGISTERS", 32)
   x = normal(3, 40).at[1, 7].set(np.inf)
   assert_same(kernels.quantize(x, INT8_ROW), quantize(x, INT8_ROW))
@@ -123,24 +126,24 @@ def test_absmax_is_the_largest_magnitude_and_infinite_for_nan(kernels, shape, ax
 
 @pytest.mark.parametrize("shape", [(70, 40), (3, 130)], ids=str)
 @pytest.mark.parametrize("scaling", ["rowwise", "tensorwise", "static"])
-def test_the_transpose_is_quantized_without_being_written(kernels, shape, scaling):
+def test_quantize_transposed_is_quantize_of_the_transpose(kernels, shape, scaling):
   x, spec = normal(*shape).at[1, 2].set(jnp.nan), Spec(INT8, scaling)
   assert_same(kernels.quantize_transposed(x, spec), quantize(x.T, spec))
 
 
 @pytest.mark.parametrize("scaling", ["tensorwise", "static"])
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_both_layouts_come_from_one_read(kernels, fmt, scaling):
+def test_quantize_both_is_quantize_of_x_and_of_its_transpose(kernels, fmt, scaling):
   x, spec = normal(70, 40, "bfloat16"), Spec(FORMATS[fmt], scaling)
-  straight, turned = kernels.quantize_both(x, spec)
-  assert_same(straight, quantize(x, spec))
-  assert_same(turned, quantize(x.T, spec))
+  q, transposed = kernels.quantize_both(x, spec)
+  assert_same(q, quantize(x, spec))
+  assert_same(transposed, quantize(x.T, spec))
 
 
 @pytest.mark.parametrize("shape", [(70, 1), (1, 40), (1, 1)], ids=str)
 @pytest.mark.parametrize("transpose", [False, True, "both"])
 def test_cast_scaled_multiplies_saturates_and_rounds(kernels, shape, transpose):
-  # Smaller than what there is, so that some of it saturates.
+  # Smaller than some of x, which saturates.
   x, absmax = normal(70, 40), jnp.exp2(normal(*shape))
   factor = np.float32(127) / np.asarray(absmax)
   expected = np.rint(np.clip(np.asarray(x) * factor, -127, 127)).astype(np.int8)
@@ -154,13 +157,13 @@ def test_cast_scaled_multiplies_saturates_and_rounds(kernels, shape, transpose):
 
 @pytest.mark.parametrize("shape", [(0, 32), (3, 0)], ids=str)
 @pytest.mark.parametrize("spec", [INT8_ROW, INT8_TENSOR], ids=str)
-def test_nothing_quantizes_to_nothing(kernels, spec, shape):
+def test_empty_arrays_quantize_to_empty_arrays(kernels, spec, shape):
   x = jnp.zeros(shape)
   assert_same(kernels.quantize(x, spec), quantize(x, spec))
   assert_same(kernels.quantize_transposed(x, spec), quantize(x.T, spec))
 
 
-def test_what_the_kernels_lack_they_say(kernels, monkeypatch):
+def test_unsupported_operands_are_clear_errors(kernels, monkeypatch):
   x = jnp.ones((2, 16))
   with pytest.raises(NotImplementedError, match="float64"):
     kernels.quantize(jax.ShapeDtypeStruct((2, 16), np.float64), INT8_ROW)
@@ -172,7 +175,7 @@ def test_what_the_kernels_lack_they_say(kernels, monkeypatch):
   kernels.quantize(x, INT8_ROW)
 
 
-def test_wrong_operands_are_the_definition_s_errors(kernels):
+def test_the_definition_s_errors_are_raised(kernels):
   with pytest.raises(ValueError, match="floating-point"):
     kernels.quantize(jnp.ones((2, 16), jnp.int32), INT8_ROW)
   with pytest.raises(ValueError, match="columnwise"):
@@ -202,14 +205,14 @@ def test_int8_compiles_without_spills_and_moves_16_bytes_at_a_time(
     assert kernel.shared_bytes <= triton_case.SHARED_BYTES[capability]
     assert kernel.count(r"ld\.global\.v4") > 0
     assert kernel.count(r"ld\.global\.(v2|b16|b8)") == 0
-    assert kernel.count(r"fma\.") == 0  # A product and a sum are rounded apart.
+    assert kernel.count(r"fma\.") == 0  # Products and sums are rounded separately.
     assert kernel.count(r"max\.f(16|32)") == 0  # It would drop a NaN; max.NaN does not.
   stores = sum(kernel.count(r"st\.global\.v4") for kernel in kernels)
-  assert stores > 0 or case == "rowwise"  # There a thread writes as many values as it reads.
+  assert stores > 0 or case == "rowwise"  # Its threads store the 8 values they load: 8 bytes.
 
 
 @pytest.mark.parametrize("k", [768, 1280, 1664, 5120, 16384])
-def test_a_row_is_read_once_and_16_bytes_at_a_time(monkeypatch, tmp_path, k):
+def test_a_row_is_read_once_16_bytes_at_a_time(monkeypatch, tmp_path, k):
   q = triton_case.loaded("quantize_triton")
   x = jax.ShapeDtypeStruct((4096, k), jnp.bfloat16)
   (kernel,) = triton_case.compiled(monkeypatch, tmp_path, 90, lambda x: q.quantize(x, INT8_ROW), x)
@@ -240,7 +243,7 @@ def test_fp8_is_rounded_once_where_the_cast_truncates_to_float16_first(
 ):
   triton_case.cast_by_way_of_float16(monkeypatch)
   monkeypatch.setattr(kernels, "compute_capability", lambda: 89)
-  # Just above each halfway point between two values of the format, and at it; and zeros.
+  # Halfway points between values of the format, their next larger neighbours, and zeros.
   grid = np.arange(0, 64, dtype=np.uint8).view(FORMATS[fmt]).astype(np.float32)
   halfway = (grid[1:] + grid[:-1]) / 2
   x = np.concatenate([halfway, np.nextafter(halfway, np.float32(np.inf)), grid, [-0.0]])
@@ -251,13 +254,13 @@ def test_fp8_is_rounded_once_where_the_cast_truncates_to_float16_first(
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a GPU")
-def test_no_gpu_is_said():
+def test_a_missing_gpu_is_a_clear_error():
   q = triton_case.loaded("quantize_triton")
   with pytest.raises(NotImplementedError, match=r"on NVIDIA GPUs; .* is .cpu"):
     q.quantize(jnp.ones((2, 16)), INT8_ROW)
 
 
-def test_a_missing_package_is_said_with_what_installs_it(monkeypatch):
+def test_a_missing_package_is_an_error_with_the_command_that_installs_it(monkeypatch):
   monkeypatch.setattr(
     sbjax.pallas.triton.importlib.util, "find_spec", lambda name: None if "j" in name else name
   )
@@ -265,7 +268,7 @@ def test_a_missing_package_is_said_with_what_installs_it(monkeypatch):
     sbjax.pallas.triton._jax_triton.__wrapped__()
 
 
-def test_importing_the_wrapper_imports_neither_package():
+def test_importing_the_wrapper_imports_neither_triton_nor_jax_triton():
   program = (
     "import sys, sbjax.pallas.triton, sbjax;"
     "assert not {'triton', 'jax_triton', 'torch'} & set(sys.modules)"

@@ -1,4 +1,4 @@
-"""The Mosaic matmul gives the definition's bits in int8, without a race; its configs fit Hopper."""
+"""The Mosaic matmul has the definition's bits in int8 and no races; its tile configs fit Hopper."""
 
 import dataclasses
 
@@ -7,6 +7,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from pairwise import pairwise
 
 from benchmarks import each_kernel
 from sbjax import E4M3, E5M2, INT8, Quantized, Spec, quantize, scaled_matmul
@@ -19,32 +20,18 @@ needs_interpreter = pytest.mark.skipif(
   jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax >= 0.11 (Python >= 3.12)"
 )
 
-# Blocks as small as they get: a shape of a few hundred has many, and work to share among clusters.
-SMALL = sm90.Config(block_m=128, block_n=64, block_k=64, stages=2, cluster=None)
-CONFIGS = {
-  "split m": SMALL,
-  "split n": dataclasses.replace(SMALL, split="n"),
-  "cluster m": dataclasses.replace(SMALL, cluster="m", minor="m", width=2),
-  "cluster n": dataclasses.replace(SMALL, cluster="n"),
-  "in turns": dataclasses.replace(SMALL, split=None, stages=3),
-  "in turns, cluster m": dataclasses.replace(SMALL, split=None, cluster="m"),
-  "wide, in turns": dataclasses.replace(SMALL, split=None, block_n=192, cluster="n"),
-  "tall, in turns": dataclasses.replace(SMALL, split=None, block_m=192, block_n=128, cluster="n"),
-  "wide": dataclasses.replace(SMALL, split="n", block_n=256, stages=3, cluster="m"),
-  "smallest": dataclasses.replace(SMALL, block_m=64, split="n", cluster="m"),
-  "default": None,
-}
+# Small blocks, so that a shape of a few hundred has several for each cluster.
+SMALL = sm90.TileConfig(block_m=128, block_n=64, block_k=64, stages=2, cluster=None)
 
 
 def interpreted(function, *args, config=None, **kwargs):
-  """A function of sm90 in Mosaic's interpreter, which watches for races."""
+  """Runs a function of sm90 in Mosaic's interpreter, which detects races."""
   from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
-  # Large blocks are few: fewer multiprocessors have several of them.
+  # So few SMs have several blocks each, also of large ones.
   is_large = config is not None and config.block_m * config.block_n > 128 * 64
-  multiprocessors = 2 if is_large else 4
   interpret = plgpu.InterpretGPUParams(detect_races=True)
-  options = {"config": config, "multiprocessors": multiprocessors, "interpret": interpret}
+  options = {"config": config, "num_sms": 2 if is_large else 4, "interpret": interpret}
   y = function(*args, **options, **kwargs)
   y = np.asarray(y)
   assert not gpu_callbacks.get_races().races_found
@@ -57,44 +44,82 @@ def operand(seed, rows, k, dtype=INT8, scaling="rowwise"):
   return quantize(jnp.asarray(x), Spec(dtype, scaling))
 
 
+def rounded(q):
+  """With scales that are powers of two: a fused multiply-add of a product is then exact."""
+  scale = jnp.exp2(jnp.round(jnp.log2(jnp.maximum(q.scale, 1e-3))))
+  return dataclasses.replace(q, scale=scale)
+
+
+def bias_and_residual(m, n, dtype):
+  numbers = np.random.default_rng(2)
+  return {
+    "bias": jnp.asarray(numbers.normal(size=n), jnp.float32),
+    "residual": jnp.asarray(numbers.normal(size=(m, n)) * 9, dtype),
+  }
+
+
+def is_valid(block, schedule, *_):
+  try:
+    sm90.TileConfig(block_m=block[0], block_n=block[1], schedule=schedule)
+  except ValueError:
+    return False
+  return True
+
+
 @needs_interpreter
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_each_way_to_cut_the_work_gives_the_definition_s_bits(config):
-  # Ragged rows, K and N in sixteens alone, and several blocks for each of the clusters.
-  lhs, rhs = operand(0, 395, 144), operand(1, 208, 144)
-  y = interpreted(sm90.scaled_matmul, lhs, rhs, jnp.bfloat16, config=config)
-  np.testing.assert_array_equal(y, scaled_matmul(lhs, rhs, jnp.bfloat16))
-  assert not y[0].any() and not y[:, 0].any()
+@pytest.mark.parametrize(
+  ("block", "schedule", "cluster", "raster", "lhs_scaling", "rhs_scaling", "out_dtype", "adds"),
+  pairwise(
+    [(64, 64), (128, 64), (128, 192), (192, 128), (128, 256)],
+    ["cooperative_m", "cooperative_n", "pingpong"],
+    [None, "m", "n"],
+    [("m", 2), ("n", 16)],
+    ["rowwise", "tensorwise"],
+    ["rowwise", "tensorwise"],
+    ["bfloat16", "float16", "float32"],
+    [True, False],
+    valid=is_valid,
+  ),
+  ids=str,
+)
+def test_int8_is_the_definition_bit_for_bit(
+  block, schedule, cluster, raster, lhs_scaling, rhs_scaling, out_dtype, adds
+):
+  config = sm90.TileConfig(
+    *(*block, schedule),
+    block_k=64,
+    stages=3 if schedule == "pingpong" else 2,
+    cluster=cluster,
+    raster_order=raster[0],
+    raster_width=raster[1],
+  )
+  # Ragged rows; 16 is the largest power of two that divides K and N.
+  m, n, k = 395, 208, 144
+  lhs, rhs = operand(0, m, k, INT8, lhs_scaling), operand(1, n, k, INT8, rhs_scaling)
+  options = {}
+  if adds:
+    lhs, rhs, options = rounded(lhs), rounded(rhs), bias_and_residual(m, n, out_dtype)
+  y = interpreted(sm90.scaled_matmul, lhs, rhs, jnp.dtype(out_dtype), config=config, **options)
+  assert y.dtype == out_dtype
+  np.testing.assert_array_equal(y, scaled_matmul(lhs, rhs, jnp.dtype(out_dtype), **options))
+  assert adds or (not y[0].any() and not y[:, 0].any())
 
 
 @needs_interpreter
 @pytest.mark.parametrize("block_n", [64, 192])
-def test_an_odd_number_of_pieces_waits_for_the_block_before(block_n):
-  # Pieces are 64 columns wide where N allows; blocks follow one another in the same two buffers.
-  lhs, rhs = operand(0, 395, 64), operand(1, 384, 64)
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_an_odd_number_of_epilogue_tiles_does_not_overwrite_buffers(block_n, has_residual):
+  # One tile of 64 columns a block, or three; blocks of a warpgroup share two buffers.
+  lhs, rhs = rounded(operand(0, 395, 64)), rounded(operand(1, 384, 64))
   config = dataclasses.replace(SMALL, block_n=block_n)
-  y = interpreted(sm90.scaled_matmul, lhs, rhs, jnp.bfloat16, config=config)
-  np.testing.assert_array_equal(y, scaled_matmul(lhs, rhs, jnp.bfloat16))
+  options = bias_and_residual(395, 384, jnp.bfloat16) if has_residual else {}
+  y = interpreted(sm90.scaled_matmul, lhs, rhs, jnp.bfloat16, config=config, **options)
+  np.testing.assert_array_equal(y, scaled_matmul(lhs, rhs, jnp.bfloat16, **options))
 
 
 @needs_interpreter
-@pytest.mark.parametrize("config", ["split m", "wide, in turns"])
-@pytest.mark.parametrize("lhs_scaling", ["rowwise", "tensorwise"])
-@pytest.mark.parametrize(
-  ("rhs_scaling", "out_dtype"), [("rowwise", jnp.float32), ("tensorwise", jnp.float16)]
-)
-def test_a_scale_is_a_row_s_or_the_tensor_s_on_either_side(
-  config, lhs_scaling, rhs_scaling, out_dtype
-):
-  lhs, rhs = operand(0, 72, 48, INT8, lhs_scaling), operand(1, 80, 48, INT8, rhs_scaling)
-  y = interpreted(sm90.scaled_matmul, lhs, rhs, out_dtype, config=CONFIGS[config])
-  assert y.dtype == out_dtype
-  np.testing.assert_array_equal(y, scaled_matmul(lhs, rhs, out_dtype))
-
-
-@needs_interpreter
-@pytest.mark.parametrize("shape", [(1, 16, 16), (129, 272, 80)], ids=str)
-def test_what_is_less_than_a_block_is_computed_as_it_is(shape):
+@pytest.mark.parametrize("shape", [(1, 16, 16), (395, 272, 80)], ids=str)
+def test_the_default_config_computes_small_and_ragged_shapes(shape):
   m, n, k = shape
   lhs, rhs = operand(0, m, k), operand(1, n, k)
   y = interpreted(sm90.scaled_matmul, lhs, rhs, jnp.bfloat16)
@@ -103,15 +128,16 @@ def test_what_is_less_than_a_block_is_computed_as_it_is(shape):
 
 @needs_interpreter
 def test_a_bias_is_added_before_the_cast():
-  lhs, rhs = operand(0, 72, 48), operand(1, 80, 48, INT8, "tensorwise")
-  # Powers of two: the product is exact, and a fused multiply-add gives the same.
-  rounded = [
-    dataclasses.replace(q, scale=jnp.exp2(jnp.round(jnp.log2(q.scale)))) for q in (lhs, rhs)
-  ]
+  lhs, rhs = rounded(operand(0, 72, 48)), rounded(operand(1, 80, 48, INT8, "tensorwise"))
   bias = jnp.asarray(np.random.default_rng(2).normal(size=80), jnp.bfloat16)
-  y = interpreted(sm90.scaled_matmul, *rounded, jnp.bfloat16, bias=bias, config=SMALL)
-  np.testing.assert_array_equal(y, scaled_matmul(*rounded, jnp.bfloat16, bias=bias))
-  # Else the product may be rounded before the sum or not.
+  y = interpreted(sm90.scaled_matmul, lhs, rhs, jnp.bfloat16, bias=bias, config=SMALL)
+  np.testing.assert_array_equal(y, scaled_matmul(lhs, rhs, jnp.bfloat16, bias=bias))
+
+
+@needs_interpreter
+def test_a_product_and_a_bias_are_rounded_once_or_twice():
+  lhs, rhs = operand(0, 72, 48), operand(1, 80, 48, INT8, "tensorwise")
+  bias = jnp.asarray(np.random.default_rng(2).normal(size=80), jnp.bfloat16)
   y = interpreted(sm90.scaled_matmul, lhs, rhs, jnp.float32, bias=bias, config=SMALL)
   product = np.abs(scaled_matmul(lhs, rhs, jnp.float32))
   expected = scaled_matmul(lhs, rhs, jnp.float32, bias=bias)
@@ -119,36 +145,7 @@ def test_a_bias_is_added_before_the_cast():
 
 
 @needs_interpreter
-@pytest.mark.parametrize(
-  ("config", "n", "out_dtype"),
-  [
-    *(("split m", n, jnp.bfloat16) for n in (192, 208)),  # 1 and 4 pieces a block.
-    ("three pieces", 384, jnp.bfloat16),
-    *((name, 208, jnp.bfloat16) for name in ("cluster m", "smallest", "default")),
-    *((name, 208, jnp.bfloat16) for name in ("in turns", "in turns, cluster m")),
-    *(("wide, in turns", n, jnp.bfloat16) for n in (384, 208)),
-    ("tall, in turns", 208, jnp.bfloat16),
-    *((name, 208, jnp.float32) for name in ("cluster n", "wide")),
-  ],
-)
-def test_an_addend_comes_in_where_the_result_goes_out(config, n, out_dtype):
-  # Ragged rows; blocks follow one another in the same two buffers.
-  lhs, rhs = (
-    dataclasses.replace(q, scale=jnp.exp2(jnp.round(jnp.log2(jnp.maximum(q.scale, 1e-3)))))
-    for q in (operand(0, 395, 144), operand(1, n, 144))
-  )
-  numbers = np.random.default_rng(2)
-  options = {
-    "bias": jnp.asarray(numbers.normal(size=n), jnp.float32),
-    "residual": jnp.asarray(numbers.normal(size=(395, n)) * 9, out_dtype),
-  }
-  config = (CONFIGS | {"three pieces": dataclasses.replace(SMALL, block_n=192)})[config]
-  y = interpreted(sm90.scaled_matmul, lhs, rhs, out_dtype, config=config, **options)
-  np.testing.assert_array_equal(y, scaled_matmul(lhs, rhs, out_dtype, **options))
-
-
-@needs_interpreter
-def test_a_nan_scale_makes_its_row_nan_and_no_other():
+def test_a_nan_scale_makes_only_its_row_nan():
   lhs, rhs = operand(0, 72, 48), operand(1, 80, 48)
   lhs = dataclasses.replace(lhs, scale=lhs.scale.at[3].set(jnp.nan))
   rows = np.isnan(interpreted(sm90.scaled_matmul, lhs, rhs, jnp.bfloat16, config=SMALL))
@@ -165,7 +162,7 @@ def test_fp8_products_are_summed_in_float32(dtypes):
 
 
 @needs_interpreter
-def test_the_sums_alone_are_exact_and_add_up_over_parts_of_k():
+def test_accumulate_is_exact_and_partial_sums_add_up():
   lhs, rhs = operand(0, 72, 96).values, operand(1, 80, 96).values
   expected = np.asarray(lhs, np.int32) @ np.asarray(rhs, np.int32).T
   parts = [
@@ -202,30 +199,30 @@ def shaped(rows, k, dtype=INT8):
     (shaped(16, 2**17 + 16), shaped(16, 2**17 + 16), "bfloat16", ValueError, "131088.*overflow"),
   ],
 )
-def test_what_it_does_not_take_it_says(lhs, rhs, out_dtype, error, why):
+def test_unsupported_operands_are_clear_errors(lhs, rhs, out_dtype, error, why):
   with pytest.raises(error, match=why):
     jax.eval_shape(lambda lhs, rhs: sm90.scaled_matmul(lhs, rhs, out_dtype), lhs, rhs)
 
 
 def shared_bytes(config):
-  """The slices on their way, two buffers of output a warpgroup, and the barriers."""
+  """Slices of the operands, two buffers of output for each warpgroup, and barriers."""
   slices = config.stages * config.block_k * (config.block_m + config.block_n)
   return slices + 2 * 2 * 64 * 128 + 8 * (3 * config.stages + 2 * 2)
 
 
 def check(config):
-  """The laws of a Config, but that it lowers."""
-  assert config.split in ("m", "n", None) and config.minor in ("m", "n")
-  assert config.cluster in ("m", "n", None)
-  part_m, part_n = config.warpgroup
-  assert part_m % 64 == 0 and part_n % 32 == 0 and part_n <= 256
-  assert part_m * part_n <= 128 * 192  # A warpgroup's accumulators: 192 registers a thread.
-  assert config.block_k % 32 == 0 and config.width >= 1
+  """The constraints of a TileConfig, except that it lowers."""
+  assert config.schedule in ("pingpong", "cooperative_m", "cooperative_n")
+  assert config.raster_order in ("m", "n") and config.cluster in ("m", "n", None)
+  tile_m, tile_n = config.warpgroup_tile
+  assert tile_m % 64 == 0 and tile_n % 32 == 0 and tile_n <= 256
+  assert tile_m * tile_n <= 128 * 192  # A warpgroup's accumulators: 192 registers a thread.
+  assert config.block_k % 32 == 0 and config.raster_width >= 1
   assert config.stages >= 2
   assert shared_bytes(config) <= SHARED_BYTES
 
 
-def test_any_shape_gets_a_config_that_fits():
+def test_every_shape_gets_a_config_that_fits():
   for m in (1, 64, 1000, 4096, 65536, 131072):
     for n in (16, 48, 768, 1280, 5120, 16384):
       for k in (16, 80, 1280, 131072):
@@ -234,65 +231,65 @@ def test_any_shape_gets_a_config_that_fits():
 
 def test_a_tuned_shape_gets_its_row_and_another_m_the_nearest(monkeypatch):
   rows = [
-    {"chip": "NVIDIA H200", "m": m, "n": 768, "k": 768, "config": {"width": 1 + m // 1024}}
+    {"device": "NVIDIA H200", "m": m, "n": 768, "k": 768, "config": {"raster_width": 1 + m // 1024}}
     for m in (32768, 8192)
   ]
-  monkeypatch.setattr(sm90, "_tuned", lambda: rows)
+  monkeypatch.setattr(sm90, "_shipped", lambda: rows)
 
-  def width(m, n=768, k=768, chip="NVIDIA H200"):
-    return sm90.config_for(m, n, k, chip, 132).width
+  def width(m, n=768, k=768, device_kind="NVIDIA H200"):
+    return sm90.config_for(m, n, k, device_kind, 132).raster_width
 
   assert (width(8192), width(32768)) == (9, 33)
   assert (width(4096), width(15000), width(16384), width(17000), width(10**6)) == (9, 9, 9, 33, 33)
-  # A rule's own are 8 and 16; blocks that suit twice the rows may leave multiprocessors idle.
-  others = (width(8192, n=1536), width(8192, k=1536), width(8192, chip="NVIDIA H100"), width(4000))
-  assert others == (16, 8, 8, 16)
+  # The rule has 8 and 16. A row for more than twice as many rows may leave SMs idle.
+  other_device = width(8192, device_kind="NVIDIA H100")
+  assert (width(8192, n=1536), width(8192, k=1536), other_device, width(4000)) == (16, 8, 8, 16)
 
 
 def test_few_rows_get_the_row_that_was_tuned_for_as_many_blocks(monkeypatch):
-  config = {"block_m": 128, "width": 3}
-  rows = [{"chip": "NVIDIA H200", "m": 256, "n": 768, "k": 768, "config": config}]
-  monkeypatch.setattr(sm90, "_tuned", lambda: rows)
-  found = {
-    m: sm90.config_for(m, 768, 768, "NVIDIA H200", 132).width
+  config = {"block_m": 128, "raster_width": 3}
+  rows = [{"device": "NVIDIA H200", "m": 256, "n": 768, "k": 768, "config": config}]
+  monkeypatch.setattr(sm90, "_shipped", lambda: rows)
+  widths = {
+    m: sm90.config_for(m, 768, 768, "NVIDIA H200", 132).raster_width
     for m in (1, 128, 129, 200, 256, 257, 512, 4096, 65536)
   }
-  assert [m for m, width in found.items() if width == 3] == [129, 200, 256]
+  assert [m for m, width in widths.items() if width == 3] == [129, 200, 256]
 
 
 @pytest.mark.parametrize("n", [768, 1280])
-def test_the_rule_cuts_few_rows_small_and_many_large(n):
-  sizes = [sm90.config_for(m, n, n, "another", 132) for m in (64, 1024, 65536)]
-  blocks = [config.block_m * config.block_n for config in sizes]
+def test_the_rule_makes_small_blocks_of_few_rows_and_large_ones_of_many(n):
+  configs = [sm90.config_for(m, n, n, "another", 132) for m in (64, 1024, 65536)]
+  blocks = [config.block_m * config.block_n for config in configs]
   assert blocks == sorted(blocks) and blocks[0] == 128 * 64 and blocks[-1] == 128 * 192
 
 
-def test_the_rule_lets_warpgroups_take_turns_at_many_rows_where_stores_are_whole():
-  takes_turns = {
-    (m, n): sm90.config_for(m, n, 1280, "another", 132).split is None
+def test_the_rule_takes_pingpong_at_many_rows_if_64_divides_n():
+  schedules = {
+    (m, n): sm90.config_for(m, n, 1280, "another", 132).schedule
     for m in (1024, 65536)
     for n in (5120, 5136, 5152)
   }
-  assert [size for size, turns in takes_turns.items() if turns] == [(65536, 5120)]
+  assert [size for size, schedule in schedules.items() if schedule == "pingpong"] == [(65536, 5120)]
 
 
 def test_a_shape_is_tuned_once():
-  keys = [(row["chip"], row["m"], row["n"], row["k"]) for row in sm90._tuned()]
+  keys = [(row["device"], row["m"], row["n"], row["k"]) for row in sm90._shipped()]
   assert len(keys) == len(set(keys))
 
 
-def test_every_tuned_row_is_a_config_that_fits_the_chip_it_names():
-  for row in sm90._tuned():
-    assert row["chip"].startswith("NVIDIA H") and row["n"] % 16 == row["k"] % 16 == 0
-    config = sm90.Config(**row["config"])
+def test_every_tuned_row_is_a_config_that_fits_its_device():
+  for row in sm90._shipped():
+    assert row["device"].startswith("NVIDIA H") and row["n"] % 16 == row["k"] % 16 == 0
+    config = sm90.TileConfig(**row["config"])
     check(config)
-    assert sm90.config_for(row["m"], row["n"], row["k"], row["chip"], 132) == config
+    assert sm90.config_for(row["m"], row["n"], row["k"], row["device"], 132) == config
 
 
 @needs_interpreter
 @pytest.mark.parametrize("dtype", [INT8, E4M3])
-def test_a_memory_checker_sees_each_cut_and_the_sums_alone(dtype):
-  sums, products = jax.eval_shape(lambda: each_kernel.cuts("mosaic", dtype))
+def test_each_kernel_runs_accumulate_and_every_tile_config(dtype):
+  sums, products = jax.eval_shape(lambda: each_kernel.tile_configs("mosaic", dtype))
   assert (sums.shape, sums.dtype) == ((333, 208), accumulator_dtype(dtype))
-  assert len(products) == len(sm90.tuned_configs()) > 0
+  assert len(products) == len(sm90.tile_configs()) > 0
   assert {y.shape for y in products} == {(333, 208)}

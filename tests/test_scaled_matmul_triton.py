@@ -1,4 +1,4 @@
-"""The Triton matmul gives the definition's bits in int8, and compiles for the chips it is for."""
+"""The Triton matmul has the definition's bits in int8, and compiles for sm_80, sm_89 and sm_90."""
 
 import dataclasses
 
@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import triton_case
+from pairwise import pairwise
 
 from sbjax import E4M3, E5M2, INT8, Quantized, Spec, quantize, scaled_matmul
 from sbjax.pallas.triton import compute_capability
@@ -21,7 +22,9 @@ def kernels():
 
 @pytest.fixture
 def small(kernels):
-  return kernels.Config(block_m=16, block_n=16, block_k=32, num_stages=1, num_warps=1, group_m=2)
+  return kernels.TileConfig(
+    block_m=16, block_n=16, block_k=32, num_stages=1, num_warps=1, group_m=2
+  )
 
 
 def operand(seed, rows, k, dtype=INT8, scaling="rowwise"):
@@ -30,24 +33,20 @@ def operand(seed, rows, k, dtype=INT8, scaling="rowwise"):
 
 
 @pytest.mark.parametrize(
-  "scalings",
-  [
-    ("rowwise", "rowwise"),
-    ("rowwise", "tensorwise"),
-    ("tensorwise", "rowwise"),
-    ("tensorwise", "tensorwise"),
-  ],
+  ("lhs_scaling", "rhs_scaling", "out_dtype"),
+  pairwise(
+    ["rowwise", "tensorwise"], ["rowwise", "tensorwise"], [jnp.float32, jnp.bfloat16, jnp.float16]
+  ),
 )
-@pytest.mark.parametrize("out_dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-def test_int8_is_the_definition_bit_for_bit(kernels, small, out_dtype, scalings):
-  lhs, rhs = operand(0, 40, 64, INT8, scalings[0]), operand(1, 48, 64, INT8, scalings[1])
+def test_int8_is_the_definition_bit_for_bit(kernels, small, lhs_scaling, rhs_scaling, out_dtype):
+  lhs, rhs = operand(0, 40, 64, INT8, lhs_scaling), operand(1, 48, 64, INT8, rhs_scaling)
   y = kernels.scaled_matmul(lhs, rhs, out_dtype, config=small)
   assert y.dtype == out_dtype
   np.testing.assert_array_equal(y, scaled_matmul(lhs, rhs, out_dtype))
 
 
 @pytest.mark.parametrize("shape", [(1, 16, 32), (16, 16, 16), (33, 48, 80), (100, 80, 48)], ids=str)
-def test_ragged_rows_and_tails_of_k_are_masked(kernels, small, shape):
+def test_ragged_rows_and_k_are_masked(kernels, small, shape):
   m, n, k = shape
   lhs, rhs = operand(0, m, k), operand(1, n, k)
   np.testing.assert_array_equal(
@@ -56,7 +55,7 @@ def test_ragged_rows_and_tails_of_k_are_masked(kernels, small, shape):
   )
 
 
-def test_every_rule_s_config_computes_the_same(kernels):
+def test_every_config_of_the_rule_computes_the_same(kernels):
   for m in (48, 65):
     for capability in (80, 89, 90):
       lhs, rhs = operand(0, m, 80), operand(1, 48, 80)
@@ -68,7 +67,7 @@ def test_every_rule_s_config_computes_the_same(kernels):
 
 
 @pytest.mark.parametrize("capability", [80, 89, 90])
-def test_no_rule_contracts_less_than_the_tensor_core_takes(kernels, capability):
+def test_the_rule_s_block_k_is_at_least_the_tensor_core_s(kernels, capability):
   shapes = [(m, n) for m in (1, 64, 65, 1000, 65536) for n in (16, 768, 5120)]
   assert min(kernels.by_rule(*shape, capability).block_k for shape in shapes) >= 32
 
@@ -81,17 +80,17 @@ def test_fp8_products_are_summed_in_float32(kernels, small, dtypes):
   assert np.all(np.abs(y - a @ b.T) <= 80 * 2.0**-24 * (np.abs(a) @ np.abs(b).T))
 
 
-@pytest.mark.parametrize("adds", [False, True])
-def test_a_bias_and_an_addend_are_added_in_float32(kernels, small, adds):
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_a_bias_and_a_residual_are_added_in_float32(kernels, small, has_residual):
   lhs, rhs = operand(0, 20, 64), operand(1, 32, 64)
-  # Powers of two: the product is exact, and a fused multiply-add would give the same.
+  # Scales that are powers of two: a fused multiply-add would give the same.
   lhs, rhs = (
     dataclasses.replace(q, scale=jnp.exp2(jnp.round(jnp.log2(q.scale)))) for q in (lhs, rhs)
   )
   bias = jnp.asarray(np.random.default_rng(2).normal(size=32).astype(np.float32))
   for dtype in (jnp.float32, jnp.bfloat16):
     options = {"bias": bias.astype(dtype)}
-    if adds:
+    if has_residual:
       residual = np.random.default_rng(3).normal(size=(20, 32))
       options["residual"] = jnp.asarray(residual, jnp.bfloat16)
     np.testing.assert_array_equal(
@@ -100,7 +99,7 @@ def test_a_bias_and_an_addend_are_added_in_float32(kernels, small, adds):
     )
 
 
-def test_the_sums_alone_are_exact_and_add_up_over_parts_of_k(kernels, small):
+def test_accumulate_is_exact_and_partial_sums_add_up(kernels, small):
   lhs, rhs = operand(0, 20, 96), operand(1, 32, 96)
   total = kernels.accumulate(lhs.values, rhs.values, config=small)
   assert total.dtype == jnp.int32
@@ -113,7 +112,7 @@ def test_the_sums_alone_are_exact_and_add_up_over_parts_of_k(kernels, small):
   np.testing.assert_array_equal(parts[0] + parts[1], expected)
 
 
-def test_a_nan_scale_makes_its_row_nan_and_no_other(kernels, small):
+def test_a_nan_scale_makes_only_its_row_nan(kernels, small):
   lhs, rhs = operand(0, 20, 32), operand(1, 16, 32)
   lhs = dataclasses.replace(lhs, scale=lhs.scale.at[3].set(jnp.nan))
   rows = np.isnan(kernels.scaled_matmul(lhs, rhs, jnp.bfloat16, config=small))
@@ -130,7 +129,7 @@ def test_an_empty_sum_is_zero(kernels, shape):
   np.testing.assert_array_equal(y, np.full((m, 16), 3))
 
 
-def test_what_the_kernel_lacks_it_says(kernels, monkeypatch):
+def test_unsupported_operands_are_clear_errors(kernels, monkeypatch):
   q = operand(0, 16, 40)
   with pytest.raises(NotImplementedError, match=r"multiples of 16.*k=40, n=16"):
     kernels.scaled_matmul(q, q, jnp.float32)
@@ -146,7 +145,7 @@ def test_what_the_kernel_lacks_it_says(kernels, monkeypatch):
     kernels.scaled_matmul(fp8, fp8, jnp.float32)
 
 
-def test_what_the_definition_refuses_is_refused(kernels):
+def test_the_definition_s_errors_are_raised(kernels):
   with pytest.raises(ValueError, match="agree in K: 32 and 16"):
     kernels.scaled_matmul(operand(0, 16, 32), operand(1, 16, 16), jnp.float32)
   with pytest.raises(ValueError, match="int8 with float8_e4m3fn"):
@@ -190,7 +189,7 @@ def test_int8_compiles_to_the_tensor_core_without_spills(monkeypatch, tmp_path, 
     assert kernel.count(r"cp\.async\.\S*shared\.global") > 0
     assert kernel.spilled_bytes == 0
     assert kernel.shared_bytes <= triton_case.SHARED_BYTES[capability]
-    assert kernel.count(r"fma\.") == 0  # A product and a sum are rounded apart.
+    assert kernel.count(r"fma\.") == 0  # Products and sums are rounded separately.
 
 
 @pytest.mark.parametrize("dtypes", [(E4M3, E4M3), (E5M2, E4M3)], ids=str)
@@ -215,6 +214,6 @@ def test_fp8_compiles_to_the_tensor_core_without_spills(monkeypatch, tmp_path, c
 
 
 @pytest.mark.parametrize("capability", [80, 89, 90])
-def test_the_chip_is_the_abstract_device_s_where_one_is_set(capability):
+def test_an_abstract_device_gives_the_compute_capability(capability):
   with triton_case.chip(capability):
     assert compute_capability() == capability

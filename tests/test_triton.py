@@ -1,4 +1,4 @@
-"""How Triton's kernels are called; the kernels themselves are in tests of their own."""
+"""Calls of Triton kernels that write in place."""
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +10,10 @@ like = jax.ShapeDtypeStruct
 
 
 @pytest.mark.parametrize("wrapped", [jax.jit, lambda run: run], ids=["jit", "eager"])
-def test_what_is_written_in_place_comes_back_where_it_was_asked_for(wrapped):
-  def call(a, b, c, *, out_type, **left_out):
-    # As jax-triton 0.4: Refs are written to, and the other outputs returned.
-    assert left_out == {"second_out": None, "fourth_out": None}
+def test_outputs_written_in_place_are_returned_in_order(wrapped):
+  def call(a, b, c, *, out_type, **no_outputs):
+    # Like jax-triton 0.4, it writes to Refs and returns the other outputs.
+    assert no_outputs == {"second_out": None, "fourth_out": None}
     assert [(one.shape, one.dtype) for one in out_type] == [((2,), jnp.int8), ((3,), jnp.float32)]
     old_a, old_c = a[...], c[...]
     a[...], c[...] = old_a + b, old_c * b
@@ -31,4 +31,4 @@ def test_what_is_written_in_place_comes_back_where_it_was_asked_for(wrapped):
   assert jnp.array_equal(first, jnp.full((2,), 7, jnp.int8))
   assert jnp.array_equal(second, c * b) and jnp.array_equal(fourth, a + b)
   assert jnp.array_equal(third, 2 * c[:3])
-  assert jnp.array_equal(a, jnp.arange(4.0) + 1)  # What was given is as it was.
+  assert jnp.array_equal(a, jnp.arange(4.0) + 1)  # The operand is unchanged.

@@ -1,4 +1,4 @@
-"""Tuning the Triton matmul: the fastest right candidate wins, the others say what they lack."""
+"""Tuning the Triton matmul: the fastest correct candidate wins; others are listed with a reason."""
 
 import json
 
@@ -29,7 +29,7 @@ def sets():
 
 
 def pretend(monkeypatch, tuner, behave):
-  """Kernels that behave as told by their config: raise, or give what is wrong."""
+  """Replaces the kernel: behave(config) raises, or says whether the result is wrong."""
 
   def scaled_matmul(lhs, rhs, out_dtype, config):
     wrong = behave(config)
@@ -37,12 +37,12 @@ def pretend(monkeypatch, tuner, behave):
     return y + 1 if wrong else y
 
   monkeypatch.setattr(tuner.product, "scaled_matmul", scaled_matmul)
-  # XLA's options for a GPU mean nothing here.
+  # XLA's options are for a GPU.
   build = tuner.contender
   monkeypatch.setattr(tuner, "contender", lambda function, sets, **_: build(function, sets))
 
 
-def test_the_fastest_right_candidate_becomes_the_row(monkeypatch, tuner, sets):
+def test_the_fastest_correct_candidate_becomes_the_row(monkeypatch, tuner, sets):
   wrong, broken, *usable = dict.fromkeys([*tuner.FOR_FEW_ROWS, tuner.product.by_rule(48, 16, 89)])
 
   def behave(config):
@@ -51,19 +51,19 @@ def test_the_fastest_right_candidate_becomes_the_row(monkeypatch, tuner, sets):
     return config == wrong
 
   pretend(monkeypatch, tuner, behave)
-  # Each takes twice the time of the one after it; XLA comes last.
+  # Each takes twice as long as the next one; XLA comes last.
   monkeypatch.setattr(
     tuner, "kernel_race", lambda contenders: [2.0**-i for i in range(len(contenders))]
   )
   row = tuner.tune(sets, 48, 16, 32)
-  rates = row["cuts"]
+  rates = row["candidates"]
   listed = {json.dumps(config): rate for config, rate in rates}
   assert (
-    listed[json.dumps(tuner.in_short(broken))] == "RuntimeError: out of resource: shared memory"
+    listed[json.dumps(tuner.non_defaults(broken))] == "RuntimeError: out of resource: shared memory"
   )
-  assert listed[json.dumps(tuner.in_short(wrong))].endswith("results are not the definition's")
+  assert listed[json.dumps(tuner.non_defaults(wrong))].endswith("results are not the definition's")
   assert len(listed) == len(usable) + 2
-  assert row["config"] == rates[-1][0] and row["config"] != tuner.in_short(wrong)
+  assert row["config"] == rates[-1][0] and row["config"] != tuner.non_defaults(wrong)
   assert (row["m"], row["n"], row["k"]) == (48, 16, 32)
 
 
@@ -73,23 +73,23 @@ def test_a_shape_without_a_usable_candidate_says_why(monkeypatch, tuner, sets):
     tuner.tune(sets, 48, 16, 32)
 
 
-def test_what_tuning_writes_the_library_reads(monkeypatch, tuner, tmp_path):
+def test_the_library_reads_the_tables_that_tuning_writes(monkeypatch, tuner, tmp_path):
   path = tmp_path / "mine.jsonl"
   configs = list(dict.fromkeys([*tuner.CANDIDATES, *tuner.FOR_FEW_ROWS]))
   for i, config in enumerate(configs):
-    row = {"chip": "NVIDIA L4", "m": 64, "n": 16, "k": 16 + 16 * i, "tops": 1.0}
-    row["config"] = tuner.in_short(config)
+    row = {"device": "NVIDIA L4", "m": 64, "n": 16, "k": 16 + 16 * i, "tops": 1.0}
+    row["config"] = tuner.non_defaults(config)
     tune.write(path, {"kernel": "scaled_matmul_triton"} | row)
   monkeypatch.setenv("SBJAX_TUNING", str(path))
-  rows = tuning.user_table("scaled_matmul_triton", tuner.Config)
-  assert [tuner.Config(**row["config"]) for row in rows] == configs
+  rows = tuning.user_table("scaled_matmul_triton", tuner.TileConfig)
+  assert [tuner.TileConfig(**row["config"]) for row in rows] == configs
 
 
 def test_tables_of_two_kernels_share_a_file(tmp_path):
   path = tmp_path / "scaled_matmul_sm90.jsonl"
-  row = {"chip": "NVIDIA L4", "m": 64, "n": 16, "k": 16, "config": {}}
+  row = {"device": "NVIDIA L4", "m": 64, "n": 16, "k": 16, "config": {}}
   triton, mosaic = ({"kernel": name} | row for name in tuning.KERNELS[::-1])
-  for one in (row, triton, mosaic):  # The first has no kernel: the file's name says it.
+  for one in (row, triton, mosaic):  # The first has no kernel, so it is the file's.
     tune.write(path, one)
   assert [json.loads(line) for line in path.read_text().splitlines()] == [triton, mosaic]
 

@@ -1,4 +1,4 @@
-"""Triton kernels without a GPU: run by Triton's interpreter, or compiled as far as machine code."""
+"""Triton kernels without a GPU: run in Triton's interpreter, or compiled to machine code."""
 
 import contextlib
 import dataclasses
@@ -19,22 +19,22 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 
-SHARED_BYTES = {80: 166_912, 89: 101_376, 90: 232_448}  # What a block of threads may have.
+SHARED_BYTES = {80: 166_912, 89: 101_376, 90: 232_448}  # The limit of a thread block.
 
 
 @functools.cache
 def interpreted(name):
-  """A second copy of sbjax.pallas.<name>, whose every kernel is interpreted on numpy arrays."""
+  """A second copy of sbjax.pallas.<name> with kernels that are interpreted on numpy arrays."""
   pytest.importorskip("triton", reason="the extra `aot` is not installed")
   from triton.runtime import interpreter
 
   # Triton's own truncates float32 to bfloat16 and does not round to fp8 as the chips do.
   interpreter._convert_float = _convert_float
-  # Triton's own takes one element after another, a call each.
+  # Triton's own calls a function for each element.
   interpreter.ReduceOps.generic_reduce = _reduce
   with pytest.MonkeyPatch.context() as patch:
     patch.setenv("TRITON_INTERPRET", "1")  # Read by @triton.jit.
-    # What the module takes from here is interpreted too.
+    # Functions that the module imports from here are interpreted too.
     shared = "sbjax.pallas.rounding_triton"
     patch.setitem(sys.modules, shared, _second_copy(shared))
     module = _second_copy(f"sbjax.pallas.{name}")
@@ -51,7 +51,7 @@ def _second_copy(name):
 
 
 def loaded(name):
-  """sbjax.pallas.<name>, or a skip where what it imports is missing."""
+  """sbjax.pallas.<name>, or a skip if its imports are missing."""
   for package in ("triton", "jax_triton", "jax_cuda13_plugin"):
     pytest.importorskip(package, reason="the extra `aot` is not installed")
   return importlib.import_module(f"sbjax.pallas.{name}")
@@ -60,9 +60,10 @@ def loaded(name):
 def _interpret(
   *operands, kernel, name, grid, out, num_warps, num_stages=1, in_place=None, **constants
 ):
-  """`sbjax.pallas.triton.triton_call` in the interpreter, outputs filled with what is wrong.
+  """`sbjax.pallas.triton.triton_call` in the interpreter; outputs start with wrong values.
 
-  What is written in place the kernel gets twice, as jax-triton 0.3 gives it, or once, as 0.4 does.
+  A kernel that writes in place runs twice: with the operand also as an output, as jax-triton 0.3
+  passes it, and with None for that output, as 0.4 does.
   """
   del name, num_warps, num_stages
   aliases = in_place or {}
@@ -78,14 +79,14 @@ def _interpret(
       kernel[(grid,)](*inputs, *given, **constants)
     return [a.array for a in outputs]
 
-  found = run(as_new=False)
+  results = run(as_new=False)
   if aliases:
-    jax.tree.map(np.testing.assert_array_equal, found, run(as_new=True))
-  return jax.tree.unflatten(jax.tree.structure(out), [jnp.asarray(a) for a in found])
+    jax.tree.map(np.testing.assert_array_equal, results, run(as_new=True))
+  return jax.tree.unflatten(jax.tree.structure(out), [jnp.asarray(a) for a in results])
 
 
 class _Tensor:
-  """As much of a torch tensor as the interpreter asks for."""
+  """The part of torch.Tensor that the interpreter uses."""
 
   def __init__(self, array):
     self.array = array
@@ -135,7 +136,7 @@ _ML_DTYPES = {
 
 
 def _convert_float(data, from_dtype, to_dtype, rounding_mode):
-  """Half to even, as ml_dtypes does it and the chips do; bits in, bits out."""
+  """Rounds half to even, as ml_dtypes and GPUs do; takes and returns bits."""
   del rounding_mode
   values = np.ascontiguousarray(data).view(_ML_DTYPES[from_dtype.name])
   bits = np.dtype(f"uint{to_dtype.primitive_bitwidth}")
@@ -144,7 +145,7 @@ def _convert_float(data, from_dtype, to_dtype, rounding_mode):
 
 
 def _reduce(operation, inputs):
-  """Halves combined with halves, as threads do it; a Triton axis is a power of two long."""
+  """Combines halves with halves, as threads do; the size of a Triton axis is a power of two."""
   tensors, axis = operation.unravel(inputs, operation.axis)
   dtypes, arrays = [t.dtype for t in tensors], [t.handle.data for t in tensors]
   while arrays[0].shape[axis] > 1:
@@ -157,12 +158,12 @@ def _reduce(operation, inputs):
 
 
 def cast_by_way_of_float16(monkeypatch):
-  """Lets the interpreter cast to fp8 as Triton does on sm_89: float32 truncated, then rounded."""
+  """Makes the interpreter cast to fp8 like Triton on sm_89: it truncates float32, then rounds."""
   from triton.runtime import interpreter
 
   def convert(data, from_dtype, to_dtype, rounding_mode):
     if from_dtype.name == "fp32" and to_dtype.name.startswith("fp8"):
-      # float16 keeps 10 of 23 bits; its subnormals begin below what either format holds.
+      # float16 keeps 10 of 23 bits; its subnormals are below both formats' values.
       data = (np.ascontiguousarray(data).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
     return _convert_float(data, from_dtype, to_dtype, rounding_mode)
 
@@ -176,7 +177,7 @@ class _Device(AbstractDevice):
 
 @contextlib.contextmanager
 def chip(capability):
-  """As if on one NVIDIA GPU of this capability: 80, 89 or 90."""
+  """Traces for one NVIDIA GPU of this capability: 80, 89 or 90."""
   device = _Device("NVIDIA", None, "gpu", f"{capability // 10}.{capability % 10}")
   with use_abstract_mesh(AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=device)):
     yield
@@ -184,7 +185,7 @@ def chip(capability):
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-  """A kernel in machine code, and what ptxas said of it."""
+  """A compiled kernel: its PTX, and the memory that ptxas reports."""
 
   ptx: str
   shared_bytes: int
@@ -195,9 +196,9 @@ class Kernel:
 
 
 def compiled(monkeypatch, tmp_path, capability, function, *arguments):
-  """The kernels that `function` calls, lowered for a chip and assembled by ptxas.
+  """The kernels that `function` calls, lowered for a GPU and assembled by ptxas.
 
-  What was compiled before is not compiled again: tests use shapes of their own.
+  jax-triton does not compile a kernel twice, so each test needs shapes of its own.
   """
   monkeypatch.setattr("jax_triton.triton_lib._JAX_TRITON_DUMP_DIR", str(tmp_path))
   with chip(capability):

@@ -1,1 +1,1 @@
-"""Kernels: one operation on one kind of chip a file, with its definition's signature and bits."""
+"""Kernels: a file has one operation for one kind of device, with the definition's signature."""

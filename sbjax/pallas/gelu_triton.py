@@ -1,16 +1,17 @@
-"""GELU and its gradient in Triton, and the sum over rows; each row of `sbjax.fused_ops` read once.
+"""GELU, its gradient, and a gradient's sum over rows: `sbjax.fused_ops` with one read of each row.
 
-The exact GELU at the speed of memory. With u = |h|, what is above u of the normal distribution is
-exp(-u**2 / 2) times a function so smooth that a polynomial of degree 4 gives it, in a variable that
-goes from 1 at u = 0 to 0 far out:
+GELU is the exact one, at the speed of memory. With u = |h|, the upper tail of the normal
+distribution is exp(-u**2 / 2) times a smooth function, here a polynomial of degree 4 in a t that
+falls from 1 at u = 0 to 0 at infinity:
 
   1 - cdf(u) = exp(-u**2 / 2) * (C1 * t + ... + C4 * t**4),  t = 1 / sqrt(1 + A * u + B * u**2)
 
-The relative error of that is at most 2e-5, also where GELU is tiny: for negative h nothing cancels.
-Of the 65,280 finite bfloat16 h, all but 132 give the exact GELU correctly rounded, and those are
-off by 0.505 of the last place, not 0.5. The derivative is off by at most 7.2e-6, and by 2.7e-5 of
-itself for h < -1. Results below 2**-126 may be flushed to zero. (Measured in IEEE arithmetic; by
-NVIDIA's bounds a GPU's root and power of two add less than 1e-6 of the result.)
+Its relative error is at most 2e-5, even where GELU is tiny, because nothing cancels for negative h.
+Of the 65,280 finite bfloat16 h, all but 132 give the exact GELU correctly rounded. The others have
+an error of at most 0.505 units in the last place. The derivative has an absolute error of at most
+7.2e-6, and a relative error of 2.7e-5 for h < -1. Results below 2**-126 may be flushed to zero.
+(Measured in IEEE arithmetic; by NVIDIA's bounds a GPU's root and power of two add less than 1e-6 of
+the result.)
 """
 
 import jax
@@ -37,9 +38,9 @@ from sbjax.pallas.triton import compute_capability, triton_call
 from sbjax.quantize import Quantized, Spec
 
 _struct = jax.ShapeDtypeStruct
-_NOTHING = _struct((1, 1), jnp.float32)  # For what is not asked for.
+_UNUSED = _struct((1, 1), jnp.float32)  # An output that is not needed.
 
-# Fitted to minimise the largest relative error on 0 <= u <= 14.
+# Fitted to minimize the largest relative error for 0 <= u <= 14.
 A, B = tl.constexpr(0.6661622255212556), tl.constexpr(0.13190116201256763)
 C1, C2 = tl.constexpr(0.14464860219831463), tl.constexpr(0.13632541350357955)
 C3, C4 = tl.constexpr(0.09615968892895972), tl.constexpr(0.12285927372896173)
@@ -48,7 +49,7 @@ DENSITY = tl.constexpr(0.3989422804014327)  # Of the normal distribution at 0.
 
 
 def forward_config(m: int, k: int, itemsize: int) -> Config:
-  """About 40 elements of a row for each thread; 16 bytes at a time; short rows in twos."""
+  """About 40 elements of a row a thread, loaded 16 bytes at a time; two short rows a program."""
   return Config(
     rows=2 if k <= 1280 and m >= 4096 else 1,
     warps=min(8, triton.next_power_of_2(triton.cdiv(k, 1664))),
@@ -57,7 +58,7 @@ def forward_config(m: int, k: int, itemsize: int) -> Config:
 
 
 def backward_config(m: int, k: int, itemsize: int) -> Config:
-  """At most 32 elements of a row for each thread; sums of 64 rows are 5 % of the bytes or less."""
+  """At most 32 elements of a row a thread; a sum for each 64 rows is at most 5 % of the bytes."""
   return Config(
     rows=min(64, triton.next_power_of_2(triton.cdiv(m, 512))),
     warps=triton.next_power_of_2(triton.cdiv(k, 1024)),
@@ -66,7 +67,7 @@ def backward_config(m: int, k: int, itemsize: int) -> Config:
 
 
 def sum_config(m: int, k: int, itemsize: int) -> Config:
-  """At most 40 elements of a row for each thread: there is little to compute with them."""
+  """At most 40 elements of a row a thread, because little is computed with them."""
   return Config(
     rows=min(32, triton.next_power_of_2(triton.cdiv(m, 512))),
     warps=triton.next_power_of_2(triton.cdiv(k, 1280)),
@@ -77,25 +78,25 @@ def sum_config(m: int, k: int, itemsize: int) -> Config:
 def gelu_quantize(
   h: jax.Array, spec: Spec | None, keep: Spec | None = None, *, config: Config | None = None
 ) -> tuple[Quantized | jax.Array, Quantized | jax.Array]:
-  """`sbjax.fused_ops.gelu_quantize`, GELU to the accuracy of `_tail_and_density`.
+  """`sbjax.fused_ops.gelu_quantize`, with the error of `_tail_and_density` in GELU.
 
   Raises:
-    NotImplementedError: float64, rows of more than 8192, a spec that is not row-wise, or an fp8
-      format on a chip without it.
+    NotImplementedError: for float64, rows longer than 8192, a spec that is not rowwise, or an fp8
+      format that the device lacks.
   """
-  check_rows(h, spec, keep, chip=compute_capability())
+  check_rows(h, spec, keep, capability=compute_capability())
   if h.size == 0:
     return fused_ops.gelu_quantize(h, spec, keep)
   m, k = h.shape
   config = forward_config(m, k, h.dtype.itemsize) if config is None else config
-  g, g_scale, kept, kept_scale = triton_call(
+  g, g_scale, saved, saved_scale = triton_call(
     h,
     kernel=_gelu_kernel,
     name="sbjax_gelu_quantize",
     grid=triton.cdiv(m, config.rows),
     out=(
-      *((_struct(h.shape, h.dtype), _NOTHING) if spec is None else _quantized(h.shape, spec)),
-      *((_NOTHING, _NOTHING) if keep is None else _quantized(h.shape, keep)),
+      *((_struct(h.shape, h.dtype), _UNUSED) if spec is None else _quantized(h.shape, spec)),
+      *((_UNUSED, _UNUSED) if keep is None else _quantized(h.shape, keep)),
     ),
     num_warps=config.warps,
     **row_constants(*h.shape, config),
@@ -103,23 +104,23 @@ def gelu_quantize(
     **dict(LIMIT=_limit(spec), KEEP_LIMIT=_limit(keep)),
   )
   g = g if spec is None else Quantized(g, g_scale, spec)
-  return g, h if keep is None else Quantized(kept, kept_scale, keep)
+  return g, h if keep is None else Quantized(saved, saved_scale, keep)
 
 
 def gelu_backward(
   h: jax.Array | Quantized, dg: jax.Array, spec: Spec | None, *, config: Config | None = None
 ) -> tuple[jax.Array, Quantized | None, jax.Array, jax.Array]:
-  """`sbjax.fused_ops.gelu_backward`, GELU to the accuracy of `_tail_and_density`.
+  """`sbjax.fused_ops.gelu_backward`, with the error of `_tail_and_density` in GELU.
 
   Raises:
-    NotImplementedError: as gelu_quantize; a scale of h that is not row-wise.
+    NotImplementedError: as gelu_quantize, and for a quantized h that is not rowwise.
   """
-  chip, m = compute_capability(), len(dg)
-  check_rows(dg, spec, chip=chip)
+  capability = compute_capability()
+  check_rows(dg, spec, capability=capability)
   if isinstance(h, Quantized):
-    check_rows(dg, h.spec, chip=chip)
+    check_rows(dg, h.spec, capability=capability)
   else:
-    check_rows(h, None, chip=chip)
+    check_rows(h, None, capability=capability)
   if dg.size == 0:
     return fused_ops.gelu_backward(h, dg, spec)
   config = backward_config(*dg.shape, dg.dtype.itemsize) if config is None else config
@@ -128,10 +129,10 @@ def gelu_backward(
     dg,
     kernel=_gelu_backward_kernel,
     name="sbjax_gelu_backward",
-    grid=triton.cdiv(m, config.rows),
+    grid=triton.cdiv(len(dg), config.rows),
     out=(
       _struct(dg.shape, dg.dtype),
-      *((_NOTHING, _NOTHING) if spec is None else _quantized(dg.shape, spec)),
+      *((_UNUSED, _UNUSED) if spec is None else _quantized(dg.shape, spec)),
       _sums(dg, config),
       _struct(dg.shape, dg.dtype),
     ),
@@ -147,9 +148,9 @@ def gelu_backward(
 def quantize_sum(
   parts: tuple[jax.Array, ...], spec: Spec, *, config: Config | None = None
 ) -> tuple[jax.Array, Quantized, jax.Array]:
-  """`sbjax.fused_ops.quantize_sum`: finite rows bit for bit, the sum to its rounding.
+  """`sbjax.fused_ops.quantize_sum`: finite rows are equal bit for bit, sums but for rounding.
 
-  Three parts, of q, k and v, are put together where they are read; another number is before.
+  The kernel concatenates three parts (q, k and v) as it reads them. XLA does it for other numbers.
 
   Raises:
     NotImplementedError: as gelu_quantize.
@@ -160,7 +161,7 @@ def quantize_sum(
     parts = (jnp.concatenate(parts, axis=1),)
   ((m, width),) = {part.shape for part in parts}
   dy = _struct((m, width * len(parts)), parts[0].dtype)
-  check_rows(dy, spec, chip=compute_capability())
+  check_rows(dy, spec, capability=compute_capability())
   if dy.size == 0:
     return fused_ops.quantize_sum(parts, spec)
   config = sum_config(*dy.shape, dy.dtype.itemsize) if config is None else config
@@ -169,7 +170,7 @@ def quantize_sum(
     kernel=_quantize_sum_kernel,
     name="sbjax_quantize_sum",
     grid=triton.cdiv(len(dy), config.rows),
-    out=(dy if len(parts) == 3 else _NOTHING, *_quantized(dy.shape, spec), _sums(dy, config)),
+    out=(dy if len(parts) == 3 else _UNUSED, *_quantized(dy.shape, spec), _sums(dy, config)),
     num_warps=config.warps,
     **row_constants(*dy.shape, config, len(parts)),
     VIA_FLOAT16=compute_capability() < 90,
@@ -196,7 +197,7 @@ def _tail_and_density(h):
   """1 - cdf(|h|) and exp(-h**2 / 2)."""
   u = tl.abs(h)
   density = tl.exp2(h * h * -HALF_LOG2_E)
-  # Not 1 / (1 + A * u): a root is one instruction, where Triton divides in several.
+  # A root is one instruction; a division, as in t = 1 / (1 + A * u), takes several.
   t = tl.rsqrt(tl.fma(tl.fma(u, B, A), u, 1.0))
   polynomial = tl.fma(tl.fma(tl.fma(t, C4, C3), t, C2), t, C1)
   return density * (t * polynomial), density
@@ -204,7 +205,7 @@ def _tail_and_density(h):
 
 @triton.jit
 def _gelu(h, tail):
-  """h * cdf(h): h less what is missing, or what is left. NaN for what is not finite."""
+  """h * cdf(h) as max(h, 0) - |h| * tail; NaN if h is not finite."""
   return tl.fma(-tl.abs(h), tail, tl.maximum(h, 0.0))
 
 
@@ -213,8 +214,8 @@ def _gelu_kernel(
   h_ptr,
   g_ptr,
   g_scale_ptr,
-  kept_ptr,
-  kept_scale_ptr,
+  saved_ptr,
+  saved_scale_ptr,
   M: tl.constexpr,
   K: tl.constexpr,
   ROWS: tl.constexpr,
@@ -225,7 +226,7 @@ def _gelu_kernel(
   LIMIT: tl.constexpr,
   KEEP_LIMIT: tl.constexpr,
 ):
-  """Makes g [ROWS, K] and, each if it has a LIMIT, g_scale, kept and kept_scale."""
+  """Makes g [ROWS, K]; with LIMIT g is quantized, with KEEP_LIMIT h is quantized as saved."""
   first = tl.program_id(0) * ROWS
   RAGGED: tl.constexpr = M % ROWS != 0
   loaded = ()
@@ -237,7 +238,7 @@ def _gelu_kernel(
     hs = to_float32(loaded[r])
     if KEEP_LIMIT is not None:
       quantize_row(
-        *(kept_ptr, kept_scale_ptr, hs, row, M, RAGGED),
+        *(saved_ptr, saved_scale_ptr, hs, row, M, RAGGED),
         *(K, PIECES, VECTOR, THREADS, KEEP_LIMIT, VIA_FLOAT16),
       )
     gs = ()
@@ -272,7 +273,7 @@ def _gelu_backward_kernel(
   LIMIT: tl.constexpr,
   DEQUANTIZE: tl.constexpr,
 ):
-  """Makes dh, g and, if it has a LIMIT, dh quantized [ROWS, K]; and the sum of dh over ROWS."""
+  """Makes dh and g [ROWS, K], with LIMIT also dh quantized, and the sum of dh over ROWS."""
   if dh_ptr is None:
     dh_ptr = dg_ptr
   if g_ptr is None:
@@ -285,7 +286,7 @@ def _gelu_backward_kernel(
   dgs_ahead = load_row(dg_ptr, first, end, RAGGED, K, PIECES, VECTOR)
   for r in range(ROWS):
     row = first + r
-    tl.debug_barrier()  # dh and g go where dg and h are: all threads have read this row.
+    tl.debug_barrier()  # All threads have read dg and h, which dh and g overwrite.
     hs, dgs = to_float32(hs_ahead), to_float32(dgs_ahead)
     hs_ahead = load_row(h_ptr, row + 1, end, True, K, PIECES, VECTOR)
     dgs_ahead = load_row(dg_ptr, row + 1, end, True, K, PIECES, VECTOR)
@@ -312,7 +313,7 @@ def _gelu_backward_kernel(
 def _load_parts(
   parts, row, ROWS, RAGGED, WIDTH: tl.constexpr, PIECES: tl.constexpr, VECTOR: tl.constexpr
 ):
-  """`load_row` of a row that lies in `parts`, each [M, WIDTH]."""
+  """`load_row` for a row whose columns are split into `parts`, each [M, WIDTH]."""
   xs = ()
   for i in tl.static_range(len(PIECES)):
     offset, mask = piece(row, PIECES[i][0] % WIDTH, PIECES[i][1], ROWS, WIDTH, RAGGED, VECTOR)
@@ -339,10 +340,7 @@ def _quantize_sum_kernel(
   LIMIT: tl.constexpr,
   PARTS: tl.constexpr,
 ):
-  """Makes of one or three PARTS values [ROWS, K], scale [ROWS, 1] and the sum over ROWS.
-
-  And of three dy [ROWS, K].
-  """
+  """Makes values [ROWS, K], scale [ROWS, 1] and the sum over ROWS; for three PARTS also dy."""
   parts = (first_ptr, second_ptr, third_ptr) if PARTS == 3 else (first_ptr,)
   first = tl.program_id(0) * ROWS
   RAGGED: tl.constexpr = M % ROWS != 0

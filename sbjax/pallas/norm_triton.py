@@ -1,8 +1,8 @@
 """Layer norm and its gradient in Triton: `sbjax.fused_ops` with one read of each row.
 
-A program walks over neighbouring rows and holds one at a time, which it began to load a row ahead.
-What belongs to a column stays with it meanwhile: the norm's parameters, or their gradients over its
-rows, which it writes once and XLA adds up over the programs.
+A program loops over neighbouring rows and loads the next row while it computes one. Column vectors
+stay in its registers: forward, the norm's parameters; backward, their gradients summed over its
+rows. It stores these sums once, and XLA adds those of all programs.
 """
 
 import jax
@@ -32,7 +32,7 @@ _struct = jax.ShapeDtypeStruct
 
 
 def forward_config(m: int, k: int, itemsize: int) -> Config:
-  """About 40 elements of a row for each thread; 16 rows for one look at the parameters."""
+  """About 40 elements of a row a thread; the parameters are loaded once for 16 rows."""
   return Config(
     rows=min(16, triton.next_power_of_2(triton.cdiv(m, 4096))),
     warps=triton.next_power_of_2(triton.cdiv(k * itemsize, 2560)),
@@ -41,7 +41,7 @@ def forward_config(m: int, k: int, itemsize: int) -> Config:
 
 
 def backward_config(m: int, k: int, itemsize: int) -> Config:
-  """About 12 elements of a row for each thread; sums of 64 rows are 2.5 % of the bytes."""
+  """About 12 elements of a row a thread; a sum for each 64 rows is 2.5 % of the bytes."""
   return Config(
     rows=min(64, triton.next_power_of_2(triton.cdiv(m, 512))),
     warps=min(16, triton.next_power_of_2(triton.cdiv(k * itemsize, 832))),
@@ -52,13 +52,13 @@ def backward_config(m: int, k: int, itemsize: int) -> Config:
 def norm_quantize(
   x: jax.Array, norm: LayerNormParams, spec: Spec | None, *, config: Config | None = None
 ) -> Quantized | jax.Array:
-  """`sbjax.fused_ops.norm_quantize` to the rounding of its sums over a row.
+  """`sbjax.fused_ops.norm_quantize`, but for the rounding of sums over a row.
 
   Raises:
-    NotImplementedError: float64, rows of more than 8192, a spec that is not row-wise, or an fp8
-      format on a chip without it.
+    NotImplementedError: for float64, rows longer than 8192, a spec that is not rowwise, or an fp8
+      format that the device lacks.
   """
-  check_rows(x, spec, chip=compute_capability())
+  check_rows(x, spec, capability=compute_capability())
   if x.size == 0:
     return fused_ops.norm_quantize(x, norm, spec)
   m, k = x.shape
@@ -92,13 +92,13 @@ def norm_backward(
   *,
   config: Config | None = None,
 ) -> tuple[jax.Array, LayerNormParams, jax.Array]:
-  """`sbjax.fused_ops.norm_backward` to the rounding of its sums.
+  """`sbjax.fused_ops.norm_backward`, but for the rounding of sums.
 
   Raises:
     NotImplementedError: as norm_quantize.
   """
   for a in (x, dn) if dx is None else (x, dn, dx):
-    check_rows(a, None, chip=compute_capability())
+    check_rows(a, None, capability=compute_capability())
   if x.size == 0:
     return fused_ops.norm_backward(x, norm, dn, dx)
   m, k = x.shape
@@ -109,7 +109,7 @@ def norm_backward(
     norm.scale.astype(jnp.float32),
     norm.bias.astype(jnp.float32),
     dn,
-    norm.scale if dx is None else dx,  # Not read then.
+    norm.scale if dx is None else dx,  # The kernel does not read it if dx is None.
     kernel=_norm_backward_kernel,
     name="sbjax_norm_backward",
     grid=programs,
@@ -130,7 +130,7 @@ def norm_backward(
 def _standardize(
   xs, K: tl.constexpr, PIECES: tl.constexpr, THREADS: tl.constexpr, EPSILON: tl.constexpr
 ):
-  """A row less its mean, over its standard deviation; and 1 / that."""
+  """(x - mean) / deviation of a row, and 1 / deviation."""
   mean = row_sum(xs, THREADS) * (1.0 / K)
   centred, squares = (), ()
   for i in tl.static_range(len(PIECES)):
@@ -205,7 +205,7 @@ def _norm_backward_kernel(
   EPSILON: tl.constexpr,
   ADD: tl.constexpr,
 ):
-  """Makes total and n [ROWS, K], where dn and x are; d_gain, d_bias: a row each, sums over ROWS."""
+  """Makes total and n [ROWS, K] in place of dn and x; d_gain and d_bias [1, K], sums over ROWS."""
   if total_ptr is None:
     total_ptr = dn_ptr
   if n_ptr is None:
@@ -221,9 +221,9 @@ def _norm_backward_kernel(
     dns = to_float32(load_row(dn_ptr, row, M, RAGGED, K, PIECES, VECTOR))
     dxs = load_row(dx_ptr, row, M, RAGGED, K, PIECES, VECTOR) if ADD else ()
     ahead = load_row(x_ptr, row + 1, end, True, K, PIECES, VECTOR)
-    tl.debug_barrier()  # total and n go where dn and x are: all threads have read this row.
+    tl.debug_barrier()  # All threads have read dn and x, which total and n overwrite.
     standard, inverse = _standardize(xs, K, PIECES, THREADS, EPSILON)
-    # Each time from the L1 cache: there are no registers left to keep them in.
+    # Loaded for each row, from the L1 cache: no registers are left to keep them.
     gains = load_row(gain_ptr, 0, 1, False, K, PIECES, VECTOR)
     biases = load_row(bias_ptr, 0, 1, False, K, PIECES, VECTOR)
     ns, gradients, products, d_gains_next, d_biases_next = (), (), (), (), ()

@@ -1,8 +1,8 @@
-"""Quantizing at the speed of memory: `sbjax.quantize.quantize` in Triton.
+"""`sbjax.quantize.quantize` in Triton, at the speed of memory.
 
-A row that fits into registers is read once: its absmax, factor, scale and values come from one
-kernel. Everything else takes two passes, `absmax` and `cast_scaled`, between which a sharded
-axis finds its global maximum. `cast_scaled` also writes the transpose, from the same read.
+Rowwise, a row that fits into registers is read once: one kernel computes its absmax, scale and
+values. All else takes two passes, `absmax` and `cast_scaled`, so that absmax can be reduced over
+devices between them. `cast_scaled` can also write the transpose of the values it computes.
 """
 
 import jax
@@ -26,11 +26,11 @@ from sbjax.pallas.triton import compute_capability, triton_call
 from sbjax.quantize import Quantized, Spec, check_quantizable, factor_and_scale
 
 _struct = jax.ShapeDtypeStruct
-MAX_WIDTH_IN_REGISTERS = 16384  # Longer rows do not stay in registers.
+MAX_WIDTH_IN_REGISTERS = 16384
 
 
 def config_for(rows: int, k: int, itemsize: int) -> Config:
-  """About 40 elements of a row for each thread; 16 bytes at a time; short rows in twos."""
+  """About 40 elements of a row a thread, loaded 16 bytes at a time; two short rows a program."""
   return Config(
     rows=2 if k <= 1280 and rows >= 4096 else 1,
     warps=min(8, triton.next_power_of_2(triton.cdiv(k, 1664))),
@@ -41,10 +41,10 @@ def config_for(rows: int, k: int, itemsize: int) -> Config:
 def quantize(x: jax.Array, spec: Spec, *, config: Config | None = None) -> Quantized:
   """`sbjax.quantize.quantize`, bit for bit, for bfloat16, float16 and float32 x [rows, K].
 
-  Under a NaN scale the values are equal in int8 alone: a NaN in fp8 has its chip's own bits.
+  Where the scale is NaN, only int8 values are equal: the bits of an fp8 NaN depend on the device.
 
   Raises:
-    NotImplementedError: float64, or an fp8 format on a chip without it.
+    NotImplementedError: for float64, or an fp8 format that the device lacks.
   """
   _check(x, spec)
   rows, k = x.shape
@@ -69,14 +69,14 @@ def quantize(x: jax.Array, spec: Spec, *, config: Config | None = None) -> Quant
 
 
 def quantize_transposed(x: jax.Array, spec: Spec) -> Quantized:
-  """`quantize(x.T, spec)`, x.T never written: a row scale is then shared by a column of x."""
+  """`quantize(x.T, spec)` without writing x.T; a rowwise scale belongs to a column of x."""
   _check(x, spec)
   values, scale = _two_passes(x, spec, 0, transpose=True)
   return Quantized(values, scale.T, spec)
 
 
 def quantize_both(x: jax.Array, spec: Spec) -> tuple[Quantized, Quantized]:
-  """`(quantize(x, spec), quantize(x.T, spec))` for one scale, from two reads of x in all."""
+  """`(quantize(x, spec), quantize(x.T, spec))` if they share a scale, from two reads of x."""
   _check(x, spec)
   if spec.scaling == "rowwise":
     raise ValueError("The rows of x and of x.T do not share scales: use 'tensorwise' or 'static'.")
@@ -85,31 +85,31 @@ def quantize_both(x: jax.Array, spec: Spec) -> tuple[Quantized, Quantized]:
 
 
 def _two_passes(x, spec, axis, transpose):
-  """(values, scale): absmax along the axis of a row scale, or of the whole; then the cast."""
+  """(values, scale), from an absmax along `axis` (rowwise) or of all of x; then the cast."""
   if spec.scaling == "tensorwise" and x.size:
-    # The cast ends the maximum over the parts itself: two kernels in all.
-    *values, scale = _cast_call(x, _parts_of_absmax(x.reshape(1, x.size), 1), spec.dtype, transpose)
-    return _asked_for(*values, transpose), scale
+    # The cast itself reduces the partial maxima, which saves a kernel.
+    partial = _partial_absmax(x.reshape(1, x.size), 1)
+    *arrays, scale = _cast_call(x, partial, spec.dtype, transpose)
+    return _select(*arrays, transpose), scale
   largest = absmax(x, axis if spec.scaling == "rowwise" else None)
   return cast_scaled(x, largest, spec, transpose=transpose), factor_and_scale(largest, spec)[1]
 
 
 def absmax(x: jax.Array, axis: int | None) -> jax.Array:
-  """max |x| along an axis that stays, with size 1: [rows, 1], [1, K] or, for None, [1, 1].
+  """max |x| along `axis` as float32 [rows, 1] (1), [1, K] (0) or [1, 1] (None).
 
-  Float32, and infinite where there was a NaN, so that no maximum taken of it afterwards, over
-  parts or over devices, can lose that.
+  A NaN counts as infinity: a later maximum, over parts or devices, keeps that but may drop a NaN.
   """
   if axis is None:
     return absmax(x.reshape(1, x.size), 1)
   rows, k = x.shape
   if x.size == 0:
     return jnp.zeros((rows, 1) if axis == 1 else (1, k), jnp.float32)
-  return jnp.max(_parts_of_absmax(x, axis), axis=axis, keepdims=True)
+  return jnp.max(_partial_absmax(x, axis), axis=axis, keepdims=True)
 
 
-def _parts_of_absmax(x, axis):
-  """[rows, parts] for axis 1, [parts, K] for axis 0."""
+def _partial_absmax(x, axis):
+  """Maxima of parts of the axis: [rows, parts] for axis 1, [parts, K] for axis 0."""
   rows, k = x.shape
   block_rows, block_k, steps = _absmax_blocks(rows, k, axis)
   row_blocks = triton.cdiv(rows, block_rows * (steps if axis == 0 else 1))
@@ -129,43 +129,43 @@ def _parts_of_absmax(x, axis):
 
 
 def cast_scaled(x: jax.Array, absmax: jax.Array, spec: Spec, *, transpose=False):
-  """x times the factor that follows from absmax, rounded; the values of `quantize` alone.
+  """The values of `quantize` for a given absmax: x times its factor, rounded.
 
   Args:
-    absmax: [rows, 1], [1, K] or [1, 1]: what `absmax` found, perhaps over several devices.
-    transpose: False for the values [rows, K], True for their transpose [K, rows], "both" for the
-      pair, from one read of x.
+    absmax: [rows, 1], [1, K] or [1, 1], as `absmax` returns it.
+    transpose: False for values [rows, K], True for their transpose [K, rows], "both" for the pair
+      from one read of x.
   """
   _check(x, spec)
   assert absmax.shape in ((x.shape[0], 1), (1, x.shape[1]), (1, 1)), (x.shape, absmax.shape)
   if x.size == 0:
     values = jnp.zeros(x.shape, spec.dtype)
-    return _asked_for(values, values.T, transpose)
+    return _select(values, values.T, transpose)
   if spec.scaling == "static":
     absmax = jnp.full_like(absmax, max_value(spec.dtype))  # The factor is then 1.
-  straight, turned, _ = _cast_call(x, absmax, spec.dtype, transpose, shape=absmax.shape)
-  return _asked_for(straight, turned, transpose)
+  values, transposed, _ = _cast_call(x, absmax, spec.dtype, transpose, shape=absmax.shape)
+  return _select(values, transposed, transpose)
 
 
-def _asked_for(straight, turned, transpose):
-  return (straight, turned) if transpose == "both" else turned if transpose else straight
+def _select(values, transposed, transpose):
+  return (values, transposed) if transpose == "both" else transposed if transpose else values
 
 
 def _cast_call(x, absmax, dtype, transpose, shape=(0, 0)):
-  """(values, their transpose, scale); the maximum of all of absmax counts if it has no shape."""
+  """(values, transposed, scale); without a shape, absmax is partial maxima, which it reduces."""
   rows, k = x.shape
   block_rows, block_k = _cast_blocks(k, transpose)
-  is_straight, is_turned = transpose in (False, "both"), transpose in (True, "both")
-  # What is not asked for is an element that no one writes.
-  straight = _struct((rows, k) if is_straight else (1, 1), dtype)
-  turned = _struct((k, rows) if is_turned else (1, 1), dtype)
+  has_values, has_transposed = transpose in (False, "both"), transpose in (True, "both")
+  # An output that is not needed has one element, which is not written.
+  values = _struct((rows, k) if has_values else (1, 1), dtype)
+  transposed = _struct((k, rows) if has_transposed else (1, 1), dtype)
   return triton_call(
     x,
     absmax,
     kernel=_cast_kernel,
     name="sbjax_cast_scaled",
     grid=triton.cdiv(rows, block_rows) * triton.cdiv(k, block_k),
-    out=(straight, turned, _struct((1, 1), jnp.float32)),
+    out=(values, transposed, _struct((1, 1), jnp.float32)),
     num_warps=block_rows * block_k // 1024,
     **dict(ROWS=rows, K=k, BLOCK_ROWS=block_rows, BLOCK_K=block_k),
     **dict(ABSMAX_ROWS=shape[0], ABSMAX_K=shape[1]),
@@ -173,7 +173,7 @@ def _cast_call(x, absmax, dtype, transpose, shape=(0, 0)):
     PARTS_BLOCK=triton.next_power_of_2(absmax.size),
     LIMIT=max_value(dtype),
     VIA_FLOAT16=compute_capability() < 90,
-    **dict(STRAIGHT=is_straight, TURNED=is_turned),
+    **dict(WRITE_VALUES=has_values, WRITE_TRANSPOSED=has_transposed),
   )
 
 
@@ -183,19 +183,19 @@ def _check(x, spec):
 
 
 def _absmax_blocks(rows, k, axis):
-  """(block_rows, block_k, steps): blocks of 4096 elements, followed along the axis."""
+  """(block_rows, block_k, steps): a program reads `steps` blocks of 4096 elements along `axis`."""
   if axis == 0:
     block_k = min(128, triton.next_power_of_2(k))
     block_rows = 4096 // block_k
     return block_rows, block_k, min(8, triton.cdiv(rows, block_rows))
-  if rows == 1:  # One number of the whole: about a thousand parts, enough to keep a chip loading.
+  if rows == 1:  # About a thousand programs keep the memory of a GPU busy.
     return 1, 4096, triton.cdiv(k, 4096 * 1024)
   block_k = min(1024, max(128, k & -k), triton.next_power_of_2(k))
   return 4096 // block_k, block_k, min(8, triton.cdiv(k, block_k))
 
 
 def _cast_blocks(k, transpose):
-  """(block_rows, block_k): wide blocks to write rows; to turn them, 128 bytes of either."""
+  """(block_rows, block_k); for a transpose, 128 bytes of a 16-bit row of x and of its transpose."""
   if transpose:
     return 128, 64
   block_k = min(1024, max(128, k & -k), triton.next_power_of_2(k))
@@ -216,7 +216,7 @@ def _rowwise_kernel(
   LIMIT: tl.constexpr,
   VIA_FLOAT16: tl.constexpr,
 ):
-  """Makes values [BLOCK_ROWS, K] and scale [BLOCK_ROWS, 1] from PIECES (first, lanes) of rows."""
+  """Makes values [BLOCK_ROWS, K] and scale [BLOCK_ROWS, 1]; PIECES are (first, lanes) of a row."""
   first_row = tl.program_id(0) * BLOCK_ROWS
   RAGGED: tl.constexpr = ROWS % BLOCK_ROWS != 0
   rows = ()
@@ -242,7 +242,7 @@ def _absmax_kernel(
   K_BLOCKS: tl.constexpr,
   AXIS: tl.constexpr,
 ):
-  """Makes the absmax of STEPS blocks that follow one another along AXIS."""
+  """Makes the absmax over AXIS of STEPS neighbouring blocks."""
   row_block, k_block = tl.program_id(0) // K_BLOCKS, tl.program_id(0) % K_BLOCKS
   row = row_block * BLOCK_ROWS * (STEPS if AXIS == 0 else 1) + tl.arange(0, BLOCK_ROWS)
   column = k_block.to(tl.int64) * BLOCK_K * (STEPS if AXIS == 1 else 1) + tl.arange(0, BLOCK_K)
@@ -265,8 +265,8 @@ def _absmax_kernel(
 def _cast_kernel(
   x_ptr,
   absmax_ptr,
-  straight_ptr,
-  turned_ptr,
+  values_ptr,
+  transposed_ptr,
   scale_ptr,
   ROWS: tl.constexpr,
   K: tl.constexpr,
@@ -278,10 +278,10 @@ def _cast_kernel(
   PARTS_BLOCK: tl.constexpr,
   LIMIT: tl.constexpr,
   VIA_FLOAT16: tl.constexpr,
-  STRAIGHT: tl.constexpr,
-  TURNED: tl.constexpr,
+  WRITE_VALUES: tl.constexpr,
+  WRITE_TRANSPOSED: tl.constexpr,
 ):
-  """Makes values [BLOCK_ROWS, BLOCK_K], and writes them as they are, or turned, or both."""
+  """Makes values [BLOCK_ROWS, BLOCK_K], their transpose, or both."""
   k_blocks: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
   row = tl.program_id(0) // k_blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
   column = tl.program_id(0) % k_blocks * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -297,13 +297,13 @@ def _cast_kernel(
     absmax = tl.load(absmax_ptr + column, mask=column < K, other=0.0)
   else:
     absmax = tl.load(absmax_ptr)
-  # Here, and not in XLA, whose division on a GPU is not rounded as IEEE says.
+  # Computed here, because XLA's division on a GPU is not rounded as IEEE says.
   factor, scale = rounding_factor(absmax, LIMIT)
   if PARTS > 0:
     tl.store(scale_ptr, scale, mask=tl.program_id(0) == 0)
   y = tl.clamp(x * factor, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-  values = cast(y, straight_ptr.dtype.element_ty, VIA_FLOAT16)
-  if STRAIGHT:
-    tl.store(straight_ptr + row * K + column, values, mask=mask)
-  if TURNED:
-    tl.store(turned_ptr + column * ROWS + row, values, mask=mask)
+  values = cast(y, values_ptr.dtype.element_ty, VIA_FLOAT16)
+  if WRITE_VALUES:
+    tl.store(values_ptr + row * K + column, values, mask=mask)
+  if WRITE_TRANSPOSED:
+    tl.store(transposed_ptr + column * ROWS + row, values, mask=mask)

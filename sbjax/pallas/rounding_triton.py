@@ -1,7 +1,7 @@
-"""Rows in registers, in pieces, and their rounding to 8 bits: what Triton kernels share.
+"""Functions that Triton kernels share: rows in registers, sums over them, rounding to 8 bits.
 
-A program holds a row as a tuple of vectors. A sum or a maximum over it is first taken by each
-thread of what it has of every piece, so that the threads meet only once.
+A program holds a row in pieces, a tuple of vectors. For a sum or maximum over the row, each thread
+first reduces its elements of all pieces, so that threads exchange values only once.
 """
 
 import dataclasses
@@ -19,9 +19,9 @@ FLOAT32_MAX = tl.constexpr(float(jnp.finfo(jnp.float32).max))
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-  """How a kernel is cut: a program's rows, and the warps that share each of them.
+  """How many rows a program has, and how many warps share a row.
 
-  vector: neighbouring elements that one thread takes.
+  vector: how many neighbouring elements a thread loads at once.
   """
 
   rows: int
@@ -29,21 +29,21 @@ class Config:
   vector: int
 
 
-def check_formats(dtype, fmt, chip: int) -> None:
-  """Raises NotImplementedError unless a chip (80, 89, 90...) rounds dtype to the 8 bits of fmt."""
+def check_formats(dtype, fmt, capability: int) -> None:
+  """Raises NotImplementedError unless sm_{capability} can round dtype to fmt."""
   if dtype.name not in ("bfloat16", "float16", "float32"):
     raise NotImplementedError(f"Triton quantizes bfloat16, float16, float32, not {dtype.name}.")
-  if jnp.dtype(fmt) != INT8 and chip < 89:
+  if jnp.dtype(fmt) != INT8 and capability < 89:
     name = jnp.dtype(fmt).name
     raise NotImplementedError(
-      f"{name} needs compute capability 8.9; this GPU (sm_{chip}) has int8."
+      f"{name} needs compute capability 8.9; this GPU (sm_{capability}) has int8."
     )
 
 
-def check_rows(x, *specs: Spec | None, chip: int) -> None:
-  """Raises unless a program can hold rows like those of x [M, K] and round them to each spec."""
+def check_rows(x, *specs: Spec | None, capability: int) -> None:
+  """Raises unless the kernels can hold a row of x [M, K] and round it to each spec."""
   for spec in specs:
-    check_formats(x.dtype, INT8 if spec is None else spec.dtype, chip)
+    check_formats(x.dtype, INT8 if spec is None else spec.dtype, capability)
     if spec is None:
       continue
     check_quantizable(x)
@@ -59,29 +59,29 @@ def check_rows(x, *specs: Spec | None, chip: int) -> None:
 
 
 def pieces(k: int) -> tuple[tuple[int, int], ...]:
-  """At most four (first, lanes) that cover k, lanes powers of two; only the last may overhang."""
-  found, first = [], 0
+  """At most four (first, lanes) that cover k; lanes are powers of two, the last may overhang."""
+  ranges, first = [], 0
   while first < k:
     lanes = triton.next_power_of_2(k - first)
-    lanes = lanes // 2 if lanes > k - first and len(found) < 3 else lanes
-    found.append((first, lanes))
+    lanes = lanes // 2 if lanes > k - first and len(ranges) < 3 else lanes
+    ranges.append((first, lanes))
     first += lanes
-  return tuple(found)
+  return tuple(ranges)
 
 
 def even_pieces(k: int, lanes: int) -> tuple[tuple[int, int], ...]:
-  """(first, lanes) that are k: as many of this width as fit, then narrower powers of two."""
-  found, first = [], 0
+  """(first, lanes) that divide k: as many of this width as fit, then narrower powers of two."""
+  ranges, first = [], 0
   while first < k:
     while lanes > k - first:
       lanes //= 2
-    found.append((first, lanes))
+    ranges.append((first, lanes))
     first += lanes
-  return tuple(found)
+  return tuple(ranges)
 
 
 def row_constants(m: int, k: int, config: Config, parts: int = 1) -> dict:
-  """What a kernel that walks over rows of [m, k] takes as constants; no piece is of two parts."""
+  """Constants of a kernel that loops over rows [m, k]; each piece is within one part."""
   threads, width = 32 * config.warps, k // parts
   pieces_of_part = even_pieces(width, threads * config.vector)
   return {
@@ -101,7 +101,7 @@ def larger(a, b):
 
 @triton.jit
 def rounding_factor(absmax, LIMIT: tl.constexpr):
-  """sbjax.quantize.factor_and_scale: a division that is rounded as IEEE says, a product."""
+  """`sbjax.quantize.factor_and_scale`; the division is rounded as IEEE says."""
   factor = tl.minimum(tl.div_rn(tl.cast(LIMIT, tl.float32), absmax), FLOAT32_MAX)
   scale = tl.where(absmax < float("inf"), absmax * (1.0 / LIMIT), float("nan"))
   return factor, scale
@@ -109,7 +109,7 @@ def rounding_factor(absmax, LIMIT: tl.constexpr):
 
 @triton.jit
 def cast(y, dtype: tl.constexpr, VIA_FLOAT16: tl.constexpr):
-  """Rounds |y| <= the format's maximum, half to even; NaN becomes 0 in int8, which has none."""
+  """Rounds |y| <= the format's maximum half to even; int8 has no NaN and gets 0."""
   values = cast_finite(y, dtype, VIA_FLOAT16)
   if dtype == tl.int8:
     values = tl.where(y == y, values, 0).to(tl.int8)
@@ -118,7 +118,7 @@ def cast(y, dtype: tl.constexpr, VIA_FLOAT16: tl.constexpr):
 
 @triton.jit
 def cast_finite(y, dtype: tl.constexpr, VIA_FLOAT16: tl.constexpr):
-  """`cast` of what is not NaN."""
+  """`cast` for y without NaNs."""
   if dtype == tl.int8:
     # Adding 1.5 * 2**23 leaves the integer in the low bits; its last byte is two's complement.
     values = (y + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
@@ -131,23 +131,23 @@ def cast_finite(y, dtype: tl.constexpr, VIA_FLOAT16: tl.constexpr):
 
 @triton.jit
 def _snap(y, FRACTION_BITS: tl.constexpr, BIAS: tl.constexpr):
-  """Rounds y to an fp8 format's values, in float32.
+  """Rounds float32 y to values of an fp8 format.
 
-  On sm_89 Triton's own cast truncates to float16 first, which these values survive.
+  On sm_89 Triton's own cast truncates to float16 first, which leaves such values as they are.
   """
   bits = y.to(tl.int32, bitcast=True)
   exponent = tl.maximum(bits & 0x7F800000, (128 - BIAS) << 23)
-  # 1.5 * 2**(exponent + 23 - FRACTION_BITS): whose last bit is the last bit that stays.
+  # 1.5 * 2**(exponent + 23 - FRACTION_BITS); its last bit is the last fraction bit of the format.
   shift = (exponent + ((23 - FRACTION_BITS) << 23) | 0x400000).to(tl.float32, bitcast=True)
   snapped = (y + shift) - shift
-  # Zero has a sign.
+  # Keeps the sign of zero.
   signed = snapped.to(tl.int32, bitcast=True) | (bits & -0x80000000)
   return tl.where(y == y, signed.to(tl.float32, bitcast=True), y)
 
 
 @triton.jit
 def piece(row, FIRST: tl.constexpr, LANES: tl.constexpr, ROWS, K, RAGGED, VECTOR: tl.constexpr):
-  """Where columns FIRST to FIRST + LANES of a row lie, and which of them exist."""
+  """Offsets of columns FIRST to FIRST + LANES of a row, and a mask of those that exist."""
   column = FIRST + tl.arange(0, LANES)
   offset = tl.max_contiguous(
     tl.cast(row, tl.int64) * K + column, VECTOR if VECTOR < LANES else LANES
@@ -163,7 +163,7 @@ def piece(row, FIRST: tl.constexpr, LANES: tl.constexpr, ROWS, K, RAGGED, VECTOR
 
 @triton.jit
 def load_row(x_ptr, row, ROWS, RAGGED, K: tl.constexpr, PIECES: tl.constexpr, VECTOR: tl.constexpr):
-  """The pieces of a row as they are stored; zeros in lanes beyond K and, if RAGGED, ROWS."""
+  """The pieces of a row in the dtype of x; zeros beyond K and, if RAGGED, beyond ROWS."""
   xs = ()
   for i in tl.static_range(len(PIECES)):
     offset, mask = piece(row, PIECES[i][0], PIECES[i][1], ROWS, K, RAGGED, VECTOR)
@@ -196,7 +196,7 @@ def to_float32(xs):
 def store_row(
   x_ptr, xs, row, ROWS, RAGGED, K: tl.constexpr, PIECES: tl.constexpr, VECTOR: tl.constexpr
 ):
-  """Rounds the pieces of a row to the dtype that x_ptr points to."""
+  """Stores the pieces of a row in the dtype of x."""
   for i in tl.static_range(len(PIECES)):
     offset, mask = piece(row, PIECES[i][0], PIECES[i][1], ROWS, K, RAGGED, VECTOR)
     tl.store(x_ptr + offset, xs[i].to(x_ptr.dtype.element_ty), mask=mask)
@@ -204,14 +204,14 @@ def store_row(
 
 @triton.jit
 def row_sum(xs, THREADS: tl.constexpr):
-  """The sum over a row, a scalar."""
+  """The sum over a row."""
   parts, rest = _parts_of_sum(xs, THREADS)
   return tl.reduce(parts, 0, _sum) + rest
 
 
 @triton.jit
 def row_sums(xs, ys, THREADS: tl.constexpr):
-  """`row_sum` of each, in one exchange between the threads."""
+  """`row_sum` of xs and of ys in one exchange between threads."""
   xs_parts, xs_rest = _parts_of_sum(xs, THREADS)
   ys_parts, ys_rest = _parts_of_sum(ys, THREADS)
   x, y = tl.reduce((xs_parts, ys_parts), 0, _sum_of_two)
@@ -220,7 +220,7 @@ def row_sums(xs, ys, THREADS: tl.constexpr):
 
 @triton.jit
 def row_absmax(xs, THREADS: tl.constexpr):
-  """The largest magnitude in a row, a scalar; NaN if there is one."""
+  """The largest magnitude in a row; NaN if the row has one."""
   parts, rest = _zeros(THREADS), 0.0
   for i in tl.static_range(len(xs)):
     x = tl.abs(xs[i])
@@ -234,7 +234,7 @@ def row_absmax(xs, THREADS: tl.constexpr):
 
 @triton.jit
 def _parts_of_sum(xs, THREADS: tl.constexpr):
-  """A sum in each thread [THREADS], and of the pieces that are too narrow for that, a scalar."""
+  """Sums of each thread [THREADS], and the sum of the pieces that are narrower than that."""
   parts, rest = _zeros(THREADS), 0.0
   for i in tl.static_range(len(xs)):
     if xs[i].shape[0] >= THREADS:
@@ -270,11 +270,11 @@ def quantize_row(
   LIMIT: tl.constexpr,
   VIA_FLOAT16: tl.constexpr,
 ):
-  """Writes values and scale of a row whose pieces are xs, in float32."""
+  """Stores values and scale of a row of float32 pieces xs."""
   absmax = row_absmax(xs, THREADS)
   factor, scale = rounding_factor(absmax, LIMIT)
   tl.store(scale_ptr + row, scale, mask=row < ROWS)
-  # One question a row, where to look for a NaN in each element costs as much as to round it.
+  # One test for the row: testing each element for NaN would cost as much as rounding it.
   if absmax < float("inf"):
     for i in tl.static_range(len(PIECES)):
       offset, mask = piece(row, PIECES[i][0], PIECES[i][1], ROWS, K, RAGGED, VECTOR)

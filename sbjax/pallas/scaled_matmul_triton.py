@@ -19,14 +19,16 @@ NAME = "scaled_matmul_triton"
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
-  """The tile config: an output block is block_m x block_n, and its operands come in block_k of K.
+class TileConfig:
+  """The shape of an output block, how it is computed, and the order of the blocks.
 
-  block_k: 32 at least, what a tensor core takes of K at once: half of it came back from another
-    kernel as twice the sum.
+  block_m, block_n: the shape of an output block.
+  block_k: the width of an operand slice; at least 32, the K of a tensor core's instruction. With 16
+    another Triton kernel gave twice the sum.
   num_warps: the warps that share a block.
-  num_stages: how many slices of the operands are loaded ahead.
-  group_m: blocks are taken so many along M at a time, so that those in flight share operands in L2.
+  num_stages: how many slices are loaded ahead.
+  group_m: blocks are visited so many along M at a time, so that concurrent ones share operands in
+    L2.
   """
 
   block_m: int = 128
@@ -51,34 +53,33 @@ class Config:
         raise ValueError(f"{field}={value} must be from 1 to {most}.")
 
 
-def config_for(m: int, n: int, k: int, device, adds: bool = False) -> Config:
-  """The table's, the user's before ours, where it has a row for this size and chip; else a rule.
+def config_for(m: int, n: int, k: int, device_kind: str, has_residual: bool = False) -> TileConfig:
+  """The tuned config for (device_kind, n, k) and about m rows; the rule's if there is none.
 
-  device: the chip, or what else says its `device_kind`.
-  adds: whether there is a residual; tables are tuned without.
+  Tables are tuned without a residual. On sm_90 their blocks leave no registers for one.
   """
   capability = compute_capability()
-  if not (capability == 90 and adds):
-    tables = (tuning.user_table(NAME, Config), _shipped())
-    chips = (device.device_kind, f"sm_{capability}")
-    if row := tuning.row_for(tables, m, n, k, chips, Config):
-      return Config(**row["config"])
-  return by_rule(m, n, capability, adds)
+  if not (capability == 90 and has_residual):
+    tables = (tuning.user_table(NAME, TileConfig), _shipped())
+    devices = (device_kind, f"sm_{capability}")
+    if row := tuning.row_for(tables, m, n, k, devices, TileConfig):
+      return TileConfig(**row["config"])
+  return by_rule(m, n, capability, has_residual)
 
 
-def by_rule(m: int, n: int, capability: int, adds: bool = False) -> Config:
-  """The largest blocks of which every multiprocessor gets one, within a chip's shared memory."""
+def by_rule(m: int, n: int, capability: int, has_residual: bool = False) -> TileConfig:
+  """The largest blocks that fit into shared memory, if there is at least one for each SM."""
   if m <= 64:
-    return Config(block_m=64, block_n=64, num_stages=4, num_warps=4)
-  if capability == 90 and adds:  # Beside larger sums a residual does not fit into registers.
-    large, multiprocessors = Config(num_stages=4), 132
+    return TileConfig(block_m=64, block_n=64, num_stages=4, num_warps=4)
+  if capability == 90 and has_residual:  # A residual does not fit into registers beside more sums.
+    large, num_sms = TileConfig(num_stages=4), 132
   elif capability in (80, 90):
-    large, multiprocessors = Config(block_m=128, block_n=256, num_stages=4), 108
+    large, num_sms = TileConfig(block_m=128, block_n=256, num_stages=4), 108
   else:
-    large, multiprocessors = Config(block_n=128, block_k=64, num_stages=4, num_warps=4), 128
-  if triton.cdiv(m, large.block_m) * triton.cdiv(n, large.block_n) >= multiprocessors:
+    large, num_sms = TileConfig(block_n=128, block_k=64, num_stages=4, num_warps=4), 128
+  if triton.cdiv(m, large.block_m) * triton.cdiv(n, large.block_n) >= num_sms:
     return large
-  return Config(block_m=64, block_n=128, block_k=64, num_stages=4, num_warps=4)
+  return TileConfig(block_m=64, block_n=128, block_k=64, num_stages=4, num_warps=4)
 
 
 @functools.cache
@@ -86,9 +87,9 @@ def _shipped() -> list[dict]:
   return tuning.shipped_table(NAME)
 
 
-def tuned_configs() -> set[Config]:
+def tile_configs() -> set[TileConfig]:
   """Every tile config of the table that the kernel ships with."""
-  return {Config(**row["config"]) for row in _shipped()}
+  return {TileConfig(**row["config"]) for row in _shipped()}
 
 
 def scaled_matmul(
@@ -98,13 +99,13 @@ def scaled_matmul(
   *,
   bias: jax.Array | None = None,
   residual: jax.Array | None = None,
-  config: Config | None = None,
+  config: TileConfig | None = None,
 ) -> jax.Array:
-  """`sbjax.matmul.scaled_matmul`, bit for bit in int8, for any M, and K and N in sixteens.
+  """`sbjax.matmul.scaled_matmul`, bit for bit in int8; K and N must be multiples of 16.
 
   Raises:
     ValueError: as the definition.
-    NotImplementedError: other K and N, another out_dtype, or fp8 on a chip without it.
+    NotImplementedError: for another K or N, another out_dtype, or fp8 on a device without it.
   """
   if (name := jnp.dtype(out_dtype).name) not in ("bfloat16", "float16", "float32"):
     raise NotImplementedError(f"Triton gives bfloat16, float16 or float32, not {name}.")
@@ -113,8 +114,8 @@ def scaled_matmul(
   return _matmul(lhs.values, rhs.values, scales, bias, residual, out_dtype, config)
 
 
-def accumulate(lhs: jax.Array, rhs: jax.Array, *, config: Config | None = None) -> jax.Array:
-  """The sums alone, `lhs @ rhs.T` [M, N] in int32 or float32: parts of a K cut over devices."""
+def accumulate(lhs: jax.Array, rhs: jax.Array, *, config: TileConfig | None = None) -> jax.Array:
+  """`lhs @ rhs.T` [M, N] without scales, in int32 or float32: partial sums of a sharded K."""
   return _matmul(lhs, rhs, None, None, None, accumulator_dtype(lhs.dtype), config)
 
 
@@ -128,8 +129,8 @@ def _matmul(lhs, rhs, scales, bias, residual, out_dtype, config):
     raise NotImplementedError(f"sm_{capability} does not multiply {lhs.dtype.name}.")
   if m == 0 or n == 0 or k == 0:
     return nothing((m, n), out_dtype, bias, residual)
-  config = config or config_for(m, n, k, target(), residual is not None)
-  # A pointer that is not followed may be any.
+  config = config or config_for(m, n, k, target().device_kind, residual is not None)
+  # The kernel does not read a scale, bias or residual that is None: any pointer will do.
   lhs_scale, rhs_scale = (lhs, rhs) if scales is None else scales
   return triton_call(
     lhs,
@@ -150,8 +151,8 @@ def _matmul(lhs, rhs, scales, bias, residual, out_dtype, config):
     LHS_SCALES=lhs_scale.shape[0],
     RHS_SCALES=rhs_scale.shape[0],
     SCALED=scales is not None,
-    BIASED=bias is not None,
-    ADDS=residual is not None,
+    HAS_BIAS=bias is not None,
+    HAS_RESIDUAL=residual is not None,
     BLOCK_M=config.block_m,
     BLOCK_N=config.block_n,
     BLOCK_K=config.block_k,
@@ -166,7 +167,7 @@ def _scaled_matmul_kernel(
   lhs_scale_ptr,
   rhs_scale_ptr,
   bias_ptr,
-  addend_ptr,
+  residual_ptr,
   out_ptr,
   M: tl.constexpr,
   N: tl.constexpr,
@@ -174,8 +175,8 @@ def _scaled_matmul_kernel(
   LHS_SCALES: tl.constexpr,
   RHS_SCALES: tl.constexpr,
   SCALED: tl.constexpr,
-  BIASED: tl.constexpr,
-  ADDS: tl.constexpr,
+  HAS_BIAS: tl.constexpr,
+  HAS_RESIDUAL: tl.constexpr,
   BLOCK_M: tl.constexpr,
   BLOCK_N: tl.constexpr,
   BLOCK_K: tl.constexpr,
@@ -189,7 +190,7 @@ def _scaled_matmul_kernel(
   row_block, column_block = group * GROUP + in_group % group_rows, in_group // group_rows
   row = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
   column = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
-  # Beyond the last row the last is taken once more; what comes of that is not stored.
+  # Rows beyond the last read the last one again; their results are not stored.
   safe_row, safe_column = tl.minimum(row, M - 1), tl.minimum(column, N - 1)
 
   along_k = tl.arange(0, BLOCK_K)
@@ -211,12 +212,12 @@ def _scaled_matmul_kernel(
     lhs_scale = tl.load(lhs_scale_ptr + (safe_row if LHS_SCALES > 1 else safe_row * 0))
     rhs_scale = tl.load(rhs_scale_ptr + (safe_column if RHS_SCALES > 1 else safe_column * 0))
     total = total.to(tl.float32) * (lhs_scale[:, None] * rhs_scale[None, :])
-  if BIASED:
+  if HAS_BIAS:
     total = total + tl.load(bias_ptr + safe_column).to(tl.float32)[None, :]
-  # Places within the block in 32 bits: those of the whole in 64 would take registers.
+  # Offsets within the block have 32 bits; 64-bit offsets into the output would take registers.
   first = (row_block * BLOCK_M).to(tl.int64) * N + column_block * BLOCK_N
-  place = tl.arange(0, BLOCK_M)[:, None] * N + tl.arange(0, BLOCK_N)[None, :]
+  offset = tl.arange(0, BLOCK_M)[:, None] * N + tl.arange(0, BLOCK_N)[None, :]
   mask = (row < M)[:, None] & (column < N)[None, :]
-  if ADDS:
-    total = total + tl.load(addend_ptr + first + place, mask=mask, other=0.0).to(tl.float32)
-  tl.store(out_ptr + first + place, total.to(out_ptr.dtype.element_ty), mask=mask)
+  if HAS_RESIDUAL:
+    total = total + tl.load(residual_ptr + first + offset, mask=mask, other=0.0).to(tl.float32)
+  tl.store(out_ptr + first + offset, total.to(out_ptr.dtype.element_ty), mask=mask)

@@ -1,8 +1,8 @@
-"""Calling Triton kernels from JAX: the one place that knows jax-triton's versions.
+"""Calls Triton kernels from JAX; no other file knows the versions of jax-triton.
 
-jax-triton 0.3 goes with triton 3.6, and 0.4 with triton 3.7. Triton 3.8 keeps too much of a matmul
-in registers on sm_80 and sm_89 (it spills), and what 3.9 writes for Hopper, the ptxas of CUDA 13.0
-does not read. Importing this file imports neither package.
+jax-triton 0.3 goes with triton 3.6, and 0.4 with triton 3.7. The matmul spills registers on sm_80
+and sm_89 with triton 3.8, and the ptxas of CUDA 13.0 cannot read triton 3.9's PTX for Hopper.
+Importing this file imports neither package.
 """
 
 import functools
@@ -21,17 +21,17 @@ from sbjax import device as devices
 def triton_call(
   *operands, kernel, name, grid, out, num_warps, num_stages=1, in_place=None, **constants
 ):
-  """Runs `kernel(*operands, *outputs, **constants)` on each program of the one-axis grid.
+  """Runs `kernel(*operands, *outputs, **constants)` in each of `grid` programs.
 
-  A product and a sum stay two roundings: nothing is contracted to a fused multiply-add.
+  A product and a sum are rounded apart: they are not fused into one instruction.
 
   Args:
-    operands: arrays; a kernel takes all else as `tl.constexpr`.
+    operands: arrays; all other arguments of a kernel are `tl.constexpr`.
     grid: the number of programs.
-    out: the outputs, jax.ShapeDtypeStruct each.
-    in_place: which operand's memory an output takes, by their numbers; XLA copies the operand
-      where it is still needed. Where the kernel gets None for such an output it writes to the
-      operand.
+    out: the outputs, a pytree of jax.ShapeDtypeStruct.
+    in_place: {operand: output}, by number, for outputs that take the memory of an operand. XLA
+      copies the operand if it is still needed. If the kernel gets None for such an output, it
+      writes to the operand.
   """
   jax_triton, old = _jax_triton()
   call = functools.partial(
@@ -53,36 +53,36 @@ def triton_call(
 
 
 def _call_with_refs(call, operands, names, out, in_place):
-  """As jax-triton 0.4 has it: what is written in place is a Ref, and no output of the kernel."""
+  """For jax-triton 0.4, where an operand written in place is a Ref and no output of the kernel."""
   leaves, structure = jax.tree.flatten(out)
   fresh = {i: leaf for i, leaf in enumerate(leaves) if i not in in_place.values()}
-  left_out = {names[len(operands) + i]: None for i in in_place.values()}
+  no_outputs = {names[len(operands) + i]: None for i in in_place.values()}
 
   def run(refs):
     arguments = [refs[in_place[i]] if i in in_place else a for i, a in enumerate(operands)]
-    found = call(*arguments, out_type=list(fresh.values()), **left_out)
-    for i, value in zip(fresh, found, strict=True):
+    results = call(*arguments, out_type=list(fresh.values()), **no_outputs)
+    for i, value in zip(fresh, results, strict=True):
       refs[i][...] = value
 
-  # Refs that end here: what partitions a program over devices lowers no others.
+  # custom_partitioning cannot lower open Refs, so `run_state` closes them here.
   before = {i: jnp.zeros(leaf.shape, leaf.dtype) for i, leaf in fresh.items()}
   after = pl.run_state(run)(before | {j: operands[i] for i, j in in_place.items()})
   return jax.tree.unflatten(structure, [after[i] for i in range(len(leaves))])
 
 
 def compute_capability() -> int:
-  """80, 89, 90...: of the chip that this trace is for."""
-  found = devices.compute_capability(device := devices.target())
-  if found is None:
+  """80, 89, 90...: that of the device this trace is for."""
+  capability = devices.compute_capability(device := devices.target())
+  if capability is None:
     raise NotImplementedError(
       f"Triton kernels run on NVIDIA GPUs; JAX's default device is {device.platform!r}."
     )
-  return found
+  return capability
 
 
 @functools.cache
 def _jax_triton():
-  """The module, and whether it is one before 0.4."""
+  """The module, and whether its version is below 0.4."""
   missing = [m for m in ("triton", "jax_triton") if importlib.util.find_spec(m) is None]
   if missing:
     raise NotImplementedError(
@@ -98,7 +98,7 @@ def _jax_triton():
 
 
 def _adapt_dead_code_rule(primitive):
-  """jax-triton 0.4.1 has a rule of two arguments where JAX 0.12 calls it with three."""
+  """JAX 0.12 calls dead-code rules with three arguments; jax-triton 0.4.1's has two."""
   rule = partial_eval.dce_rules[primitive]
   if len(inspect.signature(rule).parameters) == 2:
     partial_eval.dce_rules[primitive] = lambda used, live, eqn: rule(used, eqn)  # pyright: ignore

@@ -1,13 +1,14 @@
-"""Tables of tile configs: which was fastest for which matmul on which chip.
+"""Tables of tile configs: the fastest one for each device and matmul size.
 
-A table is a JSONL file with a line a size, as `python -m benchmarks.tune` writes it:
+A table is a JSONL file with one row for each size, as `python -m benchmarks.tune` writes it:
 
-  {"kernel": "scaled_matmul_triton", "chip": "NVIDIA A100-SXM4-80GB", "m": 65536, "n": 5120,
+  {"kernel": "scaled_matmul_triton", "device": "NVIDIA A100-SXM4-80GB", "m": 65536, "n": 5120,
    "k": 1280, "config": {"block_n": 256, "num_stages": 4}}
 
-`chip` is a device's kind as JAX names it, or a compute capability such as "sm_80". `config` has the
-fields of the kernel's Config that differ from its defaults. Other fields are notes. A kernel may
-ship a table; `SBJAX_TUNING=PATH` names a table of the user's, which is read once, and first.
+`device` is a device kind as JAX names it, or a compute capability such as "sm_80". `config` has
+the fields of the kernel's TileConfig that differ from their defaults. Other fields are ignored.
+A kernel may ship a table. `SBJAX_TUNING=PATH` names the user's, which takes precedence and is read
+once.
 """
 
 import functools
@@ -21,21 +22,21 @@ from pathlib import Path
 
 VARIABLE = "SBJAX_TUNING"
 KERNELS = ("scaled_matmul_sm90", "scaled_matmul_triton")
-FIELDS = ("kernel", "chip", "m", "n", "k", "config")
-MANY_ROWS = 4096  # From here on a few blocks more or less make no difference.
+FIELDS = ("kernel", "device", "m", "n", "k", "config")
+MANY_ROWS = 4096  # From this M on, a few blocks more or less make no difference.
 
 
 def row_for(
-  tables: Sequence[list[dict]], m: int, n: int, k: int, chips: Sequence[str], config_type: type
+  tables: Sequence[list[dict]], m: int, n: int, k: int, devices: Sequence[str], config_type: type
 ) -> dict | None:
-  """The row for (n, k) that holds for m: as many blocks along M, or the nearest of many rows.
+  """The row for (n, k) that applies to m, from the first table and the first of `devices` with one.
 
-  One with many rows holds for half as many and more. The first table that has a row decides, and in
-  it the first of `chips`.
+  A row applies if its m makes as many blocks along M. A row whose m is at least MANY_ROWS also
+  applies to every larger m, and down to half of its own; the nearest one counts.
   """
   for table in tables:
-    for chip in chips:
-      rows = [row for row in table if (row["chip"], row["n"], row["k"]) == (chip, n, k)]
+    for device in devices:
+      rows = [row for row in table if (row["device"], row["n"], row["k"]) == (device, n, k)]
       for row in rows:
         block_m = config_type(**row["config"]).block_m
         if math.ceil(m / block_m) == math.ceil(row["m"] / block_m):
@@ -47,16 +48,16 @@ def row_for(
 
 
 def shipped_table(kernel: str) -> list[dict]:
-  """The rows of the kernel's own table; none where it ships without."""
+  """The rows of the table that the kernel ships with; none if there is no table."""
   path = Path(__file__).with_name(f"{kernel}.jsonl")
   return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def user_table(kernel: str, config_type: type) -> list[dict]:
-  """The rows for this kernel of the file that SBJAX_TUNING names.
+  """The rows for this kernel in the file that SBJAX_TUNING names.
 
   Raises:
-    ValueError: a row is wrong; names the file, the line, the field, and what would be right.
+    ValueError: a row is wrong. The message has the file, line, field, and the values allowed.
   """
   path = os.environ.get(VARIABLE)
   return read_table(path, kernel, config_type) if path else []
@@ -79,7 +80,7 @@ def read_table(path: str, kernel: str, config_type: type) -> list[dict]:
       row = _checked(line, kernel, config_type)
       key = tuple(row[field] for field in FIELDS[:-1])
       if key in first:
-        raise ValueError(f"the same kernel, chip, m, n and k as in line {first[key]}; keep one.")
+        raise ValueError(f"the same kernel, device, m, n and k as in line {first[key]}; keep one.")
     except ValueError as error:
       raise ValueError(f"{VARIABLE}={path}, line {number}: {error}") from None
     first[key] = number
@@ -100,11 +101,11 @@ def _checked(line: str, kernel: str, config_type: type) -> dict:
       raise ValueError(f'"{field}" is missing; a row has the fields {", ".join(FIELDS)}.')
   if row["kernel"] not in KERNELS:
     raise ValueError(f'"kernel" must be {" or ".join(KERNELS)}, not {row["kernel"]!r}.')
-  chip = row["chip"]
-  if not isinstance(chip, str) or not re.fullmatch(r"sm_\d{2,3}|(?!(?i:sm))[A-Za-z].*", chip):
+  device = row["device"]
+  if not isinstance(device, str) or not re.fullmatch(r"sm_\d{2,3}|(?!(?i:sm))[A-Za-z].*", device):
     raise ValueError(
-      '"chip" must be a device kind such as "NVIDIA L4" or a compute capability such as "sm_89",'
-      f" not {chip!r}."
+      '"device" must be a device kind such as "NVIDIA L4" or a compute capability such as "sm_89",'
+      f" not {device!r}."
     )
   for field in ("m", "n", "k"):
     if not _is_positive(row[field]):
@@ -112,8 +113,8 @@ def _checked(line: str, kernel: str, config_type: type) -> dict:
     if field != "m" and row[field] % 16:
       raise ValueError(f'"{field}" must be a multiple of 16, not {row[field]}.')
   if not isinstance(row["config"], dict):
-    raise ValueError(f'"config" must be an object of Config\'s fields, not {row["config"]!r}.')
-  if row["kernel"] == kernel:  # Another kernel may not even be importable here.
+    raise ValueError(f'"config" must be an object of TileConfig\'s fields, not {row["config"]!r}.')
+  if row["kernel"] == kernel:  # Another kernel's TileConfig may not be importable here.
     _check_config(row["config"], config_type)
   return row
 
@@ -125,7 +126,7 @@ def _check_config(config: dict, config_type: type) -> None:
       raise ValueError(f'"config" has no field "{field}"; its fields are {", ".join(hints)}.')
     allowed = _literals(hints[field])
     if allowed and value not in allowed:
-      right = " or ".join(json.dumps(one) for one in allowed)
+      right = " or ".join(map(json.dumps, allowed))
       raise ValueError(f'"{field}" must be {right}, not {json.dumps(value)}.')
     if not allowed and not _is_positive(value):
       raise ValueError(f'"{field}" must be a positive integer, not {json.dumps(value)}.')
@@ -133,7 +134,7 @@ def _check_config(config: dict, config_type: type) -> None:
 
 
 def _literals(hint) -> list:
-  """The values that a Literal, perhaps beside None, allows; none for a number."""
+  """The values that a Literal or an optional Literal allows; none for a number."""
   if hint is type(None):
     return [None]
   if typing.get_origin(hint) is typing.Literal:
