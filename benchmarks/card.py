@@ -4,7 +4,8 @@
 
 Ten minutes at most, on any NVIDIA GPU: matmuls, quantizers, attention, and one training step of a
 ViT-B/16. Prints a table and leaves card_<chip>.json: CONTRIBUTING.md says where to send it, and
-`python -m benchmarks.predict --card` reads it. Kernels are Mosaic's where they run, else Triton's.
+`python -m benchmarks.predict --card` reads it. Kernels are Mosaic's where they run, else Triton's;
+--backend names another, and its file card_<chip>_<backend>.json.
 Each section has its part of the time and a process of its own; what fails says why in the table and
 in the file, and the rest goes on. `--tiny` runs all of it on a CPU, in sizes that mean nothing.
 """
@@ -35,6 +36,7 @@ UNITS = {
   "attention": "ms, forward and backward",
   "step": "images/s",
 }
+BACKENDS = ("xla", "mosaic", "triton")
 PLAIN, OURS = ("flax", "flax_loop", "xla_bf16", "xla"), ("switchback", "ours_int8", "ours")
 
 
@@ -44,6 +46,7 @@ def main() -> None:
   parser.add_argument("--sections", nargs="+", default=list(SHARES), choices=SHARES)
   parser.add_argument("--folder", type=Path, default=Path("."), help="Where the file goes.")
   parser.add_argument("--tiny", action="store_true", help="Tiny sizes, on a CPU too: a test.")
+  parser.add_argument("--backend", choices=BACKENDS, help="default: the best that runs here")
   args = parser.parse_args()
   command = " ".join(["python -m benchmarks.card", *sys.argv[1:]])
   card = {"benchmark": "card", "chip": None, "command": command, "device": None, "sections": {}}
@@ -53,6 +56,7 @@ def main() -> None:
     seconds = (ends - time.monotonic()) * SHARES[name] / rest
     print(f"{name}: up to {seconds:.0f} s", flush=True)
     command = [sys.executable, "-m", "benchmarks.card_sections", name]
+    command += ["--backend", args.backend] if args.backend else []
     found = run_section(command + ["--tiny"] * args.tiny, seconds)
     device = found.pop("device", None)
     if refused := found.pop("refused", None):
@@ -63,7 +67,8 @@ def main() -> None:
     card["sections"][name] = found
     print("\n".join(table(name, found)), flush=True)
     if card["chip"]:
-      path = args.folder / f"card_{slug(card['chip'])}.json"
+      named = f"_{args.backend}" if args.backend else ""
+      path = args.folder / f"card_{slug(card['chip'])}{named}.json"
       path.write_text(json.dumps(card, indent=1) + "\n")
   if path is None:
     sys.exit(

@@ -26,7 +26,7 @@ from benchmarks.operands import Operands, shapes, tops
 from benchmarks.quantize import described
 from benchmarks.tables import CHIP, last, read
 from benchmarks.timing import Contender, contender, provenance, race
-from sbjax.backends import Backend, get_backend
+from sbjax.backends import NAMES, Backend, get_backend
 from sbjax.device import compute_capability
 from sbjax.formats import INT8
 from sbjax.matmul import scaled_matmul
@@ -50,6 +50,7 @@ def main() -> None:
   parser.add_argument("--out", required=True)
   parser.add_argument("--seconds", type=float, required=True, help="No case is begun after that.")
   parser.add_argument("--tiny", action="store_true", help="Tiny sizes, on a CPU too.")
+  parser.add_argument("--backend", choices=NAMES, help="default: the best that runs here")
   args = parser.parse_args()
   started = time.monotonic()
   with Path(args.out).open("w") as file:
@@ -62,7 +63,7 @@ def main() -> None:
     if compute_capability(device) is None and not args.tiny:
       emit({"refused": f"an NVIDIA GPU is needed, and JAX's device here is {device.platform!r}"})
       sys.exit(3)
-    ops, lacking = choose_backend()
+    ops, lacking = choose_backend(args.backend)
     emit({"device": describe(device) | {"backend": ops.name, "lacking": lacking}})
     run(SECTIONS[args.section](ops, args.tiny), emit, args.seconds - (time.monotonic() - started))
 
@@ -83,8 +84,10 @@ def run(cases: Cases, emit, seconds: float) -> None:
     longest = max(longest, time.monotonic() - begun)
 
 
-def choose_backend() -> tuple[Backend, dict[str, str]]:
-  """Mosaic, Triton or XLA: the first that runs here, and what those before it lack."""
+def choose_backend(name: str | None = None) -> tuple[Backend, dict[str, str]]:
+  """That of this name, or the first of Mosaic, Triton, XLA that runs; what those before it lack."""
+  if name is not None:
+    return get_backend(name), {}
   lacking = {}
   for name in ("mosaic", "triton"):
     try:
@@ -238,7 +241,7 @@ def attend(shape, causal: bool) -> dict:
 
 def steps(ops: Backend, tiny: bool) -> Cases:
   """A training step, at the result files' batch or the largest of its halves that fits."""
-  del ops
+  named = None if ops.name == get_backend().name else ops.name
   size = "tiny" if tiny else STEP_SIZE
   batch_size, remat = (SMALLEST_BATCH, "none") if tiny else step.CASES[size]
   if not tiny and (limit := memory_limit(jax.devices()[0])):
@@ -247,14 +250,14 @@ def steps(ops: Backend, tiny: bool) -> Cases:
     largest = max(one["peak_gigabytes"] for one in known["contenders"].values()) * 1e9
     while batch_size > SMALLEST_BATCH and largest * batch_size / known["batch_size"] > 0.9 * limit:
       batch_size //= 2
-  yield f"ViT-{size}", functools.partial(fitting_step, size, batch_size, remat)
+  yield f"ViT-{size}", functools.partial(fitting_step, size, batch_size, remat, named)
 
 
-def fitting_step(size: str, batch_size: int, remat: str) -> dict:
+def fitting_step(size: str, batch_size: int, remat: str, backend: str | None = None) -> dict:
   """A step's row; where memory is too small, of half the batch."""
   while True:
     try:
-      return train_step(size, batch_size, remat)
+      return train_step(size, batch_size, remat, backend)
     except Exception as error:
       if not is_out_of_memory(error) or batch_size <= SMALLEST_BATCH:
         raise
@@ -267,12 +270,14 @@ def is_out_of_memory(error: Exception) -> bool:
   return isinstance(error, MemoryError) or "resource_exhausted" in said or "out of memory" in said
 
 
-def train_step(size: str, batch_size: int, remat: str, rounds: int = 3) -> dict:
+def train_step(
+  size: str, batch_size: int, remat: str, backend: str | None = None, rounds: int = 3
+) -> dict:
   config, device = SIZES[size], jax.devices()[0]
   optimizer, _ = make_optimizer(OptimizerConfig(), steps=20_000)
   batch, state, compiled, found, failed = step.draw(config, batch_size), None, {}, {}, {}
   for name in STEPPERS:
-    task = step.task_of(name, config, remat)
+    task = step.task_of(name, config, remat, backend)
     try:
       if state is None:
         state = jax.jit(make_init(task, optimizer, seed=0))()

@@ -127,10 +127,10 @@ def measure(size: str, names: list[str], rounds: int, folder: str | None) -> dic
   }
 
 
-def task_of(name: str, config: CLIPConfig, remat: str) -> CLIPTask:
+def task_of(name: str, config: CLIPConfig, remat: str, backend: str | None = None) -> CLIPTask:
   """The contender of that name."""
   recipe, block, unroll = CONTENDERS[name]
-  options = BlockOptions(recipe=recipe, remat=remat, unroll=unroll)
+  options = BlockOptions(recipe=recipe, remat=remat, unroll=unroll, backend=backend)
   return CLIPTask(CLIP(config, options, block=block))
 
 

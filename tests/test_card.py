@@ -119,7 +119,7 @@ def test_a_contender_of_the_step_that_does_not_compile_leaves_the_others(monkeyp
 def test_out_of_memory_takes_half_the_batch_and_other_errors_do_not(monkeypatch, said):
   tried = []
 
-  def train(size, batch_size, remat):
+  def train(size, batch_size, remat, backend):
     tried.append(batch_size)
     if batch_size > 16:
       raise RuntimeError(said)
@@ -150,7 +150,7 @@ def test_out_of_memory_takes_half_the_batch_and_other_errors_do_not(monkeypatch,
 def test_the_first_batch_is_one_that_should_fit(monkeypatch, gigabytes, batch):
   monkeypatch.setattr(sections, "memory_limit", lambda _: gigabytes * 1e9)
   ((_, measure),) = sections.steps(get_backend("xla"), tiny=False)
-  assert measure.args == ("B/16", batch, "none")
+  assert measure.args == ("B/16", batch, "none", None)
 
 
 def section(program, seconds=20.0):
@@ -271,3 +271,12 @@ def test_one_section_s_end_is_not_the_card_s(monkeypatch, tmp_path, capsys):
   assert "SIGSEGV" in made["sections"]["matmul"]["failed"]
   # The time that a section did not take is the others'.
   assert limits[0] == pytest.approx(180, abs=1) and limits[-1] == pytest.approx(600, abs=1)
+
+
+def test_a_named_backend_is_measured_in_a_file_of_its_own(monkeypatch, tmp_path, capsys):
+  main(monkeypatch, tmp_path, "--tiny", "--sections", "quantize", "--backend", "xla")
+  (path,) = tmp_path.iterdir()
+  assert path.stem.endswith("_xla") and json.loads(path.read_text())["device"]["backend"] == "xla"
+  with pytest.raises(SystemExit):
+    main(monkeypatch, tmp_path, "--tiny", "--sections", "quantize", "--backend", "mosaic")
+  assert "backend='mosaic' needs an NVIDIA GPU" in capsys.readouterr().out
