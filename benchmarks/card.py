@@ -49,7 +49,14 @@ def main() -> None:
   parser.add_argument("--backend", choices=BACKENDS, help="default: the best that runs here")
   args = parser.parse_args()
   command = " ".join(["python -m benchmarks.card", *sys.argv[1:]])
-  card = {"benchmark": "card", "chip": None, "command": command, "device": None, "sections": {}}
+  card = {
+    "benchmark": "card",
+    "chip": None,
+    "backend": args.backend,
+    "command": command,
+    "device": None,
+    "sections": {},
+  }
   ends, path = time.monotonic() + 60 * args.minutes, None
   for i, name in enumerate(args.sections):
     rest = sum(SHARES[other] for other in args.sections[i:])

@@ -30,5 +30,11 @@ def card_rows(path: Path, section: str) -> list[dict]:
 
 
 def cards(section: str) -> list[dict]:
-  """The rows of all cards among the result files."""
-  return [row for path in sorted(RESULTS.glob("card_*.json")) for row in card_rows(path, section)]
+  """The rows of all cards among the result files, but those of a backend that was named."""
+  paths = sorted(RESULTS.glob("card_*.json"))
+  return [
+    row
+    for path in paths
+    if not json.loads(path.read_text()).get("backend")
+    for row in card_rows(path, section)
+  ]
