@@ -13,6 +13,8 @@ os.environ["XLA_FLAGS"] = (
 # thread a device, collectives that run at once can hold them all, and wait for ever.
 os.environ.setdefault("PJRT_NPROC", "64")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Compiling takes most of the time, and nothing is run more than a few times.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import jax
 import pytest
@@ -39,9 +41,20 @@ _PROGRAM = (
 )
 _KERNELS = ("_mosaic", "_sm90", "_triton")
 
+# Processes take a file at a time (`--dist loadfile`), these first.
+_LONGEST = (
+  *("test_aot", "test_transformer", "test_step", "test_rows_triton", "test_loop", "test_sharding"),
+  *("test_scaled_matmul_sm90", "test_distributed", "test_partition", "test_fused", "test_main"),
+  *("test_fused_sharded", "test_card", "test_tiled_loss", "test_checkpoint"),
+)
+
+
+def _file(item):
+  return item.module.__name__.rpartition(".")[2]
+
 
 def _tier(item):
-  name = item.module.__name__.rpartition(".")[2]
+  name = _file(item)
   if name.endswith(_KERNELS):
     return "kernels"
   if name in _PROGRAM:
@@ -57,8 +70,15 @@ def strict_jax(request):
     yield
 
 
+def pytest_configure(config):
+  if hasattr(config.option, "loadscopereorder"):  # xdist's, which would begin with many tests.
+    config.option.loadscopereorder = False
+
+
 @pytest.hookimpl(tryfirst=True)  # Before `-m` selects.
 def pytest_collection_modifyitems(items):
+  names = dict(zip(_LONGEST, range(len(_LONGEST)), strict=True))
+  items.sort(key=lambda item: names.get(_file(item), len(names)))
   for item in items:
     if tier := _tier(item):
       item.add_marker(tier)

@@ -25,7 +25,7 @@ from sbjax.pallas import scaled_matmul_sm90
 pytestmark = pytest.mark.aot
 
 ROOT = pathlib.Path(__file__).parent.parent
-CHIPS = (80, 90)
+CHIPS = tuple(int(chip) for chip in os.environ.get("SBJAX_AOT", "80,90").split(","))
 HAS_MOSAIC = jax.__version_info__ >= (0, 11)
 MOSAIC, TRITON = "mosaic_gpu_v2", "triton_kernel_call"
 KERNELS = {80: {TRITON}, 90: {MOSAIC, TRITON} if HAS_MOSAIC else {TRITON}}  # Under None.
@@ -142,6 +142,8 @@ def test_on_four_devices_no_activation_is_gathered(chip, proof, piece, name, lay
 
 @pytest.fixture
 def steps():
+  if 90 not in CHIPS:
+    pytest.skip("SBJAX_AOT leaves this chip out")
   found = proofs()[90]
   return pytest.fail(found) if isinstance(found, str) else found["steps"]
 

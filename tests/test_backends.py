@@ -92,6 +92,8 @@ def test_an_abstract_device_is_the_one_that_is_here_of_its_kind(monkeypatch):
 
 ROWS, ONE_SCALE = jnp.ones((3, 32)), quantize(jnp.ones((3, 32)), TENSORWISE)
 LONG = jnp.ones((2, 12288))  # 8,192 is the longest.
+NORM, LONG_NORM = (LayerNormParams(jnp.ones(k), jnp.zeros(k)) for k in (32, 12288))
+OPERANDS = {(n, k): quantize(jnp.ones((n, k)), ROWWISE) for n, k in ((16, 24), (24, 32), (16, 32))}
 
 
 @pytest.mark.parametrize(
@@ -100,9 +102,16 @@ LONG = jnp.ones((2, 12288))  # 8,192 is the longest.
     ("gelu_backward", (ONE_SCALE, ROWS, ROWWISE), "one scale a row, not one"),
     ("gelu_quantize", (ROWS, None, TENSORWISE), "one scale a row, not one"),
     ("gelu_quantize", (LONG, ROWWISE), "at most 8,192.*not 12,288"),
+    ("gelu_quantize", (ROWS, ROWWISE, TENSORWISE), "one scale a row, not one"),
+    ("norm_quantize", (ROWS, NORM, TENSORWISE), "one scale a row, not one"),
+    ("norm_quantize", (LONG, LONG_NORM, None), "at most 8,192.*not 12,288"),
+    ("norm_backward", (LONG, LONG_NORM, LONG, None), "at most 8,192.*not 12,288"),
+    ("scaled_matmul", (OPERANDS[16, 24],) * 2 + ("float32",), "multiples of 16, not 24 and 16"),
+    ("scaled_matmul", (OPERANDS[24, 32],) * 2 + ("float32",), "multiples of 16, not 32 and 24"),
+    ("scaled_matmul", (OPERANDS[16, 32],) * 2 + ("int8",), "gives bfloat16, .*not int8"),
   ],
 )
-def test_rows_without_a_kernel_are_an_error_by_name_and_else_left_to_xla(
+def test_operands_without_a_kernel_are_an_error_by_name_and_else_left_to_xla(
   installed, caplog, operation, args, reason
 ):
   message = f"'mosaic': .*{operation} .*{reason}.*backend=None"
@@ -111,7 +120,8 @@ def test_rows_without_a_kernel_are_an_error_by_name_and_else_left_to_xla(
   with triton_case.chip(90), caplog.at_level("DEBUG", logger="sbjax"):
     found = getattr(get_backend(None), operation)(*args)
   assert f"{operation} goes to XLA" in caplog.text
-  jax.tree.map(np.testing.assert_array_equal, found, getattr(fused_ops, operation)(*args))
+  expected = OPERATIONS[operation].definition(*args)
+  jax.tree.map(np.testing.assert_array_equal, found, expected)
   assert installed.calls == []
 
 

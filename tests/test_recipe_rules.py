@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from clip_case import clip, image_gradient, image_loss, pairs, random_params
+from clip_case import clip, compiled, image_gradient, image_loss, pairs, random_params
 from dot_case import assert_close, assert_same
 from jax.sharding import PartitionSpec as P
 
@@ -84,8 +84,8 @@ def test_kernels_are_quantized_once_as_their_rules_say():
   image, text = pairs()
   variables = {"params": params, "quantized": quantized}
   assert_same(
-    jax.jit(model.apply)(variables, image, text),
-    jax.jit(model.apply)({"params": params}, image, text),
+    compiled(model.apply)(variables, image, text),
+    compiled(model.apply)({"params": params}, image, text),
   )
 
 

@@ -277,40 +277,24 @@ def test_the_error_of_the_derivative_of_gelu_is_bounded(normal_distribution):
   np.testing.assert_array_equal(g, interpreted("gelu").gelu_quantize(h, None)[0])
 
 
-@pytest.mark.parametrize("operation", [o for o in OPERATIONS if "," not in o])
-def test_unsupported_operands_are_clear_errors(monkeypatch, operation):
-  kernels = interpreted(operation)
+@pytest.mark.parametrize(
+  ("parts", "spec"),
+  [(3, INT8_ROW), (1, Spec(INT8, "tensorwise"))],
+  ids=["wide rows", "one scale"],
+)
+def test_a_gradient_whose_rows_no_kernel_holds_is_quantized_by_the_quantizer(
+  monkeypatch, parts, spec
+):
+  kernels, quantizers = interpreted("quantize_sum"), triton_case.interpreted("quantize_triton")
+  dys, calls = tuple(i + jnp.ones((2, 4096)) for i in range(parts)), []
 
-  def lacks(message, shape=(2, 16), dtype=np.float32, spec=INT8_ROW):
-    x = jax.ShapeDtypeStruct(shape, dtype)
-    with pytest.raises(NotImplementedError, match=message):
-      OPERATIONS[operation](kernels, x, x, spec)
+  def noting(x, spec):
+    calls.append(x.shape)
+    return quantizers.quantize(x, spec)
 
-  lacks("bfloat16, float16, float32, not float64", dtype=np.float64)
-  lacks("Rows of 8193: at most 8192", shape=(2, 8193))
-  if operation != "norm_backward":  # It has no spec.
-    lacks("takes scaling 'rowwise', not 'tensorwise'", spec=Spec(INT8, "tensorwise"))
-    monkeypatch.setattr(kernels, "compute_capability", lambda: 80)
-    lacks(r"float8_e4m3fn needs .* 8\.9; this GPU \(sm_80\) has int8", spec=SPECS["e4m3"])
-
-
-def test_unsupported_second_operands_are_clear_errors(monkeypatch):
-  x, wide = jnp.ones((2, 16)), jax.ShapeDtypeStruct((2, 16), np.float64)
-  norm, gelu, tensorwise = interpreted("norm"), interpreted("gelu"), Spec(INT8, "tensorwise")
-  for dn, dx in ((wide, None), (x, wide)):
-    with pytest.raises(NotImplementedError, match="float64"):
-      norm.norm_backward(x, _norm(x), dn, dx)
-  with pytest.raises(NotImplementedError, match="float64"):
-    gelu.gelu_backward(wide, x, None)
-  for call in (
-    gelu.gelu_quantize,
-    lambda x, spec, kept: gelu.gelu_backward(quantize(x, kept), x, spec),
-  ):
-    with pytest.raises(NotImplementedError, match="not 'tensorwise'"):
-      call(x, INT8_ROW, tensorwise)
-    with monkeypatch.context() as patch, pytest.raises(NotImplementedError, match="has int8"):
-      patch.setattr(gelu, "compute_capability", lambda: 80)
-      call(x, INT8_ROW, SPECS["e5m2"])
+  monkeypatch.setattr(kernels, "quantize", noting)
+  assert_same(kernels.quantize_sum(dys, spec), fused_ops.quantize_sum(dys, spec))
+  assert calls == [(2, 4096 * parts)]
 
 
 WIDTHS = {"norm": (512, 768, 1024, 1280, 1664), "gelu": (2048, 3072, 4096, 5120, 6656, 8192)}

@@ -189,19 +189,16 @@ def shaped(rows, k, dtype=INT8):
 
 
 @pytest.mark.parametrize(
-  ("lhs", "rhs", "out_dtype", "error", "why"),
+  ("lhs", "rhs", "why"),
   [
-    (shaped(16, 24), shaped(16, 24), "bfloat16", NotImplementedError, "multiples of 16.*k=24"),
-    (shaped(16, 32), shaped(8, 32), "bfloat16", NotImplementedError, "multiples of 16.*n=8"),
-    (shaped(16, 32), shaped(16, 32), "float64", NotImplementedError, "float32, not float64"),
-    (shaped(16, 32), shaped(16, 16), "bfloat16", ValueError, "agree in K: 32 and 16"),
-    (shaped(16, 32), shaped(16, 32, E4M3), "bfloat16", ValueError, "int8 with float8_e4m3fn"),
-    (shaped(16, 2**17 + 16), shaped(16, 2**17 + 16), "bfloat16", ValueError, "131088.*overflow"),
+    (shaped(16, 32), shaped(16, 16), "agree in K: 32 and 16"),
+    (shaped(16, 32), shaped(16, 32, E4M3), "int8 with float8_e4m3fn"),
+    (shaped(16, 2**17 + 16), shaped(16, 2**17 + 16), "131088.*overflow"),
   ],
 )
-def test_unsupported_operands_are_clear_errors(lhs, rhs, out_dtype, error, why):
-  with pytest.raises(error, match=why):
-    jax.eval_shape(lambda lhs, rhs: sm90.scaled_matmul(lhs, rhs, out_dtype), lhs, rhs)
+def test_the_definition_s_errors_are_raised(lhs, rhs, why):
+  with pytest.raises(ValueError, match=why):
+    jax.eval_shape(lambda lhs, rhs: sm90.scaled_matmul(lhs, rhs, jnp.bfloat16), lhs, rhs)
 
 
 def shared_bytes(config):

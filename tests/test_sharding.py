@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax_case import compiled
 from jax.sharding import PartitionSpec
 
 from benchmarks.scaling import moved
@@ -124,7 +125,7 @@ def test_a_step_gathers_kernels_in_int8_and_no_activation(accumulate, by):
   optimizer, _ = make_optimizer(OptimizerConfig(warmup_steps=1), 10)
   with jax.numpy_dtype_promotion("standard"):  # optax mixes integer steps with floating rates.
     state = jax.eval_shape(make_init(task, optimizer, 0))
-    step = jax.jit(
+    step = compiled(
       make_train_step(task, optimizer, 0, accumulate, mesh=on),
       in_shardings=(state_shardings(state, state.params, mesh), split),
     )

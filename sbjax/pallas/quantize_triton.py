@@ -14,7 +14,6 @@ from sbjax.formats import max_value
 from sbjax.pallas.rounding_triton import (
   Config,
   cast,
-  check_formats,
   larger,
   load_row,
   pieces,
@@ -42,11 +41,8 @@ def quantize(x: jax.Array, spec: Spec, *, config: Config | None = None) -> Quant
   """`sbjax.quantize.quantize`, bit for bit, for bfloat16, float16 and float32 x [rows, K].
 
   Where the scale is NaN, only int8 values are equal: the bits of an fp8 NaN depend on the device.
-
-  Raises:
-    NotImplementedError: for float64, or an fp8 format that the device lacks.
   """
-  _check(x, spec)
+  check_quantizable(x)
   rows, k = x.shape
   if spec.scaling != "rowwise" or k > MAX_WIDTH_IN_REGISTERS:
     return Quantized(*_two_passes(x, spec, 1, transpose=False), spec)
@@ -70,14 +66,14 @@ def quantize(x: jax.Array, spec: Spec, *, config: Config | None = None) -> Quant
 
 def quantize_transposed(x: jax.Array, spec: Spec) -> Quantized:
   """`quantize(x.T, spec)` without writing x.T; a rowwise scale belongs to a column of x."""
-  _check(x, spec)
+  check_quantizable(x)
   values, scale = _two_passes(x, spec, 0, transpose=True)
   return Quantized(values, scale.T, spec)
 
 
 def quantize_both(x: jax.Array, spec: Spec) -> tuple[Quantized, Quantized]:
   """`(quantize(x, spec), quantize(x.T, spec))` if they share a scale, from two reads of x."""
-  _check(x, spec)
+  check_quantizable(x)
   if spec.scaling == "rowwise":
     raise ValueError("The rows of x and of x.T do not share scales: use 'tensorwise' or 'static'.")
   (values, transposed), scale = _two_passes(x, spec, None, transpose="both")
@@ -136,7 +132,7 @@ def cast_scaled(x: jax.Array, absmax: jax.Array, spec: Spec, *, transpose=False)
     transpose: False for values [rows, K], True for their transpose [K, rows], "both" for the pair
       from one read of x.
   """
-  _check(x, spec)
+  check_quantizable(x)
   assert absmax.shape in ((x.shape[0], 1), (1, x.shape[1]), (1, 1)), (x.shape, absmax.shape)
   if x.size == 0:
     values = jnp.zeros(x.shape, spec.dtype)
@@ -175,11 +171,6 @@ def _cast_call(x, absmax, dtype, transpose, shape=(0, 0)):
     VIA_FLOAT16=compute_capability() < 90,
     **dict(WRITE_VALUES=has_values, WRITE_TRANSPOSED=has_transposed),
   )
-
-
-def _check(x, spec):
-  check_quantizable(x)
-  check_formats(x.dtype, spec.dtype, compute_capability())
 
 
 def _absmax_blocks(rows, k, axis):

@@ -10,10 +10,6 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from sbjax.formats import INT8
-from sbjax.fused_ops import MAX_WIDTH_IN_REGISTERS
-from sbjax.quantize import Spec, check_quantizable
-
 FLOAT32_MAX = tl.constexpr(float(jnp.finfo(jnp.float32).max))
 
 
@@ -27,35 +23,6 @@ class Config:
   rows: int
   warps: int
   vector: int
-
-
-def check_formats(dtype, fmt, capability: int) -> None:
-  """Raises NotImplementedError unless sm_{capability} can round dtype to fmt."""
-  if dtype.name not in ("bfloat16", "float16", "float32"):
-    raise NotImplementedError(f"Triton quantizes bfloat16, float16, float32, not {dtype.name}.")
-  if jnp.dtype(fmt) != INT8 and capability < 89:
-    name = jnp.dtype(fmt).name
-    raise NotImplementedError(
-      f"{name} needs compute capability 8.9; this GPU (sm_{capability}) has int8."
-    )
-
-
-def check_rows(x, *specs: Spec | None, capability: int) -> None:
-  """Raises unless the kernels can hold a row of x [M, K] and round it to each spec."""
-  for spec in specs:
-    check_formats(x.dtype, INT8 if spec is None else spec.dtype, capability)
-    if spec is None:
-      continue
-    check_quantizable(x)
-    if spec.scaling != "rowwise":
-      raise NotImplementedError(
-        f"A row is rounded when it is made, which takes scaling 'rowwise', not {spec.scaling!r}."
-      )
-  if x.shape[1] > MAX_WIDTH_IN_REGISTERS:
-    raise NotImplementedError(
-      f"Rows of {x.shape[1]}: at most {MAX_WIDTH_IN_REGISTERS} stay in registers;"
-      " backend 'xla' takes any."
-    )
 
 
 def pieces(k: int) -> tuple[tuple[int, int], ...]:

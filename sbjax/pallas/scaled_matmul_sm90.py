@@ -165,7 +165,6 @@ def scaled_matmul(
 
   Raises:
     ValueError: as the definition.
-    NotImplementedError: for another K or N, or another out_dtype.
   """
   check_residual(residual, (len(lhs.values), len(rhs.values)), out_dtype)
   scales = [lhs.scale[:, 0], rhs.scale[:, 0]]
@@ -186,10 +185,6 @@ def accumulate(
 def _matmul(lhs, rhs, scales, residual, out_dtype, config, num_sms, interpret):
   check_operands(lhs, rhs)
   (m, k), n, out_dtype = lhs.shape, rhs.shape[0], jnp.dtype(out_dtype)
-  if k % 16 or n % 16:
-    raise NotImplementedError(f"Mosaic takes K and N that are multiples of 16, not {k=}, {n=}.")
-  if out_dtype.name not in ("bfloat16", "float16", "float32", "int32"):
-    raise NotImplementedError(f"Mosaic gives bfloat16, float16 or float32, not {out_dtype.name}.")
   if 0 in (m, n, k):
     return nothing((m, n), out_dtype, scales[2] if len(scales) == 3 else None, residual)
   padded_m, padded_n, padded_k = _padded_shape(m, n, k)

@@ -4,12 +4,11 @@ import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 import triton
 import triton.language as tl
 
 from sbjax.device import target
-from sbjax.formats import INT8, accumulator_dtype
+from sbjax.formats import accumulator_dtype
 from sbjax.matmul import check_operands, check_residual, nothing
 from sbjax.pallas import tuning
 from sbjax.pallas.triton import compute_capability, triton_call
@@ -105,10 +104,7 @@ def scaled_matmul(
 
   Raises:
     ValueError: as the definition.
-    NotImplementedError: for another K or N, another out_dtype, or fp8 on a device without it.
   """
-  if (name := jnp.dtype(out_dtype).name) not in ("bfloat16", "float16", "float32"):
-    raise NotImplementedError(f"Triton gives bfloat16, float16 or float32, not {name}.")
   check_residual(residual, (len(lhs.values), len(rhs.values)), out_dtype)
   scales = (lhs.scale, rhs.scale)
   return _matmul(lhs.values, rhs.values, scales, bias, residual, out_dtype, config)
@@ -122,11 +118,6 @@ def accumulate(lhs: jax.Array, rhs: jax.Array, *, config: TileConfig | None = No
 def _matmul(lhs, rhs, scales, bias, residual, out_dtype, config):
   check_operands(lhs, rhs)
   (m, k), (n, _) = lhs.shape, rhs.shape
-  if k % 16 or n % 16:
-    raise NotImplementedError(f"Triton takes K and N that are multiples of 16, not {k=}, {n=}.")
-  capability = compute_capability()
-  if capability < 80 or (lhs.dtype != INT8 and capability < 89):
-    raise NotImplementedError(f"sm_{capability} does not multiply {lhs.dtype.name}.")
   if m == 0 or n == 0 or k == 0:
     return nothing((m, n), out_dtype, bias, residual)
   config = config or config_for(m, n, k, target().device_kind, residual is not None)
