@@ -20,6 +20,10 @@ def quantized_dot_general(recipe: Recipe | str, *, backend: str | None = None) -
   axes count as one, batch axes as separate products with scales of their own. These layers cast
   their kernel to the compute dtype before they multiply; SwitchBackDense and SwitchBackLinear
   do not, and get the weight gradient in float32.
+
+  >>> layer = nn.Dense(16, dot_general=quantized_dot_general("switchback"))
+  >>> layer.init_with_output(jax.random.key(0), jnp.ones((4, 32)))[0].shape
+  (4, 16)
   """
   return DotGeneral(as_recipe(recipe), backend)
 

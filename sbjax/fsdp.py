@@ -55,6 +55,13 @@ def gather_weight(
 
   Raises:
     ValueError: w is not [K / n, N], or an unknown recipe.
+
+  >>> mesh = jax.make_mesh((1,), ("fsdp",), (jax.sharding.AxisType.Auto,))
+  >>> def layer(x, w):
+  ...   return quantized_dot(x, gather_weight(w, "switchback", "fsdp"), "switchback")
+  >>> layer = jax.shard_map(layer, mesh=mesh, in_specs=(P("fsdp"), P("fsdp")), out_specs=P("fsdp"))
+  >>> layer(jnp.ones((4, 32)), jnp.ones((32, 16))).shape
+  (4, 16)
   """
   if w.ndim != 2:
     raise ValueError(f"gather_weight takes a shard of a kernel [K, N], not {w.shape}.")
@@ -85,6 +92,11 @@ def gather(
     reduce_axes: further mesh axes to sum the gradient over; see `gather_weight`.
     dtype: in which x travels; None is its own.
     gradient_dtype: in which devices add up the gradient.
+
+  >>> mesh = jax.make_mesh((1,), ("fsdp",), (jax.sharding.AxisType.Auto,))
+  >>> specs = {"in_specs": P("fsdp"), "out_specs": P(), "check_vma": False}
+  >>> jax.shard_map(lambda x: gather(x, "fsdp"), mesh=mesh, **specs)(jnp.ones(8)).shape
+  (8,)
   """
   dtype = jnp.dtype(x.dtype if dtype is None else dtype)
   return _gather(axis_name, axis, reduce_axes, jnp.dtype(gradient_dtype), dtype, x)

@@ -55,6 +55,11 @@ def layer_norm_dense(
   Raises:
     NotImplementedError: `backend` is "mosaic" or "triton", and K (of `layer_norm_mlp` also H) is
       more than 8,192, or the recipe has one scale for all of x.
+
+  >>> norm = LayerNormParams(jnp.ones(32), jnp.zeros(32))
+  >>> x, y = layer_norm_dense(jnp.ones((4, 32)), norm, jnp.ones((32, 16)), "switchback")
+  >>> y.shape
+  (4, 16)
   """
   recipe = as_recipe(recipe)
   _check_norm(x, norm)
@@ -92,6 +97,12 @@ def layer_norm_mlp(
   GELU is the exact one. What is kept for the backward pass is x and what goes into GELU [..., H]:
   the latter in x's dtype, or in 8 bits if the recipe of w2 has saved="quantized". For the rest
   see `layer_norm_dense`.
+
+  >>> norm = LayerNormParams(jnp.ones(32), jnp.zeros(32))
+  >>> w1, w2 = jnp.ones((32, 128)), jnp.ones((128, 32))
+  >>> x, recipe = jnp.ones((4, 32)), "switchback"
+  >>> layer_norm_mlp(x, norm, w1, None, w2, None, recipe, add_residual=True).shape
+  (4, 32)
   """
   pair = recipe if isinstance(recipe, tuple) else (recipe, recipe)
   recipes = first, second = tuple(as_recipe(one) for one in pair)

@@ -36,6 +36,11 @@ class SwitchBackDense(nn.Dense):
   Raises:
     ValueError: an integer input, an unknown recipe or backend, or an argument that would replace
       the product (precision, dot_general, dot_general_cls, promote_dtype, preferred_element_type).
+
+  >>> layer = SwitchBackDense(16, recipe="switchback_m")
+  >>> params = layer.init(jax.random.key(0), jnp.ones((4, 32)))["params"]
+  >>> jax.tree.map(jnp.shape, params)
+  {'bias': (16,), 'kernel': (32, 16)}
   """
 
   recipe: Recipe | str = SWITCHBACK
@@ -67,6 +72,10 @@ class SwitchBackLinear(nnx.Linear):
   """`nnx.Linear` whose matmuls follow `recipe`: x [..., in_features] -> [..., out_features].
 
   Further arguments are those of `nnx.Linear`. For dtypes and errors see SwitchBackDense.
+
+  >>> layer = SwitchBackLinear(32, 16, rngs=nnx.Rngs(0))
+  >>> layer(jnp.ones((4, 32))).shape
+  (4, 16)
   """
 
   def __init__(
@@ -124,6 +133,10 @@ class LayerNormDense(nn.Module):
 
   Returns:
     x, for a residual connection, and the result [..., features]: both in `dtype` (None: x's own).
+
+  >>> (x, y), _ = LayerNormDense(16).init_with_output(jax.random.key(0), jnp.ones((4, 32)))
+  >>> y.shape
+  (4, 16)
   """
 
   features: int
@@ -153,6 +166,10 @@ class LayerNormMLP(nn.Module):
   Returns:
     x, for a residual connection, and the result, both [..., K] in `dtype` (None: x's own); or with
     `add_residual` their sum.
+
+  >>> mlp = LayerNormMLP(128, add_residual=True)
+  >>> mlp.init_with_output(jax.random.key(0), jnp.ones((4, 32)))[0].shape
+  (4, 32)
   """
 
   hidden: int
@@ -177,6 +194,9 @@ class LayerScale(nn.Module):
 
   With init 0 a residual branch starts silent, which keeps features small enough for 8 bits in
   deep models (Touvron et al. 2021, https://arxiv.org/abs/2103.17239; zero: Wortsman et al. 2023).
+
+  >>> LayerScale().init_with_output(jax.random.key(0), jnp.ones((1, 3)))[0]
+  Array([[0., 0., 0.]], dtype=float32)
   """
 
   initial: float = 0.0

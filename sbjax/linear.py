@@ -35,6 +35,10 @@ def quantize_weight(
   """w [K, N] as `recipe` multiplies with it, to be used wherever w is; w itself for "full".
 
   For a kernel that is used more than once a step: rematerialised, or over several microbatches.
+
+  >>> w = quantize_weight(jnp.ones((32, 16)), "switchback")
+  >>> w.dgrad.values.dtype, quantized_dot(jnp.ones((4, 32)), w, "switchback").shape
+  (dtype('int8'), (4, 16))
   """
   recipe = as_recipe(recipe)
   if not recipe.rounds_w:

@@ -32,6 +32,11 @@ def scaled_matmul(
   Raises:
     ValueError: the contracted sizes differ, int8 meets fp8, K > 131,072 in int8, or a residual of
       another shape or dtype than the result's.
+
+  >>> lhs = quantize(jnp.ones((2, 16)), Spec(INT8, "rowwise"))
+  >>> scaled_matmul(lhs, lhs, jnp.bfloat16)
+  Array([[16, 16],
+         [16, 16]], dtype=bfloat16)
   """
   check_operands(lhs.values, rhs.values)
   check_residual(residual, (lhs.values.shape[0], rhs.values.shape[0]), out_dtype)

@@ -28,6 +28,9 @@ class Spec:
 
   Raises:
     ValueError: not one of the formats, or an unknown scaling.
+
+  >>> Spec(jnp.int8, "rowwise") == Spec("int8", "rowwise")
+  True
   """
 
   dtype: jnp.dtype  # INT8, E4M3 or E5M2; `jnp.int8` and the like are made one of these.
@@ -49,7 +52,11 @@ class Spec:
 )
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-  """An operand in 8 bits; `scale` always multiplies to dequantize."""
+  """An operand in 8 bits; `scale` always multiplies to dequantize.
+
+  >>> quantize(jnp.ones((2, 3)), Spec(INT8, "tensorwise")).T.values.shape
+  (3, 2)
+  """
 
   values: jax.Array  # [rows, K] of spec.dtype
   scale: jax.Array  # float32 [rows, 1] if spec is rowwise, else [1, 1]
@@ -79,6 +86,10 @@ def quantize(x: jax.Array, spec: Spec) -> Quantized:
 
   Raises:
     ValueError: x is not floating point or not 2-d.
+
+  >>> quantize(jnp.array([[1.0, -2.0], [0.5, 0.25]]), Spec(INT8, "rowwise")).values
+  Array([[  64, -127],
+         [ 127,   64]], dtype=int8)
   """
   check_quantizable(x)
   return round_to(x, largest(x, spec), spec)
@@ -130,5 +141,9 @@ def factor_and_scale(absmax: jax.Array, spec: Spec) -> tuple[jax.Array, jax.Arra
 
 
 def dequantize(x: Quantized, dtype=jnp.float32) -> jax.Array:
-  """`values * scale` [rows, K], multiplied in float32 and cast once."""
+  """`values * scale` [rows, K], multiplied in float32 and cast once.
+
+  >>> dequantize(quantize(jnp.array([[1.0, -2.0]]), Spec(INT8, "rowwise")))
+  Array([[ 1.007874, -2.      ]], dtype=float32)
+  """
   return (x.values.astype(jnp.float32) * x.scale).astype(dtype)

@@ -54,6 +54,11 @@ def quantized_dot(
     TypeError: a Quantized operand.
     ValueError: integer or complex operands, sizes that do not match, an unknown recipe or backend.
     NotImplementedError: the named backend cannot compute this.
+
+  >>> x, w = jnp.ones((4, 32), jnp.bfloat16), jnp.ones((32, 16))
+  >>> dw = jax.grad(lambda w: quantized_dot(x, w, "switchback").sum().astype(jnp.float32))(w)
+  >>> dw.shape, dw.dtype
+  ((32, 16), dtype('float32'))
   """
   recipe = as_recipe(recipe)
   check_floating("x", x)

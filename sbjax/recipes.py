@@ -24,6 +24,10 @@ class Recipe:
 
   saved: what the forward pass keeps for the backward: "original" keeps x and w as they came,
     "quantized" keeps their 8-bit values and scales, so that wgrad sees the dequantized x.
+
+  >>> int8 = Spec(INT8, "rowwise"), Spec(INT8, "tensorwise")
+  >>> Recipe(fwd=int8, dgrad=int8, wgrad=None) == RECIPES["switchback"]
+  True
   """
 
   fwd: tuple[Spec, Spec] | None
@@ -122,6 +126,10 @@ class RecipeRules:
   rules: pairs of a pattern and a recipe. A pattern is that of a shell, for the path of the layer's
     parameters: "*/fc1", "image/*", "text/block_0/*". `RecipeRules.of` makes them from a mapping.
 
+
+  >>> rules = RecipeRules.of({"*/fc1": "full", "*": "switchback"})
+  >>> rules.at("image/blocks/fc1") == RECIPES["full"]
+  True
   """
 
   rules: tuple[tuple[str, Recipe], ...]

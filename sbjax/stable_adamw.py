@@ -37,7 +37,11 @@ def scale_by_stable_adam(
   clip_threshold: jax.typing.ArrayLike = 1.0,
   stacked: Any | Callable[[optax.Params], Any] | None = None,
 ) -> optax.GradientTransformation:
-  """Rescales updates as StableAdamW does, all but the learning rate; see `stable_adamw`."""
+  """Rescales updates as StableAdamW does, all but the learning rate; see `stable_adamw`.
+
+  >>> optimizer = optax.chain(scale_by_stable_adam(b2=0.95), optax.scale(-1e-3))
+  >>> state = optimizer.init({"w": jnp.ones(3)})
+  """
   if decay_with not in ("clipped", "plain"):
     raise ValueError(f"{decay_with=} is not a rule for weight decay: 'clipped' or 'plain'.")
 
@@ -127,6 +131,11 @@ def stable_adamw(
 
   `optax.inject_hyperparams` takes functions for schedules: name `mask` and `stacked` in its
   `static_args` where they are functions.
+
+  >>> optimizer, params = stable_adamw(1e-3, b2=0.95, weight_decay=0.2), {"w": jnp.ones(3)}
+  >>> updates, state = optimizer.update(params, optimizer.init(params), params)
+  >>> optax.apply_updates(params, updates)["w"].round(4)
+  Array([0.9988, 0.9988, 0.9988], dtype=float32)
   """
   return optax.chain(
     scale_by_stable_adam(

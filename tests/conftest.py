@@ -13,8 +13,9 @@ os.environ["XLA_FLAGS"] = (
 # thread a device, collectives that run at once can hold them all, and wait for ever.
 os.environ.setdefault("PJRT_NPROC", "64")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Compiling takes most of the time, and nothing is run more than a few times.
-os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+if os.environ["JAX_PLATFORMS"] == "cpu":
+  # Compiling takes most of the time, and nothing is run more than a few times.
+  os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import jax
 import pytest

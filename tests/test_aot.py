@@ -45,6 +45,7 @@ def _proof(capability):
     environment = {
       **os.environ,
       "JAX_PLATFORMS": "cpu",
+      "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",
       # Of XLA's own kernels; what Mosaic's spill is read from what ptxas said. With jax 0.10 XLA's
       # all-reduce spills, and so do its Triton tiles, which no autotuner chooses here.
       "XLA_FLAGS": f"--xla_gpu_fail_ptx_compilation_on_register_spilling={str(HAS_MOSAIC).lower()}"

@@ -4,10 +4,16 @@ import doctest
 import pathlib
 import re
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import matplotlib.figure
+import optax
 import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
 
+import sbjax
 from benchmarks import report, scaling_report
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -43,6 +49,17 @@ def test_the_sessions_of_a_page_print_what_it_says(page):
   session = "\n".join(blocks(page, "pycon"))
   test = doctest.DocTestParser().get_doctest(session, {}, page.name, str(page), 0)
   out = []
+  assert doctest.DocTestRunner().run(test, out=out.append).failed == 0, "".join(out)
+
+
+@pytest.mark.parametrize("name", sbjax.__all__)
+def test_the_example_of_a_public_name_prints_what_it_says(name):
+  public, out = getattr(sbjax, name), []
+  if not callable(public):
+    return  # Formats and RECIPES.
+  known = {**vars(sbjax), "jax": jax, "jnp": jnp, "nn": nn, "nnx": nnx, "optax": optax, "P": P}
+  test = doctest.DocTestParser().get_doctest(public.__doc__, known, name, None, 0)
+  assert test.examples or name in ("LayerNormParams", "QuantizedWeight")
   assert doctest.DocTestRunner().run(test, out=out.append).failed == 0, "".join(out)
 
 
