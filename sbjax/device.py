@@ -28,10 +28,10 @@ def _here(abstract):
 
 def compute_capability(device) -> int | None:
   """80, 89, 90... of an NVIDIA GPU."""
-  found = getattr(device, "compute_capability", None)
-  if device.platform not in ("gpu", "cuda") or found is None:
+  capability = getattr(device, "compute_capability", None)
+  if device.platform not in ("gpu", "cuda") or capability is None:
     return None
-  major, _, minor = str(found).partition(".")
+  major, _, minor = str(capability).partition(".")
   return 10 * int(major) + int(minor or 0) if major.isdigit() else None
 
 

@@ -14,7 +14,7 @@ _MAX_VALUE = {INT8: 127.0, E4M3: 448.0, E5M2: 57344.0}
 
 def max_value(dtype) -> float:
   """The largest magnitude a quantized value takes: 127, 448 or 57344."""
-  with contextlib.suppress(TypeError):  # What is no dtype at all is named as it is.
+  with contextlib.suppress(TypeError):  # The error below names values that are no dtype.
     dtype = jnp.dtype(dtype)
   if dtype not in _MAX_VALUE:
     known = ", ".join(d.name for d in _MAX_VALUE)

@@ -170,7 +170,7 @@ def _all_gather(x, axis_name, axis):
 
 
 def _reduce_scatter(gradient, axis_name, axis, reduce_axes, dtype):
-  """The sum over devices of a gradient; of what is split, this device's shard."""
+  """A gradient summed over devices; this device's shard where the parameter is split."""
   total = gradient.astype(dtype)
   if axis_name is not None:
     total = jax.lax.psum_scatter(total, axis_name, scatter_dimension=axis, tiled=True)

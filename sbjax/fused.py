@@ -1,10 +1,10 @@
 """Layer norm and GELU with the matmuls beside them: int8 values are born where their floats are.
 
-Between two 8-bit matmuls stand a layer norm or a GELU, a quantizer, and in the backward pass a
-bias's gradient too. Each of these reads what the one before wrote; here they are one operation
-(`sbjax.fused_ops`), and a layer norm with its linear layer, or a whole MLP, is one custom_vjp. The
-weight gradient takes the output of layer norm or GELU. It is not kept but made again in the
-backward pass, by the operation that reads its input anyway.
+Between two 8-bit matmuls are a layer norm or a GELU, a quantizer, and in the backward pass the
+gradient of a bias. Apart, each would read the output of the one before from memory. Here they are
+one operation (`sbjax.fused_ops`), and a layer norm with its linear layer, or a whole MLP, is one
+custom_vjp. The weight gradient takes the output of layer norm or GELU, which the backward pass
+computes again: its operation reads the input in any case.
 """
 
 import functools
@@ -94,9 +94,9 @@ def layer_norm_mlp(
 
   recipe: one for both linear layers, or a pair: that of w1, that of w2.
 
-  GELU is the exact one. What is kept for the backward pass is x and what goes into GELU [..., H]:
-  the latter in x's dtype, or in 8 bits if the recipe of w2 has saved="quantized". For the rest
-  see `layer_norm_dense`.
+  GELU is the exact one. The forward pass saves x and the input of GELU [..., H], which is in x's
+  dtype, or in 8 bits if the recipe of w2 has saved="quantized". For the rest see
+  `layer_norm_dense`.
 
   >>> norm = LayerNormParams(jnp.ones(32), jnp.zeros(32))
   >>> w1, w2 = jnp.ones((32, 128)), jnp.ones((128, 32))

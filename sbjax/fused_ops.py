@@ -1,9 +1,9 @@
-"""What stands between the matmuls of a transformer block, row by row: layer norm and GELU.
+"""The operations between the matmuls of a transformer block: layer norm, GELU, their gradients.
 
 These functions are the definition. Each takes rows [M, K] in the compute dtype, computes in
-float32, and rounds once: to 8 bits, to the compute dtype, or to both. The 8 bits are made of the
-float32 values, not of their rounding to the compute dtype. What can be computed of parts of a row
-takes a `quantize` that knows the rest.
+float32, and rounds once: to 8 bits, to the compute dtype, or to both. The 8-bit values are rounded
+from float32, not from the compute dtype. Operations that work on column shards accept `quantize=`,
+so that absmax can be reduced across devices.
 """
 
 import math
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from sbjax.quantize import Quantized, Spec, dequantize, quantize
 
 NORM_EPSILON = 1e-5
-# What kernels take: longer rows do not stay in registers beside what is made of them.
+# The kernels' limit: longer rows and their results do not fit in registers.
 MAX_WIDTH_IN_REGISTERS = 8192
 
 
@@ -36,10 +36,10 @@ def norm_quantize(x: jax.Array, norm: LayerNormParams, spec: Spec | None) -> Qua
 def norm_backward(
   x: jax.Array, norm: LayerNormParams, dn: jax.Array, dx: jax.Array | None
 ) -> tuple[jax.Array, LayerNormParams, jax.Array]:
-  """The gradients of layer norm, and once more its output: what the weight gradient takes.
+  """The gradients of layer norm, and its output again for the weight gradient.
 
   Args:
-    x: [M, K], what was normalised.
+    x: [M, K], the input of layer norm.
     dn: [M, K], the gradient of layer norm's output.
     dx: [M, K] or None, a gradient that reaches x by another way (a residual connection); added.
 
@@ -73,12 +73,12 @@ def gelu_quantize(
 def gelu_backward(
   h: jax.Array | Quantized, dg: jax.Array, spec: Spec | None, *, quantize=quantize
 ) -> tuple[jax.Array, Quantized | None, jax.Array, jax.Array]:
-  """The gradient of GELU, and once more its output: what the weight gradient takes.
+  """The gradient of GELU, and its output again for the weight gradient.
 
   Args:
     h: [M, K], what went in, as gelu_quantize kept it.
     dg: [M, K], the gradient of what came out.
-    spec: what the gradient is quantized to, if at all.
+    spec: the format that the gradient is quantized to, or None.
 
   Returns:
     h's gradient in dg's dtype; quantized; summed over the rows, [K] float32: a bias's gradient; and

@@ -19,7 +19,7 @@ from sbjax.split_k_matmul import split_k_matmul
 
 
 class QuantizedWeight(NamedTuple):
-  """A kernel, and what a recipe makes of it: quantized once for all its uses in a step.
+  """A weight and its 8-bit forms for a recipe: quantized once for all its uses in a step.
 
   Its gradient is that of `master`; the rest is a constant that follows from it.
   """
@@ -46,10 +46,10 @@ def quantize_weight(
   ops, constant = get_backend(backend), jax.lax.stop_gradient(w)
   fwd, dgrad = (pair and pair[1] for pair in (recipe.fwd, recipe.dgrad))
   if fwd is not None and fwd == dgrad and not fwd.is_rowwise:
-    straight, turned = ops.quantize_both(constant, fwd)
-    return QuantizedWeight(w, turned, straight)
-  turned = None if fwd is None else ops.quantize_transposed(constant, fwd)
-  return QuantizedWeight(w, turned, None if dgrad is None else ops.quantize(constant, dgrad))
+    values, transposed = ops.quantize_both(constant, fwd)
+    return QuantizedWeight(w, transposed, values)
+  transposed = None if fwd is None else ops.quantize_transposed(constant, fwd)
+  return QuantizedWeight(w, transposed, None if dgrad is None else ops.quantize(constant, dgrad))
 
 
 def forward(ops: Backend, recipe: Recipe, x, w, bias, dtype, residual=None):
@@ -82,7 +82,7 @@ def split_columns(ops: Backend, recipe: Recipe, w, bias, num_outputs: int) -> li
 
 
 def _columns_of(w: QuantizedWeight, columns: slice) -> QuantizedWeight:
-  """w with those columns of what the forward pass takes."""
+  """w with those columns of its 8-bit form for the forward pass."""
   q = w.fwd
   assert q is not None  # The forward pass is quantized.
   scale = q.scale[columns] if q.spec.is_rowwise else q.scale
@@ -144,7 +144,7 @@ def wgrad(ops: Backend, recipe: Recipe, x, dy, w):
 
 
 def gradients(arrays, *recipes: Recipe):
-  """What a backward pass returns; an error where that is differentiated once more."""
+  """The results of a backward pass; an error where these are differentiated again."""
   rounds = any(recipe.fwd or recipe.dgrad or recipe.wgrad for recipe in recipes)
   return _differentiated_once(arrays) if rounds else arrays
 
@@ -158,7 +158,7 @@ def _differentiated_once(arrays):
 def _differentiated_twice(primals, tangents):
   raise NotImplementedError(
     "Gradients of gradients are not defined for a recipe that rounds: rounding has no second"
-    " derivative. Take recipe 'full' for what is differentiated twice."
+    " derivative. Use recipe 'full' for layers that are differentiated twice."
   )
 
 

@@ -72,7 +72,7 @@ def check_operands(lhs: jax.Array, rhs: jax.Array) -> None:
 
 
 def check_residual(residual: jax.Array | None, shape: tuple[int, ...], dtype) -> None:
-  """Raises the ValueError of `scaled_matmul` for what is added to a result."""
+  """Raises the ValueError of `scaled_matmul` for a residual that does not fit."""
   if residual is not None and (residual.shape != shape or residual.dtype != dtype):
     raise ValueError(
       f"residual must be {jnp.dtype(dtype).name} {shape} as the result,"

@@ -1,8 +1,8 @@
 """A kernel on a mesh: each device runs it on its shard.
 
-XLA cannot look into a kernel. Left alone, it would gather what is sharded and run the whole on
-every device. Here a kernel says what its operands' axes are, by name, and what follows when one of
-them is split over the mesh.
+XLA cannot look into a kernel. By itself it would gather sharded operands and run the whole kernel
+on every device. Here operands' axes have names, so that each device runs the kernel on its shard,
+and reduces where a split axis asks for it.
 """
 
 import functools
@@ -134,8 +134,8 @@ def _call(kernel, *args, **options):
 def _call_lowered(kernel, *args, **options):
   """`kernel(*args, **options)`, by a module of its own that is lowered once a process.
 
-  XLA asks for each call of a kernel, so for each layer of a model, and takes a module for an
-  answer; to lower a kernel takes half a second, to copy what was lowered some milliseconds.
+  XLA asks for a module for each call of a kernel, so for each layer of a model. Lowering a kernel
+  takes half a second; copying the lowered module takes some milliseconds.
   """
   leaves, structure = jax.tree.flatten((args, options))
   is_array = [isinstance(leaf, jax.Array) for leaf in leaves]

@@ -47,7 +47,7 @@ def quantized_dot(
   Args:
     w: an array, or what `quantize_weight` made of one for the same recipe.
     recipe: a `Recipe` or the name of one in RECIPES.
-    residual: [..., N] in x's dtype, what a residual connection adds.
+    residual: [..., N] in x's dtype, the input of a residual connection; added.
     backend: "xla", ...; None chooses.
 
   Raises:

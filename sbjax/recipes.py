@@ -20,10 +20,10 @@ from sbjax.quantize import Spec
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-  """What is rounded to what; None leaves a matmul in the compute dtype.
+  """The Specs of both operands of each matmul; None leaves a matmul in the compute dtype.
 
-  saved: what the forward pass keeps for the backward: "original" keeps x and w as they came,
-    "quantized" keeps their 8-bit values and scales, so that wgrad sees the dequantized x.
+  saved: "original" saves x and w for the backward pass as they came; "quantized" saves their 8-bit
+    values and scales, so that wgrad takes the dequantized x.
 
   >>> int8 = Spec(INT8, "rowwise"), Spec(INT8, "tensorwise")
   >>> Recipe(fwd=int8, dgrad=int8, wgrad=None) == RECIPES["switchback"]
