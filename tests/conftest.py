@@ -38,6 +38,7 @@ _PROGRAM = (
   "test_examples",
   "test_loop",
   "test_main",
+  "test_step",
   "test_watchdog",
 )
 _KERNELS = ("_mosaic", "_sm90", "_triton")
@@ -60,7 +61,7 @@ def _tier(item):
     return "kernels"
   if name in _PROGRAM:
     return "program"
-  return None if {"aot", "gpu", "interop"} & set(item.keywords) else "core"
+  return None if {"aot", "gpu", "interop", "program"} & set(item.keywords) else "core"
 
 
 @pytest.fixture(autouse=True)

@@ -107,6 +107,7 @@ def test_an_8_bit_state_is_split_as_its_parameters(state):
     assert found[f"mu/{name}/scale"] == PartitionSpec(*(*spec[:-1], None)[: len(spec)]), name
 
 
+@pytest.mark.program
 @pytest.mark.parametrize(
   ("accumulate", "by"), [(1, "shard_map"), (2, "shard_map"), (1, "jit"), (2, "jit")]
 )
