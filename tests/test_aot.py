@@ -89,7 +89,7 @@ def test_each_public_operation_lowers_to_the_kernels_of_its_backend(chip, proof,
   assert targets == expected
 
 
-def test_every_public_operation_that_takes_a_backend_is_among_them():
+def test_every_public_operation_with_a_backend_argument_is_compiled():
   public = {name: getattr(sbjax, name) for name in sbjax.__all__}
   taking = {
     name
@@ -111,7 +111,7 @@ def test_forward_and_backward_of_each_recipe_compile(chip, proof, piece, name):
   assert own(proof["layers"][f"{piece}, {name}"]["targets"]) == expected
 
 
-def test_gradients_of_gelu_and_layer_norm_are_written_where_they_come_from(chip, proof):
+def test_gelu_and_layer_norm_gradients_are_written_in_place(chip, proof):
   found = {name: layer["in_place"] for name, layer in proof["layers"].items()}
   assert found["mlp, switchback"] == 4 and found["qkv, switchback"] == 2
   assert found["mlp, switchback_m"] == 3  # GELU's input is in 8 bits.
@@ -119,7 +119,7 @@ def test_gradients_of_gelu_and_layer_norm_are_written_where_they_come_from(chip,
   assert proof["meshes"]["mlp, switchback, batch, w over fsdp"]["in_place"] == 4
 
 
-def test_on_two_devices_no_layer_after_the_first_lowers_a_kernel(chip, proof):
+def test_on_two_devices_only_the_first_layer_lowers_kernels(chip, proof):
   found = proof["stacks"]
   assert {name: stack["lowered"] > 0 for name, stack in found.items()} == {
     "jit, 1": True, "jit, 3": False, "shard_map, 1": False, "shard_map, 3": False
@@ -177,12 +177,12 @@ def test_a_step_on_several_gpus_moves_no_activation(steps, mesh):
   assert summed + scattered < share * steps["parameters"] + batch * 4 * size.embed_dim
 
 
-def test_kernels_of_a_step_are_lowered_once_however_many_layers_there_are(steps):
+def test_a_step_lowers_as_many_kernels_for_two_layers_as_for_one(steps):
   layers = aot_step.LAYERS
   assert steps[f"{layers} layers"] == steps[f"{layers + 1} layers"] > 0
 
 
-def test_a_sum_over_tokens_is_split_where_it_pays_and_moves_nothing(chip, proof):
+def test_split_k_matmul_splits_on_sm_90_only_and_moves_nothing(chip, proof):
   shape = "f32[2,1280,5120]" if chip == 90 else "f32[1280,5120]"
   assert proof["token_sums"] == {"products": [shape], "moved": []}
 
@@ -194,7 +194,7 @@ def test_every_tuned_tile_config_compiles(chip, proof):
   assert {name.rpartition(", ")[0] for name in proof["tile_configs"]} == configs
 
 
-def test_8_bit_products_are_the_tensor_core_s(chip, proof):
+def test_8_bit_products_run_on_tensor_cores(chip, proof):
   products = proof["kernels"]["products"]
   int8 = "mma.sync" if chip == 80 else "wgmma"
   assert any(p.startswith(int8) and ".s32.s8.s8" in p for p in products)
@@ -203,7 +203,7 @@ def test_8_bit_products_are_the_tensor_core_s(chip, proof):
   assert fp8 == (set() if chip == 80 else expected)
 
 
-def test_mosaic_s_kernels_spill_no_register(chip, proof):
+def test_mosaic_kernels_spill_no_registers(chip, proof):
   found = proof["kernels"]
   assert (found["reports"] > 0) == (MOSAIC in KERNELS[chip])
   # Each says what it stores and what it loads; one may be of several kernels.

@@ -68,7 +68,7 @@ def test_a_kernel_belongs_to_one_group(name, origin, group):
   assert found == {group: 0.25}
 
 
-def test_idle_is_when_no_kernel_runs():
+def test_idle_time_is_the_time_without_a_running_kernel():
   runs = [(0, 2), (3, 5), (4, 1), (9, 1), (10, 1)]  # start, milliseconds
   assert idle([Kernel("a", "", time, start) for start, time in runs]) == 1 + 1
 
@@ -85,7 +85,7 @@ def dot_flops(jaxpr):
   return total
 
 
-def test_the_time_of_kernels_is_that_of_one_piece_of_work(monkeypatch):
+def test_kernel_seconds_are_per_operand_set(monkeypatch):
   def watch(function):
     function()
     return [Kernel("loop_copy", "", 1.0), Kernel("sbjax_quantize", "", 3.0)]
@@ -96,7 +96,7 @@ def test_the_time_of_kernels_is_that_of_one_piece_of_work(monkeypatch):
   assert kernels.kernel_seconds(one, calls=5, ignored="copy") == pytest.approx(3e-3 / 10)
 
 
-def test_kernels_race_in_turns_for_their_medians(monkeypatch):
+def test_kernel_race_alternates_contenders_and_returns_medians(monkeypatch):
   raced = []
 
   def seconds(one, calls):
@@ -109,7 +109,7 @@ def test_kernels_race_in_turns_for_their_medians(monkeypatch):
 
 
 @pytest.mark.parametrize("patch_dropout", [0.0, 0.5])
-def test_flops_of_a_step_are_three_times_those_of_the_matmuls_forward(patch_dropout):
+def test_model_flops_are_three_times_the_forward_matmul_flops(patch_dropout):
   config, batch = SIZES["B/16"], 4
   options = BlockOptions(scan=False)
   model = CLIP(config, options, block=FlaxBlock, patch_dropout=patch_dropout)
@@ -123,7 +123,7 @@ def test_flops_of_a_step_are_three_times_those_of_the_matmuls_forward(patch_drop
 
 
 @pytest.mark.parametrize("dtype", [INT8, E4M3])
-def test_each_kernel_is_called_as_the_definition_is(dtype):
+def test_each_kernel_benchmark_calls_every_operation(dtype):
   ops = get_backend("xla")
   called = set()
 
@@ -136,7 +136,7 @@ def test_each_kernel_is_called_as_the_definition_is(dtype):
   assert called == set(operations)
 
 
-def test_a_profile_is_of_the_last_calls_under_load(monkeypatch):
+def test_a_profile_covers_the_last_calls_after_warm_up(monkeypatch):
   # Two kernels a call, slower in every call, as on a chip that gets hot.
   calls = []
 
@@ -151,7 +151,7 @@ def test_a_profile_is_of_the_last_calls_under_load(monkeypatch):
   assert found == [("a", 11.0), ("b", 11.0)]  # Of calls 10, 11 and 12.
 
 
-def test_operations_timed_by_themselves_are_those_of_the_layer():
+def test_separately_timed_operations_are_those_of_the_layer():
   x, w, dy = (
     jax.random.normal(jax.random.key(i), shape, dtype)
     for i, (shape, dtype) in enumerate(
@@ -177,7 +177,7 @@ def test_operations_timed_by_themselves_are_those_of_the_layer():
   assert list(made) == ["x.T dy"]  # Nothing else is timed.
 
 
-def test_what_differs_from_the_definition_is_counted():
+def test_elements_that_differ_from_the_definition_are_counted():
   x, spec = jax.random.normal(jax.random.key(0), (8, 16), jnp.bfloat16), Spec(INT8, "rowwise")
   found = quantize(x, spec)
   expected = quantize_benchmark.on_cpu(quantize, x, spec)
@@ -189,7 +189,7 @@ def test_what_differs_from_the_definition_is_counted():
 
 
 @pytest.mark.parametrize("dtype", [INT8, E4M3])
-def test_a_product_is_compared_with_float32_s(dtype):
+def test_matmul_error_is_relative_to_the_float32_product(dtype):
   lhs, rhs = (
     quantize(jax.random.normal(jax.random.key(i), (rows, 256)), Spec(dtype, "rowwise"))
     for i, rows in enumerate((300, 32))
@@ -202,7 +202,7 @@ def test_a_product_is_compared_with_float32_s(dtype):
   assert matmul.error(wrong, lhs, rhs) == pytest.approx(0.25, abs=1e-3)
 
 
-def test_tuning_keeps_the_fastest_and_what_xla_reached(monkeypatch):
+def test_tuning_records_the_fastest_config_and_the_rates_of_xla_and_the_rule(monkeypatch):
   # As if a candidate's time were its block's size: the narrowest wins, and XLA takes 512.
   def kernels_are(lhs, rhs, out_dtype, config=None):
     return jnp.zeros(config.block_m * config.block_n)
@@ -223,7 +223,7 @@ def test_tuning_keeps_the_fastest_and_what_xla_reached(monkeypatch):
   assert row["rule_tops"] == pytest.approx(row["tops"] / 2, rel=0.01)
 
 
-def test_a_tuned_row_replaces_only_that_of_its_device_and_sizes(tmp_path):
+def test_a_tuned_row_replaces_only_the_row_of_its_device_and_sizes(tmp_path):
   path = tmp_path / "table.jsonl"
   row = {"device": "NVIDIA H200", "m": 256, "n": 768, "k": 768, "config": {}}
   others = [{"m": 1024}, {"n": 3072}, {"k": 3072}, {"device": "NVIDIA H100"}]
@@ -244,7 +244,7 @@ def table_row(result):
   return {"device": result["chip"]} | {name: result[name] for name in "mnk"} | {"config": config}
 
 
-def test_the_table_has_the_fastest_config_of_each_shape_s_last_tuning():
+def test_the_shipped_table_has_the_config_of_each_shape_s_last_tuning():
   kernel = "scaled_matmul_sm90"
 
   def rows(path):
@@ -258,17 +258,17 @@ def test_the_table_has_the_fastest_config_of_each_shape_s_last_tuning():
   assert configs(rows(f"sbjax/pallas/{kernel}.jsonl")) == configs(tuned)
 
 
-def test_older_rows_call_remat_as_the_model_does():
+def test_remat_values_of_older_rows_are_renamed():
   assert {row["remat"] for row in read("step") + read("open_clip")} == {"none", "block"}
 
 
-def test_no_row_of_one_operand_is_a_row_of_the_other():
+def test_lhs_rows_are_distinct_and_no_rhs_row_equals_one():
   (lhs, rhs), *_ = Operands(INT8, elements=2**24).sets(2**15, 256, 128, megabytes=1)
   rows = {row.tobytes() for row in np.asarray(lhs.values)}
   assert len(rows) == 2**15 and not any(row.tobytes() in rows for row in np.asarray(rhs.values))
 
 
-def test_the_rate_of_a_loader_counts_its_processes():
+def test_the_loader_rate_counts_cpu_time_of_child_processes():
   burn = "import time\nwhile time.process_time() < 1: pass\ntime.sleep(60)"
   child = multiprocessing.get_context("spawn").Process(target=exec, args=(burn,), daemon=True)
   child.start()
@@ -282,7 +282,7 @@ def test_the_rate_of_a_loader_counts_its_processes():
   assert 300 / 2.5 <= result["images_per_cpu_second"] <= 300 / 0.3
 
 
-def test_a_way_to_train_is_its_mesh_and_its_processes():
+def test_a_way_is_parsed_as_mesh_and_process_count():
   assert meshes.way("1x2") == ("1x2", 1, 2, 1)
   assert meshes.way("2x4:8") == ("2x4:8", 2, 4, 8)
   with pytest.raises(argparse.ArgumentTypeError, match="DATAxFSDP"):

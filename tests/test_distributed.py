@@ -84,7 +84,7 @@ def measured(path):
   return [{k: v for k, v in r.items() if k not in TIMINGS} for r in records]
 
 
-def test_a_process_that_is_missing_is_named_in_one_message(tmp_path):
+def test_a_missing_process_is_named_in_one_message(tmp_path):
   program = "from train import cli, processes; processes.PATIENCE = 2; cli.run(print)"
   config = ["--config=configs/quickstart.py", f"--workdir={tmp_path}", "--distributed"]
   first, second = start_two(str(tmp_path / "compiled"), "-c", program, *config)
