@@ -59,7 +59,7 @@ def run(layer, *args):
   ("kind", "by_kernels"),
   [*((kind, False) for kind in LAYERS), ("to split heads", True), ("attention", True)],
 )
-def test_layers_that_flax_takes_give_the_numbers_of_one_device(monkeypatch, kind, by_kernels):
+def test_flax_layers_in_explicit_mode_equal_one_device(monkeypatch, kind, by_kernels):
   shape, make, x_spec, kernel_spec = LAYERS[kind]
   layer, x = make(quantized_dot_general("switchback")), normal(shape)
   variables = drawn(jax.eval_shape(layer.init, jax.random.key(0), x))

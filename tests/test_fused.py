@@ -104,7 +104,7 @@ def test_full_is_plain_flax(pair):
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "full"])
 @pytest.mark.parametrize("pair", PAIRS)
-def test_every_recipe_is_what_it_is_unfused_but_for_rounding(pair, name):
+def test_every_recipe_fused_equals_unfused_to_rounding(pair, name):
   fused, plain, count = PAIRS[pair]
   x, gradients, parameters = make()
   arguments = x, gradients, parameters[:count], RECIPES[name]
@@ -115,7 +115,7 @@ def test_every_recipe_is_what_it_is_unfused_but_for_rounding(pair, name):
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_in_bfloat16_the_fused_layer_is_no_further_from_float32_than_the_plain_one(pair):
+def test_in_bfloat16_fused_layers_err_no_more_than_plain_ones(pair):
   fused, plain, count = PAIRS[pair]
   x, gradients, parameters = make("bfloat16")
   exact = jax.tree.map(lambda a: a.astype(np.float32), (x, gradients))
@@ -132,7 +132,7 @@ def test_in_bfloat16_the_fused_layer_is_no_further_from_float32_than_the_plain_o
 
 
 @pytest.mark.parametrize("name", ["full", "switchback", "switchback_m"])
-def test_an_added_input_is_a_residual_connection(name):
+def test_add_residual_is_a_residual_connection(name):
   x, (_, dy), parameters = make()
   dy = dy[..., :WIDTH]
 
@@ -150,7 +150,7 @@ def test_an_added_input_is_a_residual_connection(name):
 
 
 @pytest.mark.parametrize("name", ["full", "switchback"])
-def test_an_addend_is_added_to_the_product_and_takes_its_gradient(name):
+def test_a_residual_is_added_to_the_product_and_receives_dy(name):
   x, (_, dy), (_, w, b, _, _) = make()
   residual = normal((*ROWS, HIDDEN), seed=11)
 
@@ -165,7 +165,7 @@ def test_an_addend_is_added_to_the_product_and_takes_its_gradient(name):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_kernel_quantized_once_gives_the_same_bits(name):
+def test_a_weight_quantized_beforehand_gives_the_same_bits(name):
   x, gradients, (norm, w1, b1, w2, b2) = make()
   recipe = RECIPES[name]
   want = results(fused_mlp, x, gradients, (norm, w1, b1, w2, b2), recipe)
@@ -183,7 +183,7 @@ def test_a_kernel_quantized_once_gives_the_same_bits(name):
   ("quantized", "biased"), [(False, True), (True, True), (False, False)], ids=str
 )
 @pytest.mark.parametrize("name", RECIPES)
-def test_parts_are_columns_of_the_whole(name, quantized, biased):
+def test_outputs_are_column_slices_of_the_single_output(name, quantized, biased):
   x, (_, dy), (norm, w, b, _, _) = make()
   w = quantize_weight(w, name, backend="xla") if quantized else w
   b = b if biased else None
@@ -204,7 +204,7 @@ def test_parts_are_columns_of_the_whole(name, quantized, biased):
       np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-def test_a_kernel_passes_its_gradient_to_the_master_alone():
+def test_a_quantized_weight_passes_its_gradient_only_to_the_master():
   x, (_, dy), (_, w, *_) = make()
   kernel = quantize_weight(w, SWITCHBACK, backend="xla")
   run = functools.partial(quantized_dot, recipe=SWITCHBACK, backend="xla")
@@ -215,7 +215,7 @@ def test_a_kernel_passes_its_gradient_to_the_master_alone():
   assert not np.any(found.fwd.scale) and not np.any(found.dgrad.scale)
 
 
-def test_what_the_backward_keeps_of_an_mlp():
+def test_an_mlp_saves_x_and_the_gelu_input_for_backward():
   """x and GELU's input; of the latter 8 bits with switchback_m; never layer norm's or GELU's."""
   x, _, parameters = make("bfloat16")
   kept = {}
@@ -228,7 +228,7 @@ def test_what_the_backward_keeps_of_an_mlp():
   assert kept["switchback_m"] == [("bfloat16", WIDTH), row_scale, ("int8", h)]
 
 
-def test_the_residual_s_gradient_is_added_before_anything_is_rounded():
+def test_the_residual_gradient_is_added_before_rounding():
   x, (dx, _), (norm, *_) = make("bfloat16")
   x, dx, dn = x.reshape(21, WIDTH), dx.reshape(21, WIDTH), normal((21, WIDTH), "bfloat16", 3)
   wide = [jnp.asarray(a, jnp.float32) for a in (x, dn, dx)]
@@ -238,7 +238,7 @@ def test_the_residual_s_gradient_is_added_before_anything_is_rounded():
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_what_is_not_finite_stays_so(bad):
+def test_non_finite_inputs_give_nan_rows(bad):
   x, gradients, parameters = make()
   x[1, 2, 3] = bad
   for function, count in ((fused_dot, 3), (fused_mlp, 5)):
@@ -248,7 +248,7 @@ def test_what_is_not_finite_stays_so(bad):
 
 
 @pytest.mark.parametrize("layer", [LayerNormDense(HIDDEN), LayerNormMLP(HIDDEN)])
-def test_layers_are_the_functions_with_flax_s_parameters(layer):
+def test_layers_equal_the_functions_with_flax_s_parameters(layer):
   x, _, _ = make()
   shapes = jax.eval_shape(layer.init, jax.random.key(0), x)["params"]
   names = {"norm": {"scale", "bias"}}
@@ -291,7 +291,7 @@ def test_layers_are_the_functions_with_flax_s_parameters(layer):
     ({"w2": quantize_weight(jnp.ones((HIDDEN, WIDTH)), "switchback"), "recipe": "full"}, "w2 was"),
   ],
 )
-def test_errors_name_what_would_be_right(change, why):
+def test_errors_name_the_right_value(change, why):
   x, _, (norm, w1, b1, w2, b2) = make()
   arguments = dict(x=x, norm=norm, w1=w1, b1=b1, w2=w2, b2=b2, recipe="switchback") | change
   with pytest.raises(ValueError, match=why):
@@ -299,7 +299,7 @@ def test_errors_name_what_would_be_right(change, why):
 
 
 @pytest.mark.parametrize("parts", [0, -1, 7])
-def test_parts_that_cannot_be_are_refused(parts):
+def test_num_outputs_that_does_not_divide_the_columns_is_refused(parts):
   x, _, (norm, w, b, _, _) = make()
   with pytest.raises(ValueError, match=f"num_outputs={parts} must divide the 80 columns of w"):
     layer_norm_dense(x, norm, w, "switchback", bias=b, num_outputs=parts)
@@ -317,7 +317,7 @@ def test_biases_may_be_left_out():
   jax.tree.map(np.testing.assert_array_equal, without, with_zeros)
 
 
-def test_a_gradient_s_parts_lie_side_by_side_and_one_is_left_as_it_is():
+def test_quantize_sum_concatenates_parts_and_returns_a_single_part_unchanged():
   parts, spec = tuple(jnp.asarray(normal((2, 4, 16)))), SWITCHBACK.dgrad[0]
   dy, dy_q, summed = fused_ops.quantize_sum(parts, spec)
   np.testing.assert_array_equal(dy, np.hstack(parts))
@@ -326,7 +326,7 @@ def test_a_gradient_s_parts_lie_side_by_side_and_one_is_left_as_it_is():
   assert fused_ops.quantize_sum(parts[:1], spec)[0] is parts[0]
 
 
-def test_gelu_s_input_is_quantized_where_residuals_are():
+def test_gelu_quantize_saves_its_input_in_the_saved_spec():
   h, spec = jnp.asarray(normal((4, 16))), SWITCHBACK_M.fwd[0]
   g, kept = fused_ops.gelu_quantize(h, spec, spec)
   jax.tree.map(np.testing.assert_array_equal, kept, quantize(h, spec))

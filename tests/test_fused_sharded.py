@@ -50,9 +50,7 @@ def make_mlp(monkeypatch, name, backend):
 
 @pytest.mark.parametrize("layout", MLP_LAYOUTS)
 @pytest.mark.parametrize("name", ["full", "switchback", "switchback_m", "fp8_switchback"])
-def test_an_mlp_gives_the_numbers_of_one_device_and_gathers_no_activation(
-  monkeypatch, name, layout
-):
+def test_a_sharded_mlp_equals_one_device_and_gathers_no_activation(monkeypatch, name, layout):
   case = mlp_case()
   arrays = put_mlp(make_mesh(), layout, case)
   compiled = make_mlp(monkeypatch, name, on_shards(Product())).lower(*arrays).compile()
@@ -69,7 +67,7 @@ def test_an_mlp_gives_the_numbers_of_one_device_and_gathers_no_activation(
   # The definition leaves it to JAX which results are ambiguous: all but this one.
   [(False, "batch"), *((True, layout) for layout in MLP_LAYOUTS)],
 )
-def test_an_mlp_in_explicit_mode(monkeypatch, by_kernels, layout):
+def test_an_mlp_in_explicit_mode_equals_one_device(monkeypatch, by_kernels, layout):
   mesh, case = make_mesh(AxisType.Explicit), mlp_case()
   arrays = put_mlp(mesh, layout, case)
   backend = on_shards(Product()) if by_kernels else plain()
@@ -80,7 +78,7 @@ def test_an_mlp_in_explicit_mode(monkeypatch, by_kernels, layout):
     assert np.linalg.norm(a - b) <= 4e-3 * np.linalg.norm(b)
 
 
-def test_an_added_input_s_gradient_is_split_as_the_input():
+def test_dx_with_add_residual_is_sharded_as_x():
   mesh, case = make_mesh(AxisType.Explicit), mlp_case()
   x, _, vectors, w1, b1, w2 = case
   specs = P("data"), P(), P(), P(), P(None, "fsdp")  # So that the product is split by columns.
@@ -99,7 +97,7 @@ def test_an_added_input_s_gradient_is_split_as_the_input():
   assert np.linalg.norm(dx - alone) <= 4e-3 * np.linalg.norm(alone)
 
 
-def test_the_gradient_of_a_bias_is_split_as_the_bias_is(monkeypatch):
+def test_the_gradient_of_a_bias_is_sharded_as_the_bias(monkeypatch):
   mesh, case = make_mesh(AxisType.Explicit), mlp_case()
   x, gradients, vectors, w1, _, w2 = put_mlp(mesh, "batch", case)
   (b1,) = put(mesh, [P("fsdp")], case[4])
@@ -143,7 +141,7 @@ def make_dot(monkeypatch, backend):
 
 @pytest.mark.parametrize("layout", MLP_LAYOUTS)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_a_product_in_parts_gives_the_numbers_of_one_device(monkeypatch, kind, layout):
+def test_a_sharded_layer_norm_dense_with_three_outputs_equals_one_device(monkeypatch, kind, layout):
   case, mesh = dot_case(), make_mesh(kind)
   arrays = put_dot(mesh, layout, case)
   with jax.set_mesh(mesh):

@@ -95,7 +95,7 @@ def check_products(ours, shape):
 
 
 @pytest.mark.parametrize("k", [1024, 4096, 16384])
-def test_fp8_products_of_one_sign_lose_at_most_so_much_of_their_sum(backend, k):
+def test_fp8_sums_of_one_sign_lose_at_most_k_over_2_to_the_15(backend, k):
   # A product is cut off below 2^-13 of the sum so far, always to the same side here: in the mean by
   # half of that, and the sum so far is half of the last one.
   lhs, rhs = (
@@ -152,7 +152,7 @@ def row_operations(x, dy, dx, norm):
 
 
 @pytest.mark.parametrize("shape", some_shapes(4), ids=str)
-def test_kernels_of_rows_are_the_definition_to_rounding(backend, shape):
+def test_fused_row_kernels_equal_the_definition_to_rounding(backend, shape):
   rows, k = shape[0], shape[2]
   keys = jax.random.split(jax.random.key(k), 5)
   x, dy, dx = (jax.random.normal(key, (rows, k), jnp.bfloat16) for key in keys[:3])
@@ -176,7 +176,7 @@ def assert_rounded_alike(a, b, name):
     assert error < (1e-5 if name.startswith("sum") else 1e-3), (name, a.shape, error)
 
 
-def test_a_row_with_nan_or_infinity_is_nan_and_no_other(backend):
+def test_only_rows_with_nan_or_infinity_become_nan(backend):
   x = jax.random.normal(jax.random.key(0), (64, 256), jnp.bfloat16)
   x = x.at[3, 200].set(jnp.nan).at[40, 0].set(jnp.inf).at[7].set(0)
   w = quantize(jax.random.normal(jax.random.key(1), (48, 256)), Spec(INT8, "tensorwise"))

@@ -35,13 +35,13 @@ def run_nnx(layer, x):
 
 @every_recipe
 @pytest.mark.parametrize("use_bias", [True, False])
-def test_dense_s_parameters_are_nn_dense_s_for_every_recipe(name, use_bias):
+def test_dense_has_the_parameters_of_nn_dense_for_every_recipe(name, use_bias):
   kwargs = dict(use_bias=use_bias, param_dtype=jnp.bfloat16, dtype=jnp.float32)
   x = normal((2, 5, 12))
   assert shapes(SwitchBackDense(8, recipe=name, **kwargs), x) == shapes(nn.Dense(8, **kwargs), x)
 
 
-def test_dense_starts_where_nn_dense_does():
+def test_dense_initializes_as_nn_dense():
   x = normal((5, 12))
   ours, flax_s = (
     jax.jit(layer.init)(jax.random.key(3), x)
@@ -55,13 +55,13 @@ def test_dense_starts_where_nn_dense_does():
 
 @pytest.mark.parametrize("use_bias", [True, False])
 @pytest.mark.parametrize("shape", [(12,), (5, 12), (2, 3, 5, 12)], ids=str)
-def test_full_dense_is_nn_dense(shape, use_bias):
+def test_full_dense_equals_nn_dense(shape, use_bias):
   x = normal(shape)
   actual = linen(SwitchBackDense(8, recipe="full", use_bias=use_bias), x)
   assert_close(actual, linen(nn.Dense(8, use_bias=use_bias), x), 1e-6)
 
 
-def test_full_dense_in_bfloat16_is_nn_dense_but_for_gradients_summed_in_float32():
+def test_full_dense_in_bfloat16_equals_nn_dense_but_sums_gradients_in_float32():
   x = normal((2, 5, 12), "bfloat16")
   actual = linen(SwitchBackDense(8, recipe=FULL, dtype="bfloat16"), x)
   expected = linen(nn.Dense(8, dtype="bfloat16"), x)
@@ -73,7 +73,7 @@ def test_full_dense_in_bfloat16_is_nn_dense_but_for_gradients_summed_in_float32(
   ("name", "dtype"),
   [("switchback", "float32"), *((name, "bfloat16") for name in RECIPES if name != "full")],
 )
-def test_dense_is_the_paper_s_linear_layer_and_a_bias(name, dtype):
+def test_dense_equals_the_reference_linear_layer_with_a_bias(name, dtype):
   x, dy = normal((10, 12), dtype), normal((10, 8), dtype, seed=1)
   layer = SwitchBackDense(8, recipe=name, dtype=dtype)
   variables = drawn(shapes(layer, x))
@@ -118,7 +118,7 @@ def test_the_output_has_the_dtype_that_flax_infers(x_dtype, param_dtype, dtype):
     assert jax.eval_shape(linear, x).dtype == ours == flax_s
 
 
-def test_a_recipe_by_name_or_value_is_the_same():
+def test_a_recipe_by_name_equals_the_recipe_by_value():
   x = normal((5, 12))
   by_name, by_value = (
     linen(SwitchBackDense(8, recipe="switchback"), x),
@@ -128,7 +128,7 @@ def test_a_recipe_by_name_or_value_is_the_same():
   assert SwitchBackDense(8).recipe == SWITCHBACK
 
 
-def test_dense_under_scan_and_remat_is_a_stack_of_layers():
+def test_dense_under_scan_and_remat_equals_a_loop():
   class Block(nn.Module):
     @nn.compact
     def __call__(self, x, _):
@@ -168,7 +168,7 @@ def test_dense_under_scan_and_remat_is_a_stack_of_layers():
   ],
   ids=lambda kwargs: next(iter(kwargs)),
 )
-def test_an_argument_that_would_replace_the_product_is_refused(replaced):
+def test_arguments_that_replace_the_product_are_refused(replaced):
   message = f"The recipe decides the product; leave {next(iter(replaced))} unset"
   with pytest.raises(ValueError, match=message):
     shapes(SwitchBackDense(8, **replaced), normal((5, 12)))
@@ -205,7 +205,7 @@ def test_a_quantized_input_is_refused():
 
 
 @every_recipe
-def test_linear_s_parameters_are_nnx_linear_s_for_every_recipe(name):
+def test_linear_has_the_parameters_of_nnx_linear_for_every_recipe(name):
   for kwargs in ({}, {"use_bias": False, "param_dtype": jnp.bfloat16}):
     ours = nnx.state(SwitchBackLinear(12, 8, recipe=name, rngs=nnx.Rngs(3), **kwargs))
     flax_s = nnx.state(nnx.Linear(12, 8, rngs=nnx.Rngs(3), **kwargs))
@@ -213,7 +213,7 @@ def test_linear_s_parameters_are_nnx_linear_s_for_every_recipe(name):
     assert nnx.to_flat_state(ours).paths == nnx.to_flat_state(flax_s).paths
 
 
-def test_full_linear_is_nnx_linear():
+def test_full_linear_equals_nnx_linear():
   x = normal((2, 5, 12))
   for kwargs in ({}, {"use_bias": False}):
     actual = run_nnx(SwitchBackLinear(12, 8, recipe="full", rngs=nnx.Rngs(0), **kwargs), x)
@@ -221,7 +221,7 @@ def test_full_linear_is_nnx_linear():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_linear_is_dense(dtype):
+def test_linear_equals_dense(dtype):
   x = normal((2, 5, 12), dtype)
   y, (params, dx) = linen(SwitchBackDense(8, recipe="switchback_m", dtype=dtype), x)
   linear = SwitchBackLinear(12, 8, recipe="switchback_m", dtype=dtype, rngs=nnx.Rngs(0))
@@ -232,7 +232,7 @@ def test_linear_is_dense(dtype):
   np.testing.assert_array_equal(actual_params["bias"][...], params["params"]["bias"])
 
 
-def test_linear_trains_under_nnx_s_own_transformations():
+def test_linear_trains_under_nnx_transformations():
   layer = SwitchBackLinear(12, 8, rngs=nnx.Rngs(0))
   x = normal((5, 12))
 

@@ -117,7 +117,7 @@ def assert_same_run(workdir, whole):
     np.testing.assert_array_equal(a, b)
 
 
-def test_a_run_leaves_what_it_measured(whole):
+def test_a_run_writes_its_metrics_checkpoints_and_report(whole):
   workdir, out = whole
   left = {path.name for path in workdir.iterdir()}
   assert left >= {
@@ -150,7 +150,7 @@ def test_a_killed_run_resumes_exactly(program, whole, tmp_path):
   assert_same_run(tmp_path, whole[0])
 
 
-def test_sigterm_saves_first_and_the_rest_follows_exactly(program, whole, tmp_path):
+def test_sigterm_saves_a_checkpoint_and_the_run_resumes_exactly(program, whole, tmp_path):
   code, _, err = program.run_until(4, signal.SIGTERM, tmp_path, checkpoint_every=0)
   assert code == 128 + signal.SIGTERM
   assert "Stopped by SIGTERM after step" in err
@@ -177,7 +177,7 @@ def test_a_run_in_microbatches_resumes_exactly(program, tmp_path):
     np.testing.assert_array_equal(a, b)
 
 
-def test_evaluation_alone_finds_what_the_run_found(program, whole):
+def test_a_separate_evaluation_equals_the_run_s_evaluation(program, whole):
   workdir, _ = whole
   code, out, err = program.run(workdir, module="train.evaluate")
   assert code == 0, err
@@ -239,7 +239,7 @@ def test_a_wrong_value_is_named_with_what_would_be_right(program, tmp_path, opti
     ({"data.name": "cifar10"}, "No data set data.name='cifar10'"),
   ],
 )
-def test_what_a_user_gets_wrong_is_one_message(program, tmp_path, options, message):
+def test_user_errors_are_one_message(program, tmp_path, options, message):
   code, _, err = program.run(tmp_path, **options)
   assert code == 1
   assert message in err
