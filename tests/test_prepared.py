@@ -34,7 +34,7 @@ def _png(value):
     ({"text_key": "", "label_key": ""}, "one of them must be set"),
   ],
 )
-def test_what_is_not_there_is_named(tmp_path, changes, message):
+def test_missing_data_sets_and_features_are_named(tmp_path, changes, message):
   config = DataConfig(name="shapes/tiny", data_dir=str(tmp_path), label_key="label")
   prepare(config)
   with pytest.raises(ValueError, match=message):

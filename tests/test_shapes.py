@@ -42,7 +42,7 @@ def pixels(record):
   return np.asarray(Image.open(io.BytesIO(record["image"])))
 
 
-def test_it_is_the_same_in_every_process(tmp_path):
+def test_the_data_set_is_the_same_in_every_process(tmp_path):
   """Also without TensorFlow, and whatever Python's hash seed is."""
   code = """
 import hashlib, io, json, sys
@@ -69,14 +69,14 @@ print(json.dumps([pixels, [c.decode() for e in found for c in e["captions"]]]))
   assert outputs[0] == outputs[1]
 
 
-def test_captions_are_those_of_version_1(builder):
+def test_captions_equal_those_of_version_1(builder):
   """What the random numbers become must not change without a new version."""
   found = itertools.islice(builder._generate_examples("train"), 100)
   captions = "\n".join(caption for _, example in found for caption in example["captions"])
   assert hashlib.sha256(captions.encode()).hexdigest()[:16] == "470882e3fc6d7ecb"
 
 
-def test_the_sizes_are_those_of_the_config(builder):
+def test_split_sizes_are_those_of_the_config(builder):
   assert {name: info.num_examples for name, info in builder.info.splits.items()} == {
     "train": 240,
     "val": 48,
@@ -86,7 +86,7 @@ def test_the_sizes_are_those_of_the_config(builder):
   assert (full.train, full.val, full.test) == (20_000, 1_000, 2_000)
 
 
-def test_no_image_is_in_two_splits_or_twice(examples):
+def test_all_images_are_distinct(examples):
   images = [pixels(record).tobytes() for split in SPLITS for record in examples[split]]
   assert len(set(images)) == len(images)
 
@@ -108,7 +108,7 @@ def test_train_and_val_have_one_object_or_two(examples):
     assert 0.4 < single < 0.8
 
 
-def test_every_caption_names_what_is_there(examples):
+def test_every_caption_names_the_objects(examples):
   for record in examples["train"] + examples["val"] + examples["test"]:
     found = texts(record)
     assert len(set(found)) == 5
@@ -118,7 +118,7 @@ def test_every_caption_names_what_is_there(examples):
       assert named[0] == set(CLASSES[record["label"]].split())
 
 
-def test_a_single_object_has_its_colour_and_no_background_pixel_has_one(examples):
+def test_a_single_object_has_its_colour_and_no_other_palette_colour_occurs(examples):
   palette = np.array(list(COLOURS.values()), float)
   for record in examples["test"]:
     colour = list(COLOURS).index(CLASSES[record["label"]].split()[0])
@@ -139,7 +139,7 @@ BACKWARD = {
 }
 
 
-def test_relations_are_true():
+def test_captions_state_the_true_relation():
   rng = np.random.default_rng(0)
   for _ in range(300):
     scene = shapes._pair(rng, int(rng.integers(len(CLASSES))))

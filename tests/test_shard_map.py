@@ -90,13 +90,13 @@ def layers(recipe, p, x):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_gradients_are_the_sum_of_those_of_each_device_s_tokens(name):
+def test_gradients_are_summed_over_each_device_s_tokens(name):
   given = functools.partial(layers, name), *case()
   assert_close(on_devices(*given), part_by_part(*given), 2e-6)
 
 
 @pytest.mark.parametrize("name", ["full", "switchback", "switchback_m", "fp8_switchback"])
-def test_a_layer_gives_the_numbers_of_one_device(name):
+def test_a_layer_equals_one_device(name):
   given = functools.partial(dot, name), *case()
   split, alone = on_devices(*given), on_one(*given)
   if name in INT8_SUMS:
@@ -105,7 +105,7 @@ def test_a_layer_gives_the_numbers_of_one_device(name):
 
 
 @pytest.mark.parametrize("name", ["llm_int8", "fp8_tensorwise", "switchback_e4m3_wgrad"])
-def test_a_scale_shared_by_tokens_is_that_of_a_device_s_own(name):
+def test_a_scale_shared_by_tokens_is_local_to_a_device(name):
   given = functools.partial(dot, name), *case()
   split, alone = on_devices(*given), on_one(*given)
   assert np.any(split[1]["w"] != alone[1]["w"])
@@ -156,7 +156,7 @@ OPERATIONS = {
 }
 
 
-def test_each_operation_gives_the_numbers_of_one_device():
+def test_each_operation_equals_one_device():
   def forward(learned, x):
     return {name: operation(learned[name], x) for name, operation in OPERATIONS.items()}
 
@@ -165,7 +165,7 @@ def test_each_operation_gives_the_numbers_of_one_device():
   assert_close(on_devices(forward, learned, x), on_one(forward, learned, x), 1e-5)
 
 
-def test_kernels_on_shards_give_the_numbers_of_one_device(monkeypatch):
+def test_kernels_on_shards_equal_one_device(monkeypatch):
   given = functools.partial(layers, "switchback"), *case()
   alone = on_one(*given)
   backend = on_shards(Product())

@@ -42,25 +42,25 @@ def specs(tree):
   ("config", "shape"),
   [((-1, 1), (8, 1)), ((-1, 4), (2, 4)), ((2, -1), (2, 4)), ((1, 8), (1, 8))],
 )
-def test_a_size_of_minus_one_takes_what_is_left(config, shape):
+def test_a_mesh_size_of_minus_one_takes_the_remaining_devices(config, shape):
   mesh = make_mesh(MeshConfig(data=config[0], fsdp=config[1]))
   assert (mesh.shape["data"], mesh.shape["fsdp"]) == shape
 
 
 @pytest.mark.parametrize("config", [(3, 2), (-1, 3), (-1, -1), (0, 8), (4, 1)])
-def test_a_mesh_that_is_not_all_devices_is_an_error(config):
+def test_a_mesh_that_does_not_use_all_devices_is_an_error(config):
   with pytest.raises(ValueError, match="does not make 8 devices"):
     make_mesh(MeshConfig(data=config[0], fsdp=config[1]))
 
 
-def test_every_parameter_has_a_rule_and_kernels_are_split(state):
+def test_every_parameter_has_a_rule_and_only_large_ones_are_split(state):
   found = specs(parameter_shardings(state.params, make_mesh(MeshConfig(data=2, fsdp=4))))
   for name, spec in found.items():
     large = name.endswith(("kernel", "proj", "token_embedding/embedding"))
     assert ("fsdp" in spec) == large, name
 
 
-def test_moments_live_with_their_parameters_and_counts_everywhere(state):
+def test_moments_are_sharded_as_their_parameters_and_the_rest_is_replicated(state):
   mesh = make_mesh(MeshConfig(data=2, fsdp=4))
   parameters = specs(parameter_shardings(state.params, mesh))
   for name, spec in specs(state_shardings(state, state.params, mesh)).items():
@@ -83,7 +83,7 @@ def test_an_axis_that_does_not_divide_is_named():
     parameter_shardings({"image": {"proj": jnp.zeros((12, 8))}}, mesh)
 
 
-def test_any_optax_state_is_covered(state):
+def test_the_state_of_any_optax_optimizer_is_sharded(state):
   mesh = make_mesh(MeshConfig(data=1, fsdp=8))
   optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
   moments = jax.eval_shape(optimizer.init, state.params)
@@ -93,7 +93,7 @@ def test_any_optax_state_is_covered(state):
   assert np.all([s.mesh == mesh for s in split])
 
 
-def test_an_8_bit_state_is_split_as_its_parameters(state):
+def test_an_8_bit_state_is_sharded_as_its_parameters(state):
   mesh = make_mesh(MeshConfig(data=1, fsdp=8))
   rowwise = Spec(jnp.int8, "rowwise")
 

@@ -79,7 +79,7 @@ def batch(mesh):
 
 
 @pytest.mark.parametrize(("recipe", "loss"), [("full", "siglip"), ("switchback", "softmax")])
-def test_eight_devices_take_the_step_of_one(recipe, loss):
+def test_a_step_on_eight_devices_equals_a_step_on_one(recipe, loss):
   results = []
   for data, fsdp in ((1, 1), (2, 4)):
     step, state, mesh, _ = compiled(data, fsdp, recipe, loss)
@@ -97,7 +97,7 @@ def test_eight_devices_take_the_step_of_one(recipe, loss):
     assert np.linalg.norm(a - b) <= UPDATE_TOLERANCE[recipe] * np.linalg.norm(a)
 
 
-def test_a_step_names_the_first_tensor_that_is_not_finite():
+def test_a_step_names_the_first_non_finite_tensor():
   step, state, mesh, names = compiled(1, 1, "switchback", "softmax")
   broken = jax.tree_util.tree_map_with_path(
     lambda path, x: (
@@ -175,7 +175,7 @@ def test_microbatches_change_no_metric_and_no_gradient(accumulate, recipe, loss,
 DROPPING = {"remat": "block", "patch_dropout": 0.5, "unroll": 0}  # Two tests share its step.
 
 
-def test_four_devices_accumulate_the_gradients_of_one():
+def test_gradients_accumulated_on_four_devices_equal_those_on_one():
   one, four = (gradients(2, *mesh, **DROPPING) for mesh in ((), (2, 2)))
   np.testing.assert_allclose(four[0]["loss"], one[0]["loss"], rtol=1e-5)
   assert_same_gradients(four[1], one[1], ACCUMULATE_TOLERANCE["full"])
@@ -214,7 +214,7 @@ def equations(jaxpr, loops=()):
       yield from equations(inner, loops + scan)
 
 
-def test_of_a_microbatch_the_features_alone_are_kept_and_gradients_summed_in_float32():
+def test_microbatches_save_only_features_and_sum_gradients_in_float32():
   _, step, state, mesh = accumulating(4, dtype=jnp.bfloat16, config=MICRO)
   scans = [
     equation

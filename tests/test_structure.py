@@ -100,7 +100,7 @@ def test_nothing_imports_the_configs_the_tests_or_the_benchmarks():
       assert other.partition(".")[0] not in ("configs", "tests", "benchmarks"), path
 
 
-def test_only_a_task_and_its_evaluation_know_which_model_trains():
+def test_only_task_and_zero_shot_import_the_model():
   knowing = {
     module(path)
     for path in files("train")
@@ -109,7 +109,7 @@ def test_only_a_task_and_its_evaluation_know_which_model_trains():
   assert knowing == {"train.task", "train.zero_shot"}
 
 
-def test_the_public_names_are_there_and_written_out():
+def test_public_names_exist_and_are_in_all():
   missing = [name for name in PUBLIC if not hasattr(sbjax, name)]
   assert not missing
   assert set(PUBLIC) <= set(sbjax.__all__)
@@ -130,7 +130,7 @@ HEAVY = [
 ]
 
 
-def test_importing_sbjax_needs_jax_flax_optax_and_numpy_alone():
+def test_importing_sbjax_needs_only_jax_flax_optax_and_numpy():
   # Flax itself brings in orbax where that is installed; so it goes first.
   program = (
     "import sys, jax, flax.linen, flax.nnx, optax, numpy; before = set(sys.modules);"

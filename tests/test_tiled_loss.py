@@ -102,7 +102,7 @@ def assert_close(got, wanted, rtol):
 @pytest.mark.parametrize(("scale", "rtol"), [(1, 3e-6), (20, 3e-6), (100, 2e-5), (1e4, 2e-3)])
 @pytest.mark.parametrize("devices", DEVICES)
 @pytest.mark.parametrize("name", TILED)
-def test_loss_and_gradients_are_the_plain_ones(name, devices, scale, rtol):
+def test_loss_and_gradients_equal_the_plain_ones(name, devices, scale, rtol):
   arguments = *features(BATCH), *scalars(name, scale)
   tiled, plain = DEVICES[devices](name, None), one_device(name, "plain")
   assert_close(tiled(*arguments), plain(*arguments), rtol)
@@ -110,14 +110,14 @@ def test_loss_and_gradients_are_the_plain_ones(name, devices, scale, rtol):
 
 @pytest.mark.parametrize("batch", [2, 211])
 @pytest.mark.parametrize("name", TILED)
-def test_any_batch_has_tiles(name, batch):
+def test_any_batch_size_can_be_tiled(name, batch):
   arguments = *features(batch, alike=0), *scalars(name, 20)
   assert_close(one_device(name, None)(*arguments), one_device(name, "plain")(*arguments), 3e-6)
 
 
 @pytest.mark.parametrize("products", BOUNDS)
 @pytest.mark.parametrize("name", TILED)
-def test_the_error_beside_float64_is_bounded(name, products):
+def test_the_error_against_float64_is_bounded(name, products):
   arguments = *features(BATCH), *scalars(name, 100)
   (loss, _), gradients = one_device(name, products)(*arguments)
   expected, expected_gradients = in_float64(name, *arguments)
@@ -128,7 +128,7 @@ def test_the_error_beside_float64_is_bounded(name, products):
 
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize(("devices", "products"), [(1, None), (8, None), (1, "float16")])
-def test_equal_and_opposite_pairs_stay_in_the_range_of_exp(devices, products, sign):
+def test_equal_and_opposite_pairs_do_not_overflow_exp(devices, products, sign):
   image = features(BATCH)[0] + np.float32(0.3)  # With the sign every logit is far from zero.
   image /= np.linalg.norm(image, axis=1, keepdims=True)
   for scale in (100, 1e4):
@@ -141,7 +141,7 @@ def test_equal_and_opposite_pairs_stay_in_the_range_of_exp(devices, products, si
 
 
 @pytest.mark.parametrize("devices", DEVICES)
-def test_one_shift_and_the_largest_logits_give_the_same_sums(devices, monkeypatch):
+def test_shifting_by_the_largest_logits_gives_the_same_sums(devices, monkeypatch):
   monkeypatch.setattr(tiled_loss, "_LOWEST", math.inf)  # At this scale one shift fits all else.
   arguments = *features(BATCH), jnp.float32(100)
   tiled, plain = DEVICES[devices].__wrapped__("softmax", None), one_device("softmax", "plain")
@@ -161,7 +161,7 @@ def test_a_shift_fits_only_where_all_pairs_are_in_range(scale, sign, fits):
 
 @pytest.mark.parametrize(("devices", "products"), [(1, None), (8, None), (1, "float16")])
 @pytest.mark.parametrize("name", TILED)
-def test_of_equal_logits_the_first_counts_as_argmax_does(name, devices, products):
+def test_accuracy_breaks_ties_as_argmax_does(name, devices, products):
   # Of few bits, so that every product is exact: texts are their image with some signs turned.
   rng = np.random.default_rng(0)
   image = rng.choice([-0.125, 0.125], size=(BATCH, WIDTH)).astype(np.float32)
@@ -188,7 +188,7 @@ def test_a_cotangent_multiplies_all_gradients(name):
 
 
 @pytest.mark.parametrize("name", TILED)
-def test_the_loss_without_gradients_is_the_loss(name):
+def test_the_loss_without_gradients_equals_the_loss_with_them(name):
   arguments = *features(BATCH), *scalars(name, 20)
   assert_close(jax.jit(TILED[name])(*arguments), one_device(name, None)(*arguments)[0], 1e-6)
 
@@ -252,7 +252,7 @@ def test_no_array_is_larger_than_a_tile(name, devices, products, monkeypatch):
     (2048, 16384),
   ],
 )
-def test_a_tile_is_large_and_not_too_large(rows, columns, monkeypatch):
+def test_tile_shapes_divide_the_columns_and_have_bounded_size(rows, columns, monkeypatch):
   monkeypatch.undo()
   height, width = tile_shape(rows, columns)
   assert columns % width == 0
@@ -267,7 +267,7 @@ def test_a_tile_of_a_large_batch_is_4096_by_16384(monkeypatch):
 
 
 @pytest.mark.parametrize(("products", "bound"), [("float16", 2**-22), ("bfloat16", 2**-16)])
-def test_two_parts_are_nearly_the_whole_under_jit(products, bound):
+def test_two_parts_sum_to_the_whole_under_jit(products, bound):
   by = PRODUCTS[products]
   x = np.random.default_rng(0).uniform(-1, 1, (64, 48)).astype(np.float32)
   hi, lo = jax.jit(split, static_argnums=1)(x, by)
@@ -279,7 +279,7 @@ def test_two_parts_are_nearly_the_whole_under_jit(products, bound):
 
 
 @pytest.mark.parametrize(("products", "bound"), [("float16", 3e-7), ("bfloat16", 4e-6)])
-def test_three_products_are_the_product(products, bound):
+def test_three_products_sum_to_the_product(products, bound):
   by = PRODUCTS[products]
   x, y = features(97)
   parts = jax.jit(lambda x: split(x, by))

@@ -60,7 +60,7 @@ def on_one():
 
 @pytest.mark.parametrize("by", ["shard_map", "jit"])
 @pytest.mark.parametrize("mesh", [MeshConfig(data=2, fsdp=1), MeshConfig(data=1, fsdp=2)], ids=str)
-def test_steps_are_those_of_one_gpu(on_one, mesh, by):
+def test_steps_on_two_gpus_equal_those_on_one(on_one, mesh, by):
   with jax.numpy_dtype_promotion("standard"):
     found = losses(mesh, by)
   np.testing.assert_allclose(found, on_one, rtol=1e-3)

@@ -104,7 +104,7 @@ def test_images_keep_their_bytes_and_captions_their_order(config, folder):
   assert builder.info.metadata["skipped"] == {}
 
 
-def test_what_is_corrupt_is_skipped_and_counted_by_reason(config, folder, capsys):
+def test_corrupt_samples_are_skipped_and_counted_by_reason(config, folder, capsys):
   jpg, noise = image_bytes(), noisy_image_bytes(0)
   write_shard(
     folder / "a.tar",
@@ -144,7 +144,7 @@ def test_what_is_corrupt_is_skipped_and_counted_by_reason(config, folder, capsys
 
 
 @pytest.mark.parametrize("compress", [False, True])
-def test_a_truncated_shard_gives_what_came_before(config, folder, compress):
+def test_a_truncated_shard_gives_the_samples_before_the_cut(config, folder, compress):
   path = folder / ("a.tar.gz" if compress else "a.tar")
   members = [(f"{i}.jpg", noisy_image_bytes(i)) for i in range(20)]
   members = [m for i, m in enumerate(members) for m in (m, (f"{i}.txt", f"{i}".encode()))]
@@ -162,7 +162,7 @@ def test_a_truncated_shard_gives_what_came_before(config, folder, compress):
   ("cut", "whole"),
   [(0, 2), (100, 2), (512, 2), (513, 3), (1024, 3), (1100, 3), (1536, 3), (1537, 4), (2048, 4)],
 )
-def test_every_member_that_came_whole_is_used(tmp_path, cut, whole):
+def test_every_complete_member_of_a_cut_shard_is_used(tmp_path, cut, whole):
   """Two samples of two members, each a header and a block; `cut` counts from the second sample.
 
   At 2048 nothing is missing but the end mark.
@@ -226,7 +226,7 @@ def test_cls_becomes_a_label(config, folder, names):
   assert builder.info.metadata["skipped"] == {"unreadable label": 1, "label out of range": 1}
 
 
-def test_nothing_usable_is_an_error_that_names_pattern_and_reasons(config, folder):
+def test_no_usable_sample_is_an_error_with_pattern_and_reasons(config, folder):
   write_shard(folder / "a.tar", [("0.jpg", image_bytes()), ("1.txt", b"x")])
   with pytest.raises(
     ValueError, match=r"No usable sample in .*\*\.tar\*.*1 no caption, 1 no image"
@@ -242,7 +242,7 @@ def test_a_pattern_that_matches_nothing_is_named(config, pattern):
     prepare(config)
 
 
-def test_the_import_is_done_once(config, folder, monkeypatch):
+def test_shards_are_imported_once(config, folder, monkeypatch):
   write_shard(folder / "a.tar", pairs(2))
   prepare(config)
   monkeypatch.setattr(webdataset, "_run", lambda jobs: pytest.fail("imported again"))
@@ -252,7 +252,7 @@ def test_the_import_is_done_once(config, folder, monkeypatch):
 
 
 @pytest.mark.parametrize("change", ["another shard", "another size", "labels"])
-def test_a_changed_import_under_the_same_name_is_noticed(config, folder, change):
+def test_changed_shards_or_features_under_the_same_name_are_refused(config, folder, change):
   write_shard(folder / "a.tar", pairs(2))
   prepare(config)
   if change == "another shard":
@@ -280,7 +280,7 @@ def test_an_interrupted_import_leaves_no_data_set(config, folder, monkeypatch):
   assert len(captions(prepare(config))) == 4
 
 
-def test_who_waited_for_another_import_uses_it(config, folder, monkeypatch):
+def test_a_process_that_waited_for_an_import_uses_it(config, folder, monkeypatch):
   write_shard(folder / "a.tar", pairs(2))
   alone, runs, run = prepared._only_one, [], webdataset._run
 
@@ -297,7 +297,7 @@ def test_who_waited_for_another_import_uses_it(config, folder, monkeypatch):
   assert len(runs) == 1
 
 
-def test_what_a_killed_import_left_is_removed(config, folder):
+def test_files_of_a_killed_import_are_removed(config, folder):
   write_shard(folder / "a.tar", pairs(1))
   left = folder.parent / "data" / "mine" / "incomplete.ABC_1.0.0"
   left.mkdir(parents=True)
@@ -306,7 +306,7 @@ def test_what_a_killed_import_left_is_removed(config, folder):
   assert not left.exists()
 
 
-def test_a_full_disk_is_an_os_error_that_names_the_place(config, folder, monkeypatch):
+def test_a_full_disk_is_an_os_error_with_the_directory(config, folder, monkeypatch):
   write_shard(folder / "a.tar", pairs(1))
 
   def write(self, path, examples):
@@ -330,7 +330,7 @@ def test_braces_expand_as_in_a_shell(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["My data", "shapes", "a/b", ""])
-def test_a_name_that_cannot_be_one_is_refused(config, folder, name):
+def test_an_invalid_name_is_refused(config, folder, name):
   write_shard(folder / "a.tar", pairs(1))
   config.name = name
   with pytest.raises(ValueError, match=f"data.name='{name}' cannot name an import"):

@@ -44,7 +44,7 @@ def integers(*shape, seed=0):
 
 
 @pytest.mark.parametrize("images, texts", [(40, 130), (7, 6), (1, 3)])
-def test_recall_is_its_definition_with_ties_and_several_captions(images, texts):
+def test_recall_equals_its_definition_with_ties_and_several_captions(images, texts):
   image_features, text_features = integers(images, 6), integers(texts, 6, seed=1)
   owners = np.random.default_rng(2).integers(0, images, texts)  # In no order, some without any.
   text_features += image_features[owners]
@@ -70,7 +70,7 @@ def test_recall_of_known_features():
   )
 
 
-def test_features_that_are_all_equal_recall_as_chance_does():
+def test_equal_features_have_the_recall_of_chance():
   ones = np.ones((100, 4), np.float32)
   scores = recall(ones, ones, np.arange(100))
   assert scores == pytest.approx(
@@ -78,7 +78,7 @@ def test_features_that_are_all_equal_recall_as_chance_does():
   )
 
 
-def test_recall_does_not_depend_on_the_chunks():
+def test_recall_does_not_depend_on_the_chunk_size():
   queries, candidates = integers(37, 5), integers(21, 5, seed=1)
   owners = np.arange(37) % 21
   whole = zero_shot._hits(queries, owners, candidates, np.arange(21), 10, chunk=37)
@@ -88,7 +88,7 @@ def test_recall_does_not_depend_on_the_chunks():
 
 
 @pytest.mark.parametrize("classes", [3, 5, 6, 20])
-def test_accuracy_is_the_share_of_images_whose_class_is_near(classes):
+def test_accuracy_is_the_share_of_images_whose_class_is_in_the_top_k(classes):
   features, classifier = integers(50, 4), integers(classes, 4, seed=1)
   labels = np.random.default_rng(2).integers(-1, classes, 50)
   order = np.argsort(-(features @ classifier.T), axis=1, kind="stable")[labels >= 0]
@@ -117,7 +117,7 @@ def test_a_class_is_the_mean_direction_of_its_prompts():
   np.testing.assert_allclose(classifier, [[0.5**0.5, 0, 0.5**0.5], [0, -1, 0]], rtol=1e-6)
 
 
-def test_a_template_without_a_place_for_the_name_is_an_error():
+def test_a_template_without_a_placeholder_is_an_error():
   with pytest.raises(ValueError, match=r"'a photo' has no \"\{\}\""):
     zero_shot_classifier(np.asarray, list, ["cat"], ["a photo of a {}", "a photo"])
 
@@ -191,7 +191,7 @@ def expected(model, params, examples):
 
 
 @pytest.mark.parametrize("devices, fsdp", [(1, 1), (8, 2)])
-def test_evaluation_on_any_mesh_is_that_of_all_examples_at_once(
+def test_evaluation_on_any_mesh_equals_one_batch_of_all_examples(
   model, params, examples, expected, devices, fsdp
 ):
   mesh = make_mesh(MeshConfig(fsdp=fsdp), jax.devices()[:devices])
@@ -209,7 +209,7 @@ def test_evaluation_on_any_mesh_is_that_of_all_examples_at_once(
 
 
 @pytest.mark.parametrize("recipe", [FULL, SWITCHBACK, FP8_TENSORWISE])
-def test_the_padding_of_the_last_batch_changes_nothing(recipe):
+def test_padding_the_last_batch_changes_nothing(recipe):
   rng = np.random.default_rng(1)
   x, w = (np.float32(rng.normal(size=shape)) for shape in ((3, 16), (16, 8)))
   encode = jax.jit(lambda x: quantized_dot(x, w, recipe))
@@ -217,7 +217,7 @@ def test_the_padding_of_the_last_batch_changes_nothing(recipe):
   np.testing.assert_allclose(padded, encode(x / 100), rtol=1e-6, atol=1e-6)
 
 
-def test_batches_of_any_size_are_encoded_by_one_program(model):
+def test_batches_of_any_size_are_encoded_in_one_shape(model):
   shapes = []
 
   def encode(x):
@@ -233,7 +233,7 @@ def test_batches_of_any_size_are_encoded_by_one_program(model):
   )
 
 
-def test_only_what_the_data_tell_is_measured(examples):
+def test_only_metrics_that_the_data_support_are_measured(examples):
   fake = types.SimpleNamespace(
     image=lambda params, x: jnp.mean(x.astype(jnp.float32), (1, 2)),
     text=lambda params, x: x[:, :3].astype(jnp.float32),
