@@ -1,6 +1,6 @@
-"""What JAX and the compilers make of sbjax for an A100 and an H200, neither of which is here.
+"""sbjax compiled for an A100 and an H200, both absent: kernels, collectives, registers.
 
-Each chip's proof is one process of `tests/aot.py`; both run at once.
+One process of `tests/aot.py` compiles for each GPU; both run at once.
 """
 
 import concurrent.futures
@@ -33,7 +33,7 @@ KERNELS = {80: {TRITON}, 90: {MOSAIC, TRITON} if HAS_MOSAIC else {TRITON}}  # Un
 
 @functools.cache
 def proofs():
-  """{chip: what tests/aot.py found, or why it failed}; a skip where the wheels are missing."""
+  """{chip: the results of tests/aot.py, or its error}; skips the test where wheels are missing."""
   for package in ("jax_cuda13_plugin", "jax_plugins.xla_cuda13", "triton", "jax_triton"):
     pytest.importorskip(package, reason="the extra `aot` is not installed")
   with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -46,8 +46,8 @@ def _proof(capability):
       **os.environ,
       "JAX_PLATFORMS": "cpu",
       "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",
-      # Of XLA's own kernels; what Mosaic's spill is read from what ptxas said. With jax 0.10 XLA's
-      # all-reduce spills, and so do its Triton tiles, which no autotuner chooses here.
+      # This flag covers XLA's own kernels; ptxas reports the spills of Mosaic's. With jax 0.10
+      # XLA's all-reduce spills, and so do its Triton tiles, which no autotuner chooses here.
       "XLA_FLAGS": f"--xla_gpu_fail_ptx_compilation_on_register_spilling={str(HAS_MOSAIC).lower()}"
       " --xla_gpu_enable_triton_gemm=false",
       "JAX_TRITON_DUMP_DIR": folder,
@@ -67,20 +67,20 @@ def chip(request):
 
 @pytest.fixture
 def proof(chip):
-  found = proofs()[chip]
-  return pytest.fail(found) if isinstance(found, str) else found
+  result = proofs()[chip]
+  return pytest.fail(result) if isinstance(result, str) else result
 
 
 def own(targets):
-  """Those that are ours; jax-triton 0.4 has another name for its."""
+  """The targets of our kernels; jax-triton 0.4 renamed its target."""
   return {target.removesuffix("_ffi") for target in targets} & {MOSAIC, TRITON}
 
 
 @pytest.mark.parametrize("operation", aot.OPERATIONS)
 def test_each_public_operation_lowers_to_the_kernels_of_its_backend(chip, proof, operation):
   targets = {
-    name.partition(", ")[2]: own(found)
-    for name, found in proof["lowered"].items()
+    name.partition(", ")[2]: own(called)
+    for name, called in proof["lowered"].items()
     if name.partition(", ")[0] == operation
   }
   expected = {"None": KERNELS[chip], "triton": {TRITON}, "xla": set()}
@@ -112,30 +112,30 @@ def test_forward_and_backward_of_each_recipe_compile(chip, proof, piece, name):
 
 
 def test_gelu_and_layer_norm_gradients_are_written_in_place(chip, proof):
-  found = {name: layer["in_place"] for name, layer in proof["layers"].items()}
-  assert found["mlp, switchback"] == 4 and found["qkv, switchback"] == 2
-  assert found["mlp, switchback_m"] == 3  # GELU's input is in 8 bits.
-  assert found["linear, switchback"] == 0
+  num_aliases = {name: layer["in_place"] for name, layer in proof["layers"].items()}
+  assert num_aliases["mlp, switchback"] == 4 and num_aliases["qkv, switchback"] == 2
+  assert num_aliases["mlp, switchback_m"] == 3  # GELU's input is in 8 bits.
+  assert num_aliases["linear, switchback"] == 0
   assert proof["meshes"]["mlp, switchback, batch, w over fsdp"]["in_place"] == 4
 
 
 def test_on_two_devices_only_the_first_layer_lowers_kernels(chip, proof):
-  found = proof["stacks"]
-  assert {name: stack["lowered"] > 0 for name, stack in found.items()} == {
+  cases = proof["stacks"]
+  assert {name: stack["lowered"] > 0 for name, stack in cases.items()} == {
     "jit, 1": True, "jit, 3": False, "shard_map, 1": False, "shard_map, 3": False
   }  # fmt: skip
   for kind in ("jit", "shard_map"):
-    one, three = found[f"{kind}, 1"], found[f"{kind}, 3"]
+    one, three = cases[f"{kind}, 1"], cases[f"{kind}, 3"]
     assert one["calls"] < three["calls"] and own(three["targets"]) == KERNELS[chip]
 
 
 @pytest.mark.parametrize(("piece", "layout"), aot.SPLIT)
 @pytest.mark.parametrize("name", ["switchback", "switchback_m"])
 def test_on_four_devices_no_activation_is_gathered(chip, proof, piece, name, layout):
-  found = proof["meshes"][f"{piece}, {name}, {layout}"]
-  assert own(found["targets"]) == KERNELS[chip]
-  # A weight that is split over the devices of the batch is gathered, in int8; nothing else is.
-  gathered = found["gathered"]
+  summary = proof["meshes"][f"{piece}, {name}, {layout}"]
+  assert own(summary["targets"]) == KERNELS[chip]
+  # Only a weight that is split over the devices of the batch is gathered, in int8.
+  gathered = summary["gathered"]
   assert bool(gathered) == layout.endswith("w over fsdp")
   assert {dtype for dtype, _ in gathered} <= {"s8"}
   assert max((size for _, size in gathered), default=0) <= aot.K * aot.N
@@ -145,12 +145,12 @@ def test_on_four_devices_no_activation_is_gathered(chip, proof, piece, name, lay
 def steps():
   if 90 not in CHIPS:
     pytest.skip("SBJAX_AOT leaves this chip out")
-  found = proofs()[90]
-  return pytest.fail(found) if isinstance(found, str) else found["steps"]
+  result = proofs()[90]
+  return pytest.fail(result) if isinstance(result, str) else result["steps"]
 
 
 def kernels_of_a_step():
-  """The elements of all the blocks' kernels."""
+  """The number of elements of each kernel of all blocks."""
   size, layers = aot_step.SIZE, aot_step.LAYERS
   widths = [size.vision.width, size.text.width] * layers
   return sorted(rows * width * width for width in widths for rows in (3, 1, 4, 4))
@@ -169,8 +169,8 @@ def test_a_step_on_several_gpus_moves_no_activation(steps, mesh):
   assert batch * size.text.context_length * size.text.width > 2 * largest
   assert {kind for kind, _, _ in steps[mesh]} <= {"all-gather", "all-reduce", "reduce-scatter"}
   assert max(n for kind, _, n in steps[mesh] if kind != "all-reduce") <= largest
-  # XLA sums many gradients as one array. All are as many numbers as there are parameters; where
-  # both axes are split, shards are summed after they were scattered.
+  # XLA sums many gradients as one array. Their total size is that of the parameters. Where both
+  # axes are split, shards are first scattered and then summed.
   summed = sum(n for kind, _, n in steps[mesh] if kind == "all-reduce")
   scattered = sum(n for kind, _, n in steps[mesh] if kind == "reduce-scatter")
   share = 1.52 if mesh == "data=2 fsdp=2" else 1.02
@@ -204,7 +204,7 @@ def test_8_bit_products_run_on_tensor_cores(chip, proof):
 
 
 def test_mosaic_kernels_spill_no_registers(chip, proof):
-  found = proof["kernels"]
-  assert (found["reports"] > 0) == (MOSAIC in KERNELS[chip])
-  # Each says what it stores and what it loads; one may be of several kernels.
-  assert len(found["spilled"]) >= 2 * found["reports"] and not any(found["spilled"])
+  dumps = proof["kernels"]
+  assert (dumps["reports"] > 0) == (MOSAIC in KERNELS[chip])
+  # Each report has spill stores and spill loads; it may cover several kernels.
+  assert len(dumps["spilled"]) >= 2 * dumps["reports"] and not any(dumps["spilled"])

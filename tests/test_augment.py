@@ -1,4 +1,4 @@
-"""Pixels for CLIP: which part of the picture, and how near to Pillow's."""
+"""Crops, flips and decoding of images, compared with Pillow and open_clip."""
 
 import io
 
@@ -21,7 +21,7 @@ def encoded(pixels, kind, mode="RGB", **options):
 
 
 def picture(width, height, coarse=4, seed=0):
-  """Smooth noise with hard edges, as a photo has both: uint8 [height, width, 3]."""
+  """Smooth noise with hard edges, like a photo: uint8 [height, width, 3]."""
   rng = np.random.default_rng(seed)
   small = rng.integers(0, 256, (-(-height // coarse), -(-width // coarse), 3), np.uint8)
   pixels = np.asarray(Image.fromarray(small).resize((width, height), Image.BICUBIC)).copy()
@@ -40,7 +40,7 @@ def drawn(image, size=SIZE, scale=(0.5, 1.0), flip=False, seed=0):
 
 
 def by_pillow(image, size=SIZE, scale=(0.5, 1.0), seed=0):
-  """The crop that `drawn` takes, of the whole picture decoded, by Pillow."""
+  """The crop of `drawn`, taken by Pillow from the whole decoded picture."""
   image = Image.open(io.BytesIO(image)).convert("RGB")
   box = augment._random_box(*image.size, scale, np.random.default_rng(seed))
   return np.asarray(image.crop(box).resize((size, size), Image.BICUBIC))
@@ -75,7 +75,7 @@ def test_images_are_flipped_only_with_flip(flip, kind):
   assert all((image[4, 0, 0] > 128) != (image[4, 7, 0] > 128) for image in images)
 
 
-# Crops that are enlarged, kept and reduced, but not by so much that less of a JPEG is decoded.
+# Crops are enlarged, unscaled and reduced, but too little for decoding at reduced size.
 @pytest.mark.parametrize("size", [24, 64, 150])
 @pytest.mark.parametrize("options", [{}, {"subsampling": 0}, {"progressive": True}, {"mode": "L"}])
 def test_jpeg_crops_equal_pillow_s_to_rounding(size, options):
@@ -146,7 +146,7 @@ def test_jpeg_and_png_draw_the_same_random_numbers():
 
 def test_a_damaged_jpeg_is_decoded_by_pillow_or_refused():
   whole = encoded(picture(109, 93), "jpeg")
-  extra = whole[:-2] + b"\0" * 8 + whole[-2:]  # Pillow reads over it; libjpeg-turbo warns.
+  extra = whole[:-2] + b"\0" * 8 + whole[-2:]  # Pillow ignores it; libjpeg-turbo warns.
   with pytest.raises(ValueError, match="extraneous bytes"):
     simplejpeg.decode_jpeg(extra, "RGB")
   np.testing.assert_array_equal(drawn(extra), by_pillow(whole))
@@ -156,7 +156,7 @@ def test_a_damaged_jpeg_is_decoded_by_pillow_or_refused():
 
 
 def test_an_image_too_large_for_pillow_is_an_error(monkeypatch):
-  monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)  # Of twice as many it raises.
+  monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)  # Pillow raises above twice as many.
   with pytest.raises(ValueError, match=r"image of here cannot be decoded: Image size \(10137"):
     drawn(encoded(picture(109, 93), "jpeg"))
 

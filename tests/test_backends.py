@@ -1,4 +1,4 @@
-"""A backend is found by name, and one that was named is never swapped for another."""
+"""Backends are looked up by name, and a named backend is never swapped for another."""
 
 import importlib.util
 import logging
@@ -33,9 +33,9 @@ ROWWISE, TENSORWISE = Spec(INT8, "rowwise"), Spec(INT8, "tensorwise")
 
 @pytest.fixture
 def installed(monkeypatch):
-  """As if everything were installed and new; the kernels are the definition and note their calls.
+  """Pretends that all packages are installed; kernels are the definition and record their calls.
 
-  What is changed in it after that is what is missing.
+  Tests remove from `present` the packages that they need missing.
   """
   calls, present = [], {"triton", "jax_triton"}
 
@@ -81,7 +81,7 @@ def test_a_backend_that_does_not_run_here_says_why(name):
 
 
 def test_an_abstract_device_has_the_compute_capability_of_a_local_device_of_its_kind(monkeypatch):
-  """JAX makes meshes of devices that do not say what they can do."""
+  """JAX makes meshes of devices without a compute capability."""
   here = triton_case._Device("NVIDIA H200", 132, "gpu", "9.0")
   monkeypatch.setattr(jax, "devices", lambda platform: [here])
   for kind, expected in (("NVIDIA H200", 90), ("NVIDIA A100", None)):
@@ -118,10 +118,10 @@ def test_unsupported_operands_raise_for_a_named_backend_and_go_to_xla_for_none(
   with triton_case.chip(90), pytest.raises(NotImplementedError, match=message):
     getattr(get_backend("mosaic"), operation)(*args)
   with triton_case.chip(90), caplog.at_level("DEBUG", logger="sbjax"):
-    found = getattr(get_backend(None), operation)(*args)
+    result = getattr(get_backend(None), operation)(*args)
   assert f"{operation} goes to XLA" in caplog.text
   expected = OPERATIONS[operation].definition(*args)
-  jax.tree.map(np.testing.assert_array_equal, found, expected)
+  jax.tree.map(np.testing.assert_array_equal, result, expected)
   assert installed.calls == []
 
 
@@ -218,7 +218,7 @@ def draw(rows, k):
 
 
 def on_a_cpu(function, *arguments):
-  """What is traced as for an A100, compiled and run on the CPU."""
+  """Traces for an A100, then compiles and runs on the CPU."""
   with triton_case.chip(80):
     lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cpu",))
   return lowered.compile()(*arguments)
@@ -243,10 +243,10 @@ def test_none_quantizes_float64_by_the_definition(installed):
 
   with jax.enable_x64(True):
     x = draw(4, 32).astype(jnp.float64)
-    found = on_a_cpu(run, x)
+    actual = on_a_cpu(run, x)
   q = quantize(x, TENSORWISE)
   expected = quantize(x, ROWWISE), quantize(x.T, ROWWISE), q, q.T
-  jax.tree.map(np.testing.assert_array_equal, found, expected)
+  jax.tree.map(np.testing.assert_array_equal, actual, expected)
   assert not installed.calls
 
 

@@ -1,4 +1,4 @@
-"""The benchmarks' bookkeeping: what they count and what they call a kernel."""
+"""The benchmarks' bookkeeping: times, FLOPs, kernel groups and result files."""
 
 import argparse
 import dataclasses
@@ -64,8 +64,10 @@ def test_an_operation_s_origin_is_read_from_compiled_text():
   ],
 )
 def test_a_kernel_belongs_to_one_group(name, origin, group):
-  found = grouped([Kernel(name, "operation.1", 0.25), Kernel(name, "", 0)], {"operation.1": origin})
-  assert found == {group: 0.25}
+  seconds = grouped(
+    [Kernel(name, "operation.1", 0.25), Kernel(name, "", 0)], {"operation.1": origin}
+  )
+  assert seconds == {group: 0.25}
 
 
 def test_idle_time_is_the_time_without_a_running_kernel():
@@ -74,7 +76,7 @@ def test_idle_time_is_the_time_without_a_running_kernel():
 
 
 def dot_flops(jaxpr):
-  """Of all matmuls in it, two for each product."""
+  """The FLOPs of all matmuls in a jaxpr, two for each multiply-add."""
   total = 0
   for eqn in jaxpr.eqns:
     if eqn.primitive.name == "dot_general":
@@ -118,7 +120,7 @@ def test_model_flops_are_three_times_the_forward_matmul_flops(patch_dropout):
   params = jax.eval_shape(model.init, jax.random.key(0), image, text)
   run = functools.partial(model.apply, train=True, rngs={"dropout": jax.random.key(0)})
   forward = dot_flops(jax.make_jaxpr(run)(params, image, text).jaxpr)
-  # Pixels take no gradient: a third of the patch embedding is not there.
+  # Pixels have no gradient: a third of the patch embedding's FLOPs is missing.
   assert model_flops(config, batch, patch_dropout) / 3 == pytest.approx(forward, rel=0.01)
 
 
@@ -137,7 +139,7 @@ def test_each_kernel_benchmark_calls_every_operation(dtype):
 
 
 def test_a_profile_covers_the_last_calls_after_warm_up(monkeypatch):
-  # Two kernels a call, slower in every call, as on a chip that gets hot.
+  # Two kernels a call, slower in every call, as on a GPU that heats up.
   calls = []
 
   def traced(work):
@@ -146,9 +148,9 @@ def test_a_profile_covers_the_last_calls_after_warm_up(monkeypatch):
 
   monkeypatch.setattr(linear, "kernels", traced)
   one = Contender(lambda sets: calls.append(sets), sets=[()], times=[0.02])
-  found = linear.profile(one, calls=3, seconds=0.2)
+  means = linear.profile(one, calls=3, seconds=0.2)
   assert len(calls) == 13
-  assert found == [("a", 11.0), ("b", 11.0)]  # Of calls 10, 11 and 12.
+  assert means == [("a", 11.0), ("b", 11.0)]  # Of calls 10, 11 and 12.
 
 
 def test_separately_timed_operations_are_those_of_the_layer():
@@ -168,8 +170,8 @@ def test_separately_timed_operations_are_those_of_the_layer():
     "switchback": ("x w, int8", "dy w.T, int8", "x.T dy"),
   }.items():
     y, backward = jax.vjp(lambda x, w, r=recipe: quantized_dot(x, w, r), x, w)
-    for found, expected in zip(products, (y, *backward(dy)), strict=True):
-      assert jnp.array_equal(made.pop(found) if found != "x.T dy" else made[found], expected)
+    for product, expected in zip(products, (y, *backward(dy)), strict=True):
+      assert jnp.array_equal(made.pop(product) if product != "x.T dy" else made[product], expected)
   operands = {"x": layer.x8, "dy": layer.dy8, "w.T": layer.turned8, "w": layer.w8}
   for name, operand in operands.items():
     assert jax.tree.all(jax.tree.map(jnp.array_equal, made.pop(f"quantize {name}"), operand))
@@ -179,11 +181,11 @@ def test_separately_timed_operations_are_those_of_the_layer():
 
 def test_elements_that_differ_from_the_definition_are_counted():
   x, spec = jax.random.normal(jax.random.key(0), (8, 16), jnp.bfloat16), Spec(INT8, "rowwise")
-  found = quantize(x, spec)
+  actual = quantize(x, spec)
   expected = quantize_benchmark.on_cpu(quantize, x, spec)
-  assert quantize_benchmark.differing(found, expected) == 0
+  assert quantize_benchmark.differing(actual, expected) == 0
   wrong = dataclasses.replace(
-    found, values=found.values.at[2, 3:5].add(1), scale=found.scale.at[7].mul(2)
+    actual, values=actual.values.at[2, 3:5].add(1), scale=actual.scale.at[7].mul(2)
   )
   assert quantize_benchmark.differing(wrong, expected) == 3
 
@@ -203,7 +205,7 @@ def test_matmul_error_is_relative_to_the_float32_product(dtype):
 
 
 def test_tuning_records_the_fastest_config_and_the_rates_of_xla_and_the_rule(monkeypatch):
-  # As if a candidate's time were its block's size: the narrowest wins, and XLA takes 512.
+  # A candidate's time is the size of its block: the smallest wins, and XLA takes 512.
   def kernels_are(lhs, rhs, out_dtype, config=None):
     return jnp.zeros(config.block_m * config.block_n)
 
@@ -219,7 +221,7 @@ def test_tuning_records_the_fastest_config_and_the_rates_of_xla_and_the_rule(mon
   assert (row["m"], row["n"], row["k"]) == (32, 16, 16)
   assert [row["config"], row["tops"]] == max(row["candidates"], key=lambda one: one[1])
   assert row["xla_tops"] == 8 * row["tops"] > 0
-  # Without the table it would be NARROW, of twice that size.
+  # Without the table the config would be NARROW, whose block is twice as large.
   assert row["rule_tops"] == pytest.approx(row["tops"] / 2, rel=0.01)
 
 
@@ -273,7 +275,7 @@ def test_the_loader_rate_counts_cpu_time_of_child_processes():
   child = multiprocessing.get_context("spawn").Process(target=exec, args=(burn,), daemon=True)
   child.start()
   try:
-    # Three batches while the child computes for about a second: nearly all of it is the child's.
+    # Three batches while the child computes for about a second: nearly all CPU time is its own.
     result = rate(lambda: time.sleep(0.6), images=100, warm_up=0, batches=3)
   finally:
     child.kill()

@@ -1,4 +1,4 @@
-"""A GPU's card: what fails says why and stops nothing else; time and memory are kept to."""
+"""A GPU's card: failures give reasons and stop nothing else; time and memory have limits."""
 
 import json
 import sys
@@ -154,7 +154,7 @@ def test_the_first_batch_size_depends_on_device_memory(monkeypatch, gigabytes, b
 
 
 def section(program, seconds=20.0):
-  """A section's process that runs this; `emit` writes a line."""
+  """The result of a section whose process runs this program; `emit` writes a line."""
   emit = (
     "import json, os, sys, time\n"
     "file = open(sys.argv[sys.argv.index('--out') + 1], 'w')\n"
@@ -164,32 +164,32 @@ def section(program, seconds=20.0):
 
 
 def test_a_section_returns_its_rows_and_its_device():
-  found = section("emit(device={'chip': 'any'}); emit(case='1', m=2)")
-  assert found.pop("seconds") >= 0
-  assert found == {"device": {"chip": "any"}, "rows": [{"case": "1", "m": 2}]}
+  result = section("emit(device={'chip': 'any'}); emit(case='1', m=2)")
+  assert result.pop("seconds") >= 0
+  assert result == {"device": {"chip": "any"}, "rows": [{"case": "1", "m": 2}]}
 
 
 def test_a_section_that_crashes_returns_its_rows_and_the_reason():
-  found = section("emit(case='1'); os.abort()")
-  assert found["rows"] == [{"case": "1"}] and "ended by SIGABRT" in found["failed"]
-  found = section(
+  result = section("emit(case='1'); os.abort()")
+  assert result["rows"] == [{"case": "1"}] and "ended by SIGABRT" in result["failed"]
+  result = section(
     "emit(case='1'); file.write('{\"case'); file.flush(); raise ValueError('bad chip')"
   )
-  assert found["rows"] == [{"case": "1"}]
-  assert found["failed"] == "ended with status 1: ValueError: bad chip"
+  assert result["rows"] == [{"case": "1"}]
+  assert result["failed"] == "ended with status 1: ValueError: bad chip"
 
 
 def test_a_section_is_stopped_at_its_time_limit():
   started = time.monotonic()
-  found = section("emit(case='1'); time.sleep(60)", seconds=1.5)
+  result = section("emit(case='1'); time.sleep(60)", seconds=1.5)
   assert time.monotonic() - started < 15
-  assert found["rows"] == [{"case": "1"}] and found["failed"].startswith("stopped after 2 s")
+  assert result["rows"] == [{"case": "1"}] and result["failed"].startswith("stopped after 2 s")
 
 
 def test_a_section_runs_with_exact_int8_matmuls(monkeypatch):
   monkeypatch.setenv("XLA_FLAGS", "--xla_mine=1")
-  found = section("emit(case=os.environ['XLA_FLAGS'])")
-  assert found["rows"][0]["case"] == "--xla_mine=1 --xla_gpu_enable_triton_gemm=false"
+  result = section("emit(case=os.environ['XLA_FLAGS'])")
+  assert result["rows"][0]["case"] == "--xla_mine=1 --xla_gpu_enable_triton_gemm=false"
 
 
 def test_a_table_shows_h200_figures_from_the_result_files():
@@ -269,7 +269,7 @@ def test_a_crashed_section_does_not_stop_the_card(monkeypatch, tmp_path, capsys)
   made = json.loads((tmp_path / "card_l4.json").read_text())
   assert list(made["sections"]) == ["matmul", "quantize", "attention", "step"]
   assert "SIGSEGV" in made["sections"]["matmul"]["failed"]
-  # The time that a section did not take is the others'.
+  # Later sections may use the time that a section leaves.
   assert limits[0] == pytest.approx(180, abs=1) and limits[-1] == pytest.approx(600, abs=1)
 
 

@@ -18,7 +18,7 @@ from train.sharding import batch_sharding, make_mesh, replicated, state_sharding
 from train.step import make_init
 from train.task import CLIPTask
 
-# orbax does not await its other readers when one of them meets a damaged file.
+# When one of orbax's readers meets a damaged file, it does not await the others.
 pytestmark = [
   pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
   pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning"),
@@ -63,8 +63,8 @@ def restore(directory, state):
 
 def files(directory, step):
   """The data files of a step's state, largest first."""
-  found = [p for p in (directory / str(step) / "state").rglob("*") if p.is_file()]
-  return sorted(found, key=lambda p: p.stat().st_size, reverse=True)
+  paths = [p for p in (directory / str(step) / "state").rglob("*") if p.is_file()]
+  return sorted(paths, key=lambda p: p.stat().st_size, reverse=True)
 
 
 def truncate(directory, step):
@@ -85,7 +85,7 @@ def flip_bits(directory, step):
 
 
 def take_the_state_before(directory, step):
-  """Whole files, and not those that the record speaks of: the checksums alone can tell."""
+  """The files of another step, undamaged: only checksums show the difference."""
   shutil.rmtree(directory / str(step) / "state")
   shutil.copytree(directory / str(step - 1) / "state", directory / str(step) / "state")
 
@@ -155,7 +155,7 @@ def test_a_damaged_newest_checkpoint_falls_back_and_says_so(tmp_path, state, dam
   said = capfd.readouterr().err
   assert "step 2" in said
   assert "Falling back to the checkpoint of step 1" in said
-  save(tmp_path, state, [2])  # The place is free again.
+  save(tmp_path, state, [2])  # Step 2 can be written again.
   assert restore(tmp_path, state).step == 2
 
 

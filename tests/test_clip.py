@@ -96,7 +96,7 @@ def test_patches_are_dropped_only_in_training():
   assert np.all(np.max(np.abs(trained - plain), axis=-1) > 1e-3)
   np.testing.assert_array_equal(
     outputs(clip(), params, train=True)["image_features"], plain
-  )  # No key is asked for without dropout.
+  )  # Without dropout no key is needed.
 
 
 def test_text_features_come_from_the_first_end_token_and_are_causal():

@@ -115,9 +115,9 @@ def keys(config, tokenizer):
     iterator = data.train_iterator(
       config, builder or Keys(48), tokenizer, image_size=4, context_length=LENGTH, **kwargs
     )
-    found = [batch["image"][:, 0, 0, 0].tolist() for batch in take(iterator, steps)]
+    batches = [batch["image"][:, 0, 0, 0].tolist() for batch in take(iterator, steps)]
     iterator.close()
-    return found
+    return batches
 
   return make
 

@@ -88,12 +88,12 @@ def test_readme_has_at_most_120_lines_and_900_words():
 
 
 def test_tables_in_docs_equal_those_made_from_the_result_files(monkeypatch):
-  found = {}
-  monkeypatch.setattr(report, "write", lambda name, *args: found.update({(name, *args[1:]): args}))
+  tables = {}
+  monkeypatch.setattr(report, "write", lambda name, *args: tables.update({(name, *args[1:]): args}))
   monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda *args, **kwargs: None)
   monkeypatch.setattr(scaling_report, "prediction", lambda rows: [])  # Traces four large models.
   report.main()
-  assert len(found) == 6
-  for lines, *page in found.values():
+  assert len(tables) == 6
+  for lines, *page in tables.values():
     text = page[0].read_text() if page else report.PERFORMANCE.read_text()
     assert "\n".join(lines) in text, lines[0]

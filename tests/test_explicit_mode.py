@@ -47,8 +47,8 @@ def gradients(layer, variables, x):
     y = layer.apply(variables, x)
     return jnp.sum(y * y), y
 
-  (_, y), found = jax.value_and_grad(loss, (0, 1), has_aux=True)(variables, x)
-  return y, found
+  (_, y), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(variables, x)
+  return y, grads
 
 
 def run(layer, *args):

@@ -103,9 +103,9 @@ def test_an_unquantized_weight_is_gathered_in_16_bits():
 
 def test_gather_weight_without_an_axis_is_quantize_weight():
   _, w = case()
-  found = gather_weight(w, "switchback", None)
-  assert isinstance(found, QuantizedWeight)
-  jax.tree.map(np.testing.assert_array_equal, found, quantize_weight(w, "switchback"))
+  weight = gather_weight(w, "switchback", None)
+  assert isinstance(weight, QuantizedWeight)
+  jax.tree.map(np.testing.assert_array_equal, weight, quantize_weight(w, "switchback"))
 
 
 @pytest.mark.parametrize("axis", [0, 1])

@@ -121,11 +121,11 @@ def test_in_bfloat16_fused_layers_err_no_more_than_plain_ones(pair):
   exact = jax.tree.map(lambda a: a.astype(np.float32), (x, gradients))
   truth = jax.tree.leaves(results(plain, *exact, parameters[:count], FULL))
   for recipe in (FULL, SWITCHBACK):
-    found = [
+    both = [
       jax.tree.leaves(results(function, x, gradients, parameters[:count], recipe))
       for function in (fused, plain)
     ]
-    for ours, theirs, want in zip(*found, truth, strict=True):
+    for ours, theirs, want in zip(*both, truth, strict=True):
       assert ours.dtype == theirs.dtype
       ours, theirs = (np.linalg.norm(a.astype(np.float32) - want) for a in (ours, theirs))
       assert ours <= 1.15 * theirs + 1e-6 * np.linalg.norm(want)
@@ -142,11 +142,11 @@ def test_add_residual_is_a_residual_connection(name):
   def apart(x, *parameters):
     return jnp.add(*fused_mlp(x, *parameters, name))
 
-  found, expected = (
+  actual, expected = (
     jax.tree.map(np.asarray, output_and_gradients(function, dy, x, *parameters))
     for function in (added, apart)
   )
-  assert_near(found, expected, 1e-6)
+  assert_near(actual, expected, 1e-6)
 
 
 @pytest.mark.parametrize("name", ["full", "switchback"])
@@ -160,8 +160,8 @@ def test_a_residual_is_added_to_the_product_and_receives_dy(name):
   y, *gradients, d_residual = output_and_gradients(run, dy, x, w, b, residual)
   plain, *expected = output_and_gradients(lambda *a: run(*a, None), dy, x, w, b)
   np.testing.assert_array_equal(d_residual, dy)
-  found, expected = (y, *gradients), (plain + residual, *expected)
-  assert_near(*jax.tree.map(np.asarray, (found, expected)), 1e-6)
+  actual, expected = (y, *gradients), (plain + residual, *expected)
+  assert_near(*jax.tree.map(np.asarray, (actual, expected)), 1e-6)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -196,10 +196,10 @@ def test_outputs_are_column_slices_of_the_single_output(name, quantized, biased)
       layer_norm_dense(x, norm, w, name, bias=b, backend="xla", num_outputs=5)[1], axis=-1
     )
 
-  found, expected = (
+  actual, expected = (
     (lambda y, vjp: (y, *vjp(dy)))(*jax.vjp(function, x, norm, w, b)) for function in (parts, whole)
   )
-  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+  for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
     if a.dtype != jax.dtypes.float0:  # Of a QuantizedWeight's 8 bits.
       np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
@@ -209,10 +209,10 @@ def test_a_quantized_weight_passes_its_gradient_only_to_the_master():
   kernel = quantize_weight(w, SWITCHBACK, backend="xla")
   run = functools.partial(quantized_dot, recipe=SWITCHBACK, backend="xla")
   _, backward = jax.vjp(lambda k: run(x, k), kernel)
-  (found,) = backward(dy)
+  (gradient,) = backward(dy)
   _, plain = jax.vjp(lambda w: run(x, w), w)
-  np.testing.assert_array_equal(found.master, plain(dy)[0])
-  assert not np.any(found.fwd.scale) and not np.any(found.dgrad.scale)
+  np.testing.assert_array_equal(gradient.master, plain(dy)[0])
+  assert not np.any(gradient.fwd.scale) and not np.any(gradient.dgrad.scale)
 
 
 def test_an_mlp_saves_x_and_the_gelu_input_for_backward():
@@ -233,8 +233,8 @@ def test_the_residual_gradient_is_added_before_rounding():
   x, dx, dn = x.reshape(21, WIDTH), dx.reshape(21, WIDTH), normal((21, WIDTH), "bfloat16", 3)
   wide = [jnp.asarray(a, jnp.float32) for a in (x, dn, dx)]
   alone = fused_ops.norm_backward(wide[0], norm, wide[1], None)[0]
-  found = fused_ops.norm_backward(jnp.asarray(x), norm, jnp.asarray(dn), jnp.asarray(dx))[0]
-  np.testing.assert_array_equal(found, (alone + wide[2]).astype(jnp.bfloat16))
+  fused = fused_ops.norm_backward(jnp.asarray(x), norm, jnp.asarray(dn), jnp.asarray(dx))[0]
+  np.testing.assert_array_equal(fused, (alone + wide[2]).astype(jnp.bfloat16))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

@@ -83,15 +83,15 @@ def check_products(ours, shape):
     )
     added = {"bias": numbers.normal(size=n), "residual": 99 * numbers.normal(size=(m, n))}
     added = {name: jnp.asarray(a, out_dtype) for name, a in added.items() if adds}
-    found, expected = (
+    actual, expected = (
       np.asarray(jax.jit(multiply, static_argnums=2)(lhs, rhs, out_dtype, **added), np.float32)
       for multiply in (ours, scaled_matmul)
     )
     if dtypes[0] == INT8:
-      np.testing.assert_array_equal(found, expected)
+      np.testing.assert_array_equal(actual, expected)
     else:
       # A tensor core keeps fewer bits of a float32 sum than float32 has.
-      assert np.abs(found - expected).max() <= 2**-7 * np.abs(expected).max()
+      assert np.abs(actual - expected).max() <= 2**-7 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("k", [1024, 4096, 16384])
@@ -103,9 +103,9 @@ def test_fp8_sums_of_one_sign_lose_at_most_k_over_2_to_the_15(backend, k):
               jnp.ones((1, 1)), Spec(E4M3, "tensorwise"))
     for x in (jax.random.normal(key, (256, k)) for key in jax.random.split(jax.random.key(k)))
   )  # fmt: skip
-  found = jax.jit(backend.scaled_matmul, static_argnums=2)(lhs, rhs, jnp.float32)
+  y = jax.jit(backend.scaled_matmul, static_argnums=2)(lhs, rhs, jnp.float32)
   exact = np.asarray(lhs.values, np.float64) @ np.asarray(rhs.values, np.float64).T
-  lost = np.max(np.abs(found - exact) / exact)
+  lost = np.max(np.abs(y - exact) / exact)
   print(f"{k=}: {lost:.1%} of a sum")
   assert lost <= 2**-15 * k
 
@@ -127,9 +127,9 @@ def test_kernels_quantize_as_the_definition_does(backend, form, shape):
   for spec in (Spec(INT8, "rowwise"), Spec(INT8, "tensorwise"), Spec(E5M2, "tensorwise")):
     if form == "quantize_both" and spec.scaling == "rowwise":
       continue
-    found = jax.jit(getattr(backend, form), static_argnums=1)(x, spec)
+    actual = jax.jit(getattr(backend, form), static_argnums=1)(x, spec)
     expected = on_cpu(lambda x: getattr(get_backend("xla"), form)(x, spec), x)  # noqa: B023
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
 def row_operations(x, dy, dx, norm):
@@ -159,9 +159,9 @@ def test_fused_row_kernels_equal_the_definition_to_rounding(backend, shape):
   x, dy = x.at[rows // 2].set(0), dy.at[rows // 3].set(0)
   norm = LayerNormParams(*(1 + jax.random.normal(key, (k,)) / 4 for key in keys[3:]))
   for name, (operation, arrays) in row_operations(x, dy, dx, norm).items():
-    found = jax.jit(functools.partial(operation, backend))(*arrays)
+    actual = jax.jit(functools.partial(operation, backend))(*arrays)
     expected = on_cpu(functools.partial(operation, get_backend("xla")), *arrays)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
       assert_rounded_alike(np.asarray(a), np.asarray(b), name)
 
 
@@ -237,7 +237,7 @@ def test_cudnn_attention_is_xla_attention_to_bf16_rounding(length, causal):
   y, vjp = jax.vjp(ours, q, k, v)
   wide = [x.astype(jnp.float32) for x in (q, k, v)]
   expected_y, expected_vjp = jax.vjp(reference, *wide)
-  found = (y, *vjp(dy))
-  for a, b in zip(found, (expected_y, *expected_vjp(dy.astype(jnp.float32))), strict=True):
+  actual = (y, *vjp(dy))
+  for a, b in zip(actual, (expected_y, *expected_vjp(dy.astype(jnp.float32))), strict=True):
     error = np.linalg.norm(a.astype(jnp.float32) - b) / np.linalg.norm(b)
     assert error < 2**-6, error

@@ -103,9 +103,9 @@ def test_fsdp_is_offered_first_for_a_large_state():
 
 
 def test_a_smaller_eval_batch_size_is_offered_during_evaluation():
-  found = choices(run(), during="the evaluation after step 4")
-  assert found[0] == "--config.eval_batch_size"
-  assert "--config.batch_size" not in found
+  offered = choices(run(), during="the evaluation after step 4")
+  assert offered[0] == "--config.eval_batch_size"
+  assert "--config.batch_size" not in offered
 
 
 def test_mem_fraction_is_offered_unless_it_is_set(monkeypatch):

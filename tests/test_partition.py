@@ -106,12 +106,12 @@ def test_a_sharded_array_is_quantized_with_the_scale_of_the_whole(kind, spec, fo
   with jax.set_mesh(mesh):
     run = jax.jit(lambda x: getattr(on_shards(), form)(x, fmt))
     compiled = run.lower(split).compile()
-    found = compiled(split)
+    actual = compiled(split)
   # Compiled as well: XLA may round a constant times a number differently when it is not.
   expected = jax.jit(lambda x: DEFINITIONS[form](x, fmt))(x)
-  assert_same(jax.tree.map(np.asarray, found), expected)
+  assert_same(jax.tree.map(np.asarray, actual), expected)
   assert "all-gather" not in compiled.as_text()
-  values = jax.tree.leaves(found)[0]
+  values = jax.tree.leaves(actual)[0]
   assert not values.is_fully_replicated
 
 

@@ -68,12 +68,12 @@ def test_the_two_linears_of_an_mlp_can_have_different_recipes(pair):
     h = nn.gelu(quantized_dot(n, w1, pair[0]), approximate=False)
     return x + quantized_dot(h, w2, pair[1])
 
-  found, expected = (
+  actual, expected = (
     jax.jit(lambda *a, f=f: (lambda y, back: (y, back(dy)))(*jax.vjp(f, *a)))(x, w1, w2)
     for f in (ours, apart)
   )
   # Rounding to 8 bits of what is summed in another order; switchback_m's dw sees rounded inputs.
-  assert_close(found, expected, 2e-2)
+  assert_close(actual, expected, 2e-2)
 
 
 def test_quantize_weights_follows_the_rules():
@@ -95,9 +95,9 @@ def test_gather_parameters_follows_the_rules():
   gather = functools.partial(gather_parameters, options=BlockOptions(recipe=rules), mesh=mesh)
   specs = parameter_specs(params, mesh)
   run = jax.shard_map(gather, mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=False)
-  found = jax.eval_shape(run, params)
-  assert set(found["quantized"]["image"]["blocks"]) == {"qkv", "out", "fc2"}
-  shapes = jax.tree.map(lambda leaf: leaf.shape, (found["params"], params))
+  gathered = jax.eval_shape(run, params)
+  assert set(gathered["quantized"]["image"]["blocks"]) == {"qkv", "out", "fc2"}
+  shapes = jax.tree.map(lambda leaf: leaf.shape, (gathered["params"], params))
   assert shapes[0] == shapes[1]
 
 

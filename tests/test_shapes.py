@@ -51,10 +51,10 @@ from PIL import Image
 from train.datasets.shapes import Shapes
 builder = Shapes(config="tiny", data_dir=sys.argv[1])
 builder.download_and_prepare(file_format="array_record")
-found = [builder.as_data_source("train")[i] for i in range(8)]
+examples = [builder.as_data_source("train")[i] for i in range(8)]
 assert "tensorflow" not in sys.modules
-pixels = hashlib.sha256(b"".join(e["image"].tobytes() for e in found)).hexdigest()
-print(json.dumps([pixels, [c.decode() for e in found for c in e["captions"]]]))
+pixels = hashlib.sha256(b"".join(e["image"].tobytes() for e in examples)).hexdigest()
+print(json.dumps([pixels, [c.decode() for e in examples for c in e["captions"]]]))
 """
   outputs = []
   for seed in ("1", "2"):
@@ -71,8 +71,8 @@ print(json.dumps([pixels, [c.decode() for e in found for c in e["captions"]]]))
 
 def test_captions_equal_those_of_version_1(builder):
   """What the random numbers become must not change without a new version."""
-  found = itertools.islice(builder._generate_examples("train"), 100)
-  captions = "\n".join(caption for _, example in found for caption in example["captions"])
+  examples = itertools.islice(builder._generate_examples("train"), 100)
+  captions = "\n".join(caption for _, example in examples for caption in example["captions"])
   assert hashlib.sha256(captions.encode()).hexdigest()[:16] == "470882e3fc6d7ecb"
 
 
@@ -110,9 +110,11 @@ def test_train_and_val_have_one_object_or_two(examples):
 
 def test_every_caption_names_the_objects(examples):
   for record in examples["train"] + examples["val"] + examples["test"]:
-    found = texts(record)
-    assert len(set(found)) == 5
-    named = [{word for word in caption.split() if word in (*COLOURS, *SHAPES)} for caption in found]
+    captions = texts(record)
+    assert len(set(captions)) == 5
+    named = [
+      {word for word in caption.split() if word in (*COLOURS, *SHAPES)} for caption in captions
+    ]
     assert all(words == named[0] for words in named)
     if record["label"] >= 0:
       assert named[0] == set(CLASSES[record["label"]].split())

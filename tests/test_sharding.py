@@ -54,8 +54,8 @@ def test_a_mesh_that_does_not_use_all_devices_is_an_error(config):
 
 
 def test_every_parameter_has_a_rule_and_only_large_ones_are_split(state):
-  found = specs(parameter_shardings(state.params, make_mesh(MeshConfig(data=2, fsdp=4))))
-  for name, spec in found.items():
+  parameter_specs = specs(parameter_shardings(state.params, make_mesh(MeshConfig(data=2, fsdp=4))))
+  for name, spec in parameter_specs.items():
     large = name.endswith(("kernel", "proj", "token_embedding/embedding"))
     assert ("fsdp" in spec) == large, name
 
@@ -101,10 +101,12 @@ def test_an_8_bit_state_is_sharded_as_its_parameters(state):
     scale = jax.ShapeDtypeStruct((*leaf.shape[:-1], 1), jnp.float32)
     return Quantized(jax.ShapeDtypeStruct(leaf.shape, jnp.int8), scale, rowwise)
 
-  found = specs(state_shardings({"mu": jax.tree.map(rounded, state.params)}, state.params, mesh))
+  state_specs = specs(
+    state_shardings({"mu": jax.tree.map(rounded, state.params)}, state.params, mesh)
+  )
   for name, spec in specs(parameter_shardings(state.params, mesh)).items():
-    assert found[f"mu/{name}/values"] == spec, name
-    assert found[f"mu/{name}/scale"] == PartitionSpec(*(*spec[:-1], None)[: len(spec)]), name
+    assert state_specs[f"mu/{name}/values"] == spec, name
+    assert state_specs[f"mu/{name}/scale"] == PartitionSpec(*(*spec[:-1], None)[: len(spec)]), name
 
 
 @pytest.mark.parametrize(

@@ -96,12 +96,12 @@ def test_tokens_sharded_over_devices_are_not_moved():
 
 def test_within_shard_map_num_splits_ignores_the_device_count(h200, monkeypatch):
   monkeypatch.setattr(jax, "device_count", lambda: 5)
-  found = []
+  splits = []
 
   def local(x):
-    found.append(num_splits(66048, 1280, 5120))
+    splits.append(num_splits(66048, 1280, 5120))
     return x
 
   everywhere, mesh = jax.sharding.PartitionSpec(), jax.make_mesh((8,), ("data",))
   jax.shard_map(local, mesh=mesh, in_specs=everywhere, out_specs=everywhere)(jnp.zeros(8))
-  assert found == [2]
+  assert splits == [2]

@@ -154,8 +154,8 @@ def test_shifting_by_the_largest_logits_gives_the_same_sums(devices, monkeypatch
 )
 def test_a_shift_fits_only_where_all_pairs_are_in_range(scale, sign, fits):
   image, _ = features(8)
-  shift, found = tiled_loss._shift(image, sign * image, jnp.float32(scale), ())
-  assert bool(found) == fits
+  shift, is_in_range = tiled_loss._shift(image, sign * image, jnp.float32(scale), ())
+  assert bool(is_in_range) == fits
   assert scale - shift <= tiled_loss._HIGHEST + 1e-6 * scale
 
 

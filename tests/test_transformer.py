@@ -78,8 +78,10 @@ def test_padding_tokens_change_nothing(monkeypatch, scan, block):
   run = functools.partial(value_and_image_gradient, model)
   expected = compiled(lambda params: run(params))(params)
   monkeypatch.setattr(sbjax.models.transformer, "length_for", lambda length, *_: length + 3)
-  found = compiled(lambda params: run(params))(params)  # Traced anew, so a second function.
-  jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), found, expected)
+  padded = compiled(lambda params: run(params))(params)  # Traced anew, so a second function.
+  jax.tree.map(
+    functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), padded, expected
+  )
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -276,7 +278,7 @@ def test_batch_over_a_mesh_moves_no_activation_between_devices():
 
 def test_quantize_weights_accepts_a_recipe_name_and_refuses_unknown_layers():
   params = {"image": {"block_0": {"fc1": {"kernel": jnp.ones((16, 16))}}}}
-  found, expected = (quantize_weights(params, r) for r in ("switchback", RECIPES["switchback"]))
-  jax.tree.map(np.testing.assert_array_equal, found, expected)
+  by_name, expected = (quantize_weights(params, r) for r in ("switchback", RECIPES["switchback"]))
+  jax.tree.map(np.testing.assert_array_equal, by_name, expected)
   with pytest.raises(ValueError, match="No kernel of qkv, out, fc1, fc2"):
     quantize_weights({"Dense_0": {"kernel": jnp.ones((16, 16))}}, "switchback")

@@ -92,8 +92,8 @@ def test_images_keep_their_bytes_and_captions_their_order(config, folder):
     ],
   )
   builder = prepare(config)
-  found = records(builder)
-  assert [r["image"] for r in found] == [images[k] for k in ("jpeg", "png", "webp", "jpeg", "jpeg")]
+  rows = records(builder)
+  assert [r["image"] for r in rows] == [images[k] for k in ("jpeg", "png", "webp", "jpeg", "jpeg")]
   assert captions(builder) == [
     ["one caption"],
     ["first", "second"],
@@ -152,9 +152,9 @@ def test_a_truncated_shard_gives_the_samples_before_the_cut(config, folder, comp
   whole = path.read_bytes()
   path.write_bytes(whole[: len(whole) // 2])
   builder = prepare(config)
-  found = captions(builder)
-  assert found == [[str(i)] for i in range(len(found))]
-  assert 8 <= len(found) <= 12
+  texts = captions(builder)
+  assert texts == [[str(i)] for i in range(len(texts))]
+  assert 8 <= len(texts) <= 12
   assert builder.info.metadata["damaged"] == [path.name]
 
 
@@ -171,11 +171,11 @@ def test_every_complete_member_of_a_cut_shard_is_used(tmp_path, cut, whole):
   members = [("0.jpg", b"A"), ("0.txt", b"a"), ("1.jpg", b"B"), ("1.txt", b"b")]
   write_shard(path, members)
   path.write_bytes(path.read_bytes()[: 2048 + cut])
-  found, shard = [], tar_shards.samples(str(path))
+  read, shard = [], tar_shards.samples(str(path))
   with pytest.raises(tar_shards.DamagedShard, match=r"a\.tar"):
     for sample in shard:
-      found += sample.items()
-  assert found == [(name[2:], content) for name, content in members[:whole]]
+      read += sample.items()
+  assert read == [(name[2:], content) for name, content in members[:whole]]
 
 
 def test_a_damaged_shard_among_whole_ones_is_named(config, folder):
@@ -320,8 +320,8 @@ def test_a_full_disk_is_an_os_error_with_the_directory(config, folder, monkeypat
 def test_braces_expand_as_in_a_shell(tmp_path):
   for name in ("a-08", "a-09", "a-10", "b-x", "b-y", "c"):
     (tmp_path / f"{name}.tar").touch()
-  found = tar_shards.expand(str(tmp_path / "{a-{08..10},b-{x,z}}.tar"))
-  assert [os.path.basename(path) for path in found] == [
+  paths = tar_shards.expand(str(tmp_path / "{a-{08..10},b-{x,z}}.tar"))
+  assert [os.path.basename(path) for path in paths] == [
     "a-08.tar",
     "a-09.tar",
     "a-10.tar",

@@ -22,20 +22,20 @@ KS = (1, 5, 10)
 
 def naive_recall(image_features, text_features, owners, ks=KS):
   """Query by query, as it is defined; of equal candidates the first is nearer."""
-  found = {}
+  scores = {}
   similarity = image_features @ text_features.T
   for k in ks:
     hits = [
       any(owners[m] == n for m in np.argsort(-similarity[n], kind="stable")[:k])
       for n in range(len(image_features))
     ]
-    found[f"image_to_text_recall@{k}"] = np.mean(hits)
+    scores[f"image_to_text_recall@{k}"] = np.mean(hits)
     hits = [
       owners[m] in np.argsort(-similarity[:, m], kind="stable")[:k]
       for m in range(len(text_features))
     ]
-    found[f"text_to_image_recall@{k}"] = np.mean(hits)
-  return found
+    scores[f"text_to_image_recall@{k}"] = np.mean(hits)
+  return scores
 
 
 def integers(*shape, seed=0):
@@ -245,9 +245,9 @@ def test_only_metrics_that_the_data_support_are_measured(examples):
     return set(evaluate(fake, None, tokenize, batches, batch_size=4, **changes))
 
   classes = {"class_names": NAMES, "templates": TEMPLATES}
-  found = {f"{way}_recall@{k}" for way in ("image_to_text", "text_to_image") for k in KS}
-  assert metrics() == found
-  assert metrics(**classes) == found | {"zero_shot_top1"}
+  recalls = {f"{way}_recall@{k}" for way in ("image_to_text", "text_to_image") for k in KS}
+  assert metrics() == recalls
+  assert metrics(**classes) == recalls | {"zero_shot_top1"}
   assert metrics(**classes, retrieval=False) == {"zero_shot_top1"}
   assert metrics(examples={"captions": [[]] * 11}, **classes) == {"zero_shot_top1"}
   with pytest.raises(ValueError, match="split is empty"):

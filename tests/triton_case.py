@@ -1,4 +1,4 @@
-"""Triton kernels without a GPU: run in Triton's interpreter, or compiled to machine code."""
+"""Triton kernels without a GPU: interpreted, or compiled to machine code."""
 
 import contextlib
 import dataclasses
@@ -24,7 +24,7 @@ SHARED_BYTES = {80: 166_912, 89: 101_376, 90: 232_448}  # The limit of a thread 
 
 @functools.cache
 def interpreted(name):
-  """A second copy of sbjax.pallas.<name> with kernels that are interpreted on numpy arrays."""
+  """A second copy of sbjax.pallas.<name> whose kernels are interpreted on numpy arrays."""
   pytest.importorskip("triton", reason="the extra `aot` is not installed")
   from triton.runtime import interpreter
 
