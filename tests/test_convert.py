@@ -29,7 +29,7 @@ OPEN_CLIP_NAMES = {
 
 
 def random_params(**options):
-  """Nothing zero or one, nothing symmetric."""
+  """Random parameters, none zero, one or symmetric."""
   image = jax.ShapeDtypeStruct((1, 16, 16, 3), jnp.float32)
   text = jax.ShapeDtypeStruct((1, 8), jnp.int32)
   init = CLIP(MICRO, BlockOptions(**options)).init
@@ -39,7 +39,7 @@ def random_params(**options):
 
 
 def micro_open_clip(open_clip, **block):
-  """open_clip's model of MICRO's sizes."""
+  """open_clip's model with the sizes of MICRO."""
   vision, text = MICRO.vision, MICRO.text
   return open_clip.model.CLIP(
     MICRO.embed_dim,
@@ -160,7 +160,7 @@ def test_sizes_equal_open_clip_s(size):
 
 @pytest.mark.interop
 def test_initial_parameters_are_distributed_as_open_clip_s():
-  """The same mean and deviation for every tensor, within six standard errors of two samples."""
+  """Means and deviations of every tensor agree within six standard errors of two samples."""
   open_clip = import_open_clip()
   config = dataclasses.replace(MICRO, vision=dataclasses.replace(MICRO.vision, width=144))
   image, text = jnp.zeros((1, 16, 16, 3)), jnp.zeros((1, 8), jnp.int32)

@@ -1,4 +1,4 @@
-"""The stream of batches: what it holds, that it resumes, and what is said when it cannot be."""
+"""The stream of batches: its contents, how it resumes, and its errors."""
 
 import contextlib
 import dataclasses
@@ -29,7 +29,7 @@ def data_dir(tmp_path_factory):
 
 @pytest.fixture
 def config(data_dir):
-  """80 steps of 24 are 8 epochs of the 240 examples of shapes/tiny."""
+  """80 batches of 24 are 8 epochs of the 240 examples of shapes/tiny."""
   data_config = DataConfig(name="shapes/tiny", data_dir=data_dir, label_key="label", prefetch=2)
   return Config(model=ModelConfig(size="test"), data=data_config, batch_size=24, seed=3)
 
@@ -76,7 +76,7 @@ def assert_equal(left, right):
 
 @dataclasses.dataclass
 class Keys:
-  """Stands for a data set of `count` examples that can be told apart: image i is all i."""
+  """A fake data set of `count` distinct examples: every pixel of image i is i."""
 
   count: int
 
@@ -108,7 +108,7 @@ def _png(array):
 
 @pytest.fixture
 def keys(config, tokenizer):
-  """keys(steps, **kwargs): for each step which of 48 examples the batch holds."""
+  """keys(steps, **kwargs): for each step the indices of the batch, out of 48 examples."""
   config.data.label_key = ""
 
   def make(steps, builder=None, **kwargs):
@@ -189,7 +189,7 @@ def test_resuming_gives_bit_equal_batches(stream, at):
   iterator = stream()
   take(iterator, at)
   state = json.loads(json.dumps(iterator.get_state()))
-  take(iterator, 2)  # What came after the checkpoint is made again.
+  take(iterator, 2)  # Batches after the checkpoint are repeated.
   resumed = stream()
   resumed.set_state(state)
   assert_equal(take(resumed, 14 - at), whole[at:])
@@ -211,7 +211,7 @@ def test_worker_processes_change_neither_batches_nor_state(stream, config):
 
 
 class Photos(Keys):
-  """JPEGs of noise, of which a batch takes crops."""
+  """A fake data set of noisy JPEGs, large enough to crop."""
 
   def image(self, i):
     file = io.BytesIO()

@@ -1,4 +1,4 @@
-"""The documentation: its Python runs, its links lead somewhere, and README stays short."""
+"""The documentation: its Python runs, its links resolve, and README stays short."""
 
 import doctest
 import pathlib
@@ -32,7 +32,7 @@ def with_blocks(language):
 
 @pytest.fixture(autouse=True)
 def as_a_user_has_it(strict_jax):
-  """JAX's own defaults: a page must not need the tests' strictness."""
+  """JAX's own defaults, as users have them: pages run without the tests' strict settings."""
   with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
     yield
 
@@ -64,7 +64,7 @@ def test_the_example_of_a_public_name_prints_the_shown_output(name):
 
 
 def anchors(page):
-  """What GitHub and MyST call the headings of a page."""
+  """The anchors that GitHub and MyST give to the headings of a page."""
   headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
   return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

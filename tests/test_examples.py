@@ -1,4 +1,4 @@
-"""The programs of examples/ run as a user runs them, and their losses fall."""
+"""The programs of examples/ run as a user runs them, and print their losses."""
 
 import os
 import pathlib

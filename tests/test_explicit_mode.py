@@ -1,4 +1,4 @@
-"""Flax's layers on an explicit mesh, whose types say how arrays are split: values and shardings."""
+"""Values and shardings of Flax's layers on an explicit mesh, where types have shardings."""
 
 import functools
 import importlib
@@ -27,21 +27,21 @@ def attention(dot):
   return nn.MultiHeadDotProductAttention(4, qkv_dot_general=dot, out_dot_general=dot)
 
 
-# name: (shape of x, layer, how x is split, how its kernels are); Flax takes them all.
+# name: (shape of x, layer, spec of x, spec of its kernels); Flax's own layers accept them all.
 LAYERS = {
   "dense": ((8, 4, 16), dense(32), P("data"), HEADS),
   "to heads": ((8, 4, 16), dense((4, 16)), P("data"), P()),
   "to split heads": ((8, 4, 16), dense((4, 16)), P("data"), HEADS),
   "from heads": ((8, 4, 2, 8), dense(16, axis=(-2, -1)), P("data"), P()),
   "split tokens": ((8, 4, 16), dense((4, 16)), P("data", "model"), P()),
-  "tokens alone": ((8, 4, 16), dense((4, 16)), P(None, "model"), P()),
+  "only tokens": ((8, 4, 16), dense((4, 16)), P(None, "model"), P()),
   "middle axis": ((8, 16, 4), dense((4, 16), axis=1), P("data"), HEADS),
   "attention": ((8, 4, 16), attention, P(("data", "model")), P()),
 }
 
 
 def gradients(layer, variables, x):
-  """y, and the gradients of its squares' sum."""
+  """y, and the gradients of the sum of its squares."""
 
   def loss(variables, x):
     y = layer.apply(variables, x)

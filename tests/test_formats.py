@@ -1,4 +1,4 @@
-"""The 8-bit formats."""
+"""The 8-bit formats: largest values, accumulators and accepted names."""
 
 import jax.numpy as jnp
 import ml_dtypes

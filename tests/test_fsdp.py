@@ -1,4 +1,4 @@
-"""Weights that devices share, gathered in 8 bits: the numbers of one device, in few bytes."""
+"""Weights sharded over devices and gathered in 8 bits: the numbers of one device, in few bytes."""
 
 import functools
 import re
@@ -24,14 +24,14 @@ def case():
 
 
 def on_devices(function, in_specs, out_specs, **options):
-  """A function jitted over 2 x 4 devices, the weight's rows split over the four."""
+  """A function jitted in a shard_map over 2 x 4 devices."""
   return jax.jit(
     jax.shard_map(function, mesh=make_mesh(), in_specs=in_specs, out_specs=out_specs, **options)
   )
 
 
 def gradients(recipe, check_vma=False, **options):
-  """dx and dw of a linear layer: of one device, and of eight."""
+  """(dx, dw) of a linear layer on one device, those on eight, and the program of the eight."""
 
   def layer(x, kernel):
     return quantized_dot(x, kernel, recipe)
@@ -70,7 +70,7 @@ def test_gradients_of_eight_devices_equal_those_of_one(name):
   for a, b in zip(many, one, strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
   gathered = re.findall(r'"stablehlo.all_gather".*? -> tensor<(\w+)>', text)
-  # One scale serves w and w.T, two sets of scales take two gathers, and one of row scales.
+  # A single scale serves w and w.T. Row scales need two gathers of values and one of scales.
   expected = {"full": [f"{K}x{N}xf32"], "switchback_q": [f"{K}x1xf32", *[f"{K}x{N}xi8"] * 2]}
   assert sorted(gathered) == expected.get(name, [f"{K}x{N}xi8"])
 

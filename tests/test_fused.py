@@ -1,4 +1,4 @@
-"""Layer norm and GELU fused with their matmuls: the same layers, made in fewer pieces."""
+"""Layer norm and GELU fused with their matmuls equal the unfused layers."""
 
 import functools
 
@@ -33,7 +33,7 @@ def make(dtype="float32"):
   w1, w2 = normal((WIDTH, HIDDEN), seed=3) / 7, normal((HIDDEN, WIDTH), seed=4) / 9
   b1, b2 = normal((HIDDEN,), seed=5) / 2, normal((WIDTH,), seed=6) / 2
   x, dx = (normal((*ROWS, WIDTH), dtype, seed) for seed in (7, 8))
-  dy = normal((*ROWS, HIDDEN), dtype, 9)  # As much of it as there is of y.
+  dy = normal((*ROWS, HIDDEN), dtype, 9)  # Callers take as many columns as y has.
   return x * 3 + 1, (dx, dy), (norm, w1, b1, w2, b2)
 
 
@@ -73,7 +73,7 @@ def _results(function, recipe, x, gradients, parameters):
 
 
 def output_and_gradients(function, dy, *arguments):
-  """y, and what dy makes of it: the gradients of the arguments."""
+  """y, and the gradients of the arguments for dy."""
 
   @compiled
   def run(dy, *arguments):
@@ -108,8 +108,8 @@ def test_every_recipe_fused_equals_unfused_to_rounding(pair, name):
   fused, plain, count = PAIRS[pair]
   x, gradients, parameters = make()
   arguments = x, gradients, parameters[:count], RECIPES[name]
-  # In float32 a quantizer sees what it sees unfused, but for last bits that turn a few roundings;
-  # only where residuals are 8-bit is something else rounded: GELU's input, not its output.
+  # In float32 quantizers see the unfused values, but for last bits that flip a few roundings. Only
+  # with 8-bit saved arrays another array is rounded: GELU's input, not its output.
   rtol = {"switchback_m": 2e-2}.get(name, 1.2e-2 if "fp8" in name else 4e-3)
   assert_near(results(fused, *arguments), results(plain, *arguments), rtol)
 
@@ -200,7 +200,7 @@ def test_outputs_are_column_slices_of_the_single_output(name, quantized, biased)
     (lambda y, vjp: (y, *vjp(dy)))(*jax.vjp(function, x, norm, w, b)) for function in (parts, whole)
   )
   for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-    if a.dtype != jax.dtypes.float0:  # Of a QuantizedWeight's 8 bits.
+    if a.dtype != jax.dtypes.float0:  # The 8-bit values of a QuantizedWeight have no gradient.
       np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
@@ -216,7 +216,7 @@ def test_a_quantized_weight_passes_its_gradient_only_to_the_master():
 
 
 def test_an_mlp_saves_x_and_the_gelu_input_for_backward():
-  """x and GELU's input; of the latter 8 bits with switchback_m; never layer norm's or GELU's."""
+  """GELU's input has 8 bits with switchback_m. Outputs of layer norm and GELU are never saved."""
   x, _, parameters = make("bfloat16")
   kept = {}
   for name in ("switchback", "switchback_m"):

@@ -1,4 +1,4 @@
-"""What only an NVIDIA GPU can show: JAX_PLATFORMS=cuda,cpu python -m pytest tests/test_gpu.py"""
+"""Tests that need an NVIDIA GPU: JAX_PLATFORMS=cuda,cpu python -m pytest tests/test_gpu.py"""
 
 import functools
 import os
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 
 OUT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
-# How many random shapes the kernels are tried on, and from which seed.
+# The number of random shapes for the kernels, and their seed.
 SHAPES, SEED = int(os.environ.get("SBJAX_SHAPES", 12)), int(os.environ.get("SBJAX_SEED", 0))
 
 
@@ -33,13 +33,13 @@ def backend(request):
 
 
 def on_cpu(function, *args):
-  """What the definition gives, compiled for the CPU: XLA's divisions on a GPU are not exact."""
+  """The function's result, compiled for the CPU: XLA's divisions on a GPU are not exact."""
   with jax.default_device(jax.devices("cpu")[0]):
     return jax.jit(function)(*jax.tree.map(np.asarray, args))
 
 
 def some_shapes(n=SHAPES):
-  """M of any kind; N and K in sixteens, mostly not in more."""
+  """Random shapes: any M; N and K are multiples of 16, mostly of no larger power of two."""
   pick = random.Random(SEED)
   return [
     (pick.choice([pick.randint(1, 300), pick.randint(1, 5000)]),
@@ -60,7 +60,7 @@ def test_every_tuned_tile_config_multiplies_as_the_definition_does(config, shape
     get_backend("mosaic")
   except NotImplementedError as reason:
     pytest.skip(str(reason))
-  # With few SMs each has several blocks.
+  # With only 4 SMs each computes several blocks.
   options = {"config": config, "num_sms": 4}
   check_products(functools.partial(scaled_matmul_sm90.scaled_matmul, **options), shape)
 
@@ -72,7 +72,7 @@ def drawn_operand(numbers, rows, k, spec, exact):
 
 
 def check_products(ours, shape):
-  """int8 and fp8, with a bias and a residual or without, as drawn."""
+  """Compares products in int8 and fp8, with or without a bias and a residual, with XLA's."""
   m, n, k = shape
   pick, numbers = random.Random(str(shape)), np.random.default_rng(k)
   for dtypes in ((INT8, INT8), (pick.choice([E4M3, E5M2]), pick.choice([E4M3, E5M2]))):
@@ -96,8 +96,8 @@ def check_products(ours, shape):
 
 @pytest.mark.parametrize("k", [1024, 4096, 16384])
 def test_fp8_sums_of_one_sign_lose_at_most_k_over_2_to_the_15(backend, k):
-  # A product is cut off below 2^-13 of the sum so far, always to the same side here: in the mean by
-  # half of that, and the sum so far is half of the last one.
+  # A tensor core truncates each product below 2^-13 of the partial sum. Here all errors have one
+  # sign: half of that on average, and partial sums are on average half of the total.
   lhs, rhs = (
     Quantized(jnp.abs(quantize(x, Spec(E4M3, "rowwise")).values.astype(jnp.float32)).astype(E4M3),
               jnp.ones((1, 1)), Spec(E4M3, "tensorwise"))
@@ -111,9 +111,9 @@ def test_fp8_sums_of_one_sign_lose_at_most_k_over_2_to_the_15(backend, k):
 
 
 def scales(numbers, rows, exact):
-  """[rows, 1]; powers of two where a product and a sum might be rounded together.
+  """[rows, 1]; powers of two (`exact`) where a product and a sum might be rounded together.
 
-  So small that sums are no infinities in float16.
+  Small enough that sums are finite in float16.
   """
   drawn = numbers.uniform(0.5, 1, (rows, 1))
   return (np.exp2(np.round(8 * drawn - 13)) if exact else drawn / 16).astype(np.float32)
@@ -166,7 +166,7 @@ def test_fused_row_kernels_equal_the_definition_to_rounding(backend, shape):
 
 
 def assert_rounded_alike(a, b, name):
-  """8-bit values may differ by a step where sums in another order fall on the other side."""
+  """8-bit values may differ by a step where the order of a sum changes a rounding."""
   if a.dtype.itemsize == 1:
     steps = np.abs(a.view(np.int8).astype(int) - b.view(np.int8).astype(int))
     assert steps.max() <= 1 and np.mean(steps > 0) < 0.01, name

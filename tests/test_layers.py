@@ -1,4 +1,4 @@
-"""SwitchBackDense and SwitchBackLinear are Flax's own layers but for the three products."""
+"""SwitchBackDense and SwitchBackLinear equal Flax's own layers except for the three products."""
 
 import functools
 
@@ -19,7 +19,7 @@ either_dtype = pytest.mark.parametrize("dtype", [None, "float32", "bfloat16"])
 
 
 def shapes(module, *args, **kwargs):
-  """The variables a linen module would make."""
+  """The shapes of a linen module's variables."""
   return jax.eval_shape(functools.partial(module.init, **kwargs), jax.random.key(0), *args)
 
 
@@ -66,7 +66,7 @@ def test_full_dense_in_bfloat16_equals_nn_dense_but_sums_gradients_in_float32():
   actual = linen(SwitchBackDense(8, recipe=FULL, dtype="bfloat16"), x)
   expected = linen(nn.Dense(8, dtype="bfloat16"), x)
   np.testing.assert_array_equal(actual[0], expected[0])
-  assert_close(actual, expected, 2**-6)  # nn.Dense's are sums of bfloat16.
+  assert_close(actual, expected, 2**-6)  # nn.Dense sums gradients in bfloat16.
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_dense_equals_the_reference_linear_layer_with_a_bias(name, dtype):
   actual_y, actual, actual_dx = run(variables, x, dy)
   kernel, bias = variables["params"]["kernel"], variables["params"]["bias"]
   y, dx, dw = reference.linear(name, x, kernel, dy)
-  # Of recipe "full" the bias is cast to the compute dtype, and so is the sum.
+  # With recipe "full" the bias is cast to the compute dtype, and so is the sum.
   added = reference.UNIT[dtype] * (np.abs(y.value) + 2 * np.abs(bias))
   reference.assert_within(actual_y, reference.Product(y.value + bias, y.error + 1.01 * added))
   reference.assert_within(actual_dx, dx)

@@ -1,4 +1,4 @@
-"""The loop around a step: traces, limits, memory, other meshes. Steps are tests/test_step.py's."""
+"""The loop around a step: traces, limits, memory, other meshes. tests/test_step.py tests steps."""
 
 import gzip
 import json
@@ -38,7 +38,7 @@ class Impatient(loop.Watchdog):
 def hang():
   while not (workdir / "checkpoints" / "2").exists():
     time.sleep(0.1)
-  Impatient.watchdog._wait.ticks = 10**6  # As if all these seconds were over.
+  Impatient.watchdog._wait.ticks = 10**6  # Simulates a wait beyond the limit.
   threading.Event().wait()
 
 def hanging_source(iterator, put, size, whole=data.prefetch_to_device):
@@ -59,7 +59,7 @@ def data_dir(tmp_path_factory):
 
 @pytest.fixture
 def train(monkeypatch, data_dir):
-  """Runs the loop: on as many devices, with these fields."""
+  """train(workdir, devices, **options) runs the loop and returns its records."""
   loop_case.replace_model(monkeypatch.setattr)
   all_devices = jax.devices()
 
@@ -78,7 +78,7 @@ def final_state(workdir, step=4) -> list[np.ndarray]:
 
 @pytest.fixture(scope="module")
 def whole(data_dir, tmp_path_factory):
-  """The workdir of a run on one device that nothing interrupted."""
+  """The workdir of an uninterrupted run on one device."""
   workdir = tmp_path_factory.mktemp("whole")
   with pytest.MonkeyPatch.context() as patch:
     loop_case.replace_model(patch.setattr)
@@ -94,7 +94,7 @@ def test_a_run_continued_on_other_meshes_is_bit_equal(train, whole, tmp_path, ca
   train(tmp_path, 1, steps=3)
   records = train(tmp_path, 8, steps=4, **{"mesh.data": 2, "mesh.fsdp": 4})
   assert re.findall(r"after step (\d) of", capfd.readouterr().out) == ["1", "2", "3"]
-  # The loss is a sum over the batch: the same batches came, in the same order.
+  # The loss is a sum over the batch: equal losses mean equal batches in the same order.
   losses = [r["loss"] for r in records if "loss" in r]
   assert losses == [r["loss"] for r in loop_case.records(whole) if "loss" in r]
   for there, here in zip(final_state(tmp_path), final_state(whole), strict=True):

@@ -13,7 +13,7 @@ BATCH, WIDTH = 16, 12
 def features(seed=0, batch=BATCH):
   rng = np.random.default_rng(seed)
   x = rng.normal(size=(2, batch, WIDTH)).astype(np.float32)
-  x[1] += x[0]  # Pairs that belong together.
+  x[1] += x[0]  # A text is similar to its image.
   return x / np.linalg.norm(x, axis=-1, keepdims=True)
 
 

@@ -1,4 +1,4 @@
-"""The training program as its users start it: it runs, is killed, resumes, and fails clearly."""
+"""The training program as users start it: it runs, resumes after a kill, and reports errors."""
 
 import functools
 import json
@@ -36,7 +36,7 @@ SMALL = {
 
 
 class Program:
-  """Starts the program on small data, with what it compiled before."""
+  """Starts the program on small data with a shared compilation cache."""
 
   def __init__(self, shared: Path):
     self.data_dir = shared / "data"
@@ -86,7 +86,7 @@ def program(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(program, tmp_path_factory):
-  """The workdir of a run that nothing interrupted."""
+  """The workdir and output of an uninterrupted run."""
   workdir = tmp_path_factory.mktemp("whole")
   code, out, err = program.run(workdir)
   assert code == 0, err

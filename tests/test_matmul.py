@@ -15,7 +15,7 @@ jitted = jax.jit(scaled_matmul, static_argnums=2)
 
 
 def operand(seed, rows, k, fmt="int8", shares="row"):
-  """A quantized [rows, k] whose scales are powers of two, each row's its own."""
+  """A quantized [rows, k] whose scales are distinct powers of two."""
   a = np.random.default_rng(seed).normal(size=(rows, k))
   values, scale = reference.rounded(a, fmt, 1 if shares == "row" else None)
   spec = Spec(values.dtype, "rowwise" if shares == "row" else "tensorwise")
@@ -28,7 +28,7 @@ def float64(q):
 
 @pytest.mark.parametrize("shares", ["row", "tensor"])
 def test_int8_products_are_exact(shares):
-  # Sums below 2**24 and scales that are powers of two: not one rounding anywhere.
+  # Sums are below 2**24 and scales are powers of two: nothing is rounded.
   lhs, rhs = operand(0, 7, 100), operand(1, 5, 100, "int8", shares)
   for function in (scaled_matmul, jitted):
     y = function(lhs, rhs, jnp.float32)

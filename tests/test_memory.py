@@ -1,4 +1,4 @@
-"""A device without room: it is recognized, its bytes are read, and what takes less is named."""
+"""Out-of-memory errors: recognized, parsed, and answered with options that need less memory."""
 
 import re
 from types import SimpleNamespace
@@ -35,7 +35,7 @@ def device(kind="NVIDIA H200", platform="gpu", **stats):
 
 
 def run(devices=8, fsdp=1, batch_size=64, width=1000, **fields):
-  """As much of a Run as memory depends on: `width`**2 parameters and two moments of each."""
+  """The parts of a Run that memory depends on: `width`**2 parameters and two moments of each."""
   mesh = make_mesh(MeshConfig(fsdp=fsdp), jax.devices()[:devices])
   sharding = jax.sharding.NamedSharding(mesh, PartitionSpec("fsdp"))
   params = {"kernel": jax.ShapeDtypeStruct((width, width), jnp.float32, sharding=sharding)}
@@ -72,7 +72,7 @@ def test_the_message_gives_sizes_for_each_device():
   text = explain(GPU, run(fsdp=4, batch_size=64, accumulate=2), "step 7", device(**stats))
   assert "(NVIDIA H200), at step 7: 68.7 GB were asked for at once" in text
   assert "JAX may use 100.0 GB there, and 30.0 GB were in use" in text
-  # A quarter of 4 MB of parameters, and of twice that.
+  # A quarter of 4 MB of parameters and of 8 MB of moments.
   assert "1.0 MB of parameters and 2.0 MB of optimizer state" in text and "1.0 MB of grad" in text
   assert "batch_size=64 is 8 images a device, 4 at a time" in text
 
