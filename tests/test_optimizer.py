@@ -50,7 +50,7 @@ def unstack(tree):
 
 
 def clip_parameters(scan):
-  """Shapes of a CLIP's parameters with every option on that adds some."""
+  """Shapes of a CLIP's parameters, with every option that adds parameters."""
   size = dataclasses.replace(
     SIZES["tiny"],
     vision=VisionConfig(image_size=8, patch_size=4, width=16, layers=LAYERS, heads=2),

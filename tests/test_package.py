@@ -1,4 +1,4 @@
-"""What is installed says the same as what is in the checkout."""
+"""The package's metadata agrees with the checkout."""
 
 import pathlib
 import re

@@ -1,6 +1,6 @@
-"""A kernel on a mesh gives what it gives on one device: each device computes on its shard.
+"""A kernel on a mesh gives the numbers of one device: each device computes on its shard.
 
-The kernels here are the definition (`mesh_case`), so that what is tried is only who gets what.
+The kernels here are the definition (`mesh_case`): these tests cover only the partitioning.
 """
 
 import functools
@@ -41,7 +41,7 @@ def operands(rows, k, scaling, seed=0):
   return jax.tree.map(np.asarray, quantize(jnp.asarray(x), Spec(INT8, scaling)))
 
 
-SHARDS = {  # layout of x [64, 128] and w.T [128, 128]: what one device multiplies
+SHARDS = {  # layout: the shards of x [64, 128] and w.T [128, 128] that one device multiplies
   "batch": ((8, 128), (128, 128)),
   "K": ((32, 32), (128, 32)),
   "N": ((32, 128), (32, 128)),
@@ -50,7 +50,7 @@ SHARDS = {  # layout of x [64, 128] and w.T [128, 128]: what one device multipli
 
 
 def product_on_shards(mesh, layout, biased, product):
-  """The arguments laid out, and what multiplies them."""
+  """The sharded arguments, the function that multiplies them, and the expected product."""
   x_spec, w_spec = LAYOUTS[layout]
   k, n = (*w_spec, None, None)[:2]
   lhs, rhs = operands(64, 128, "rowwise"), operands(128, 128, "rowwise" if biased else "tensorwise")
@@ -86,7 +86,7 @@ def test_each_device_multiplies_its_shards_and_gathers_no_activation(kind, layou
     assert_close(y, expected, 2.0**-23)
   else:
     np.testing.assert_array_equal(y, expected)
-  # Only a weight is gathered, in int8, where it is split over the devices that split the batch.
+  # Only a weight split over the batch's devices is gathered, in int8.
   assert gathered(compiled.as_text()) <= ({("s8", 128 * 128)} if layout == "fsdp" else set())
 
 
@@ -107,7 +107,7 @@ def test_a_sharded_array_is_quantized_with_the_scale_of_the_whole(kind, spec, fo
     run = jax.jit(lambda x: getattr(on_shards(), form)(x, fmt))
     compiled = run.lower(split).compile()
     actual = compiled(split)
-  # Compiled as well: XLA may round a constant times a number differently when it is not.
+  # Also compiled: XLA may round a product with a constant differently without compilation.
   expected = jax.jit(lambda x: DEFINITIONS[form](x, fmt))(x)
   assert_same(jax.tree.map(np.asarray, actual), expected)
   assert "all-gather" not in compiled.as_text()
@@ -116,7 +116,7 @@ def test_a_sharded_array_is_quantized_with_the_scale_of_the_whole(kind, spec, fo
 
 
 def make_layer(monkeypatch, name, backend):
-  """y, dx and dw of a layer by a backend, jitted."""
+  """A jitted function that computes y, dx and dw of a layer by a backend."""
 
   @jax.jit
   def layer(x, w, dy):
@@ -137,7 +137,7 @@ def compare(name, split, alone):
   split, alone = jax.tree.map(np.asarray, (split, alone))
   if name in INT8_SUMS:
     assert_same((split.y, split.dx), (alone.y, alone.dx))
-  # bfloat16 results of float32 sums made in another order may differ in their last bit.
+  # A float32 sum in another order may change the last bit of a bfloat16 result.
   assert_close((split.y, split.dx), (alone.y, alone.dx), 2.0**-8)
   assert_close(split.dw, alone.dw, 1e-5)
 
@@ -236,9 +236,9 @@ def test_an_axis_is_split_as_in_the_first_operand_if_its_size_divides():
   assert split(((8, 8), P("data")), ((8, 8), P(("data", "fsdp")))) == {
     "m": ("data",), "n": ("fsdp",)
   }  # fmt: skip
-  # What one operand has whole and the other split is split in both.
+  # An axis that only one operand splits is split in both.
   assert split(((8, 8), P()), ((8, 8), P(None, "data"))) == {"k": ("data",)}
-  # A size that does not divide, or not into sixteens.
+  # Sizes that the devices do not divide, or not into multiples of 16.
   assert split(((6, 8), P("fsdp")), ((8, 8), P())) == {}
   assert split(((8, 48), P(None, "data")), ((8, 48), P()), multiple_of_16=["k"]) == {}
   assert split(((8, 64), P(None, "data")), ((8, 64), P()), multiple_of_16=["k"]) == {"k": ("data",)}

@@ -1,4 +1,4 @@
-"""Predictions: a measured size gives its figure, others lie between, and a guess says so."""
+"""Predictions: measured sizes give their figures, others are interpolated, guesses say so."""
 
 import json
 
@@ -17,7 +17,7 @@ def h200():
 
 
 def gains(chip, h200, *args):
-  """The linear layer's, the MLP's and the step's."""
+  """Estimates for the linear layer, the MLP and the step."""
   return list(predict.predict(chip, h200, *args).values())
 
 
@@ -86,7 +86,7 @@ def test_out_of_range_sizes_take_the_nearest_measurement_without_bounds(h200):
 
 
 def test_a_size_with_a_missing_neighbour_is_not_interpolated():
-  # The larger width was measured at few rows alone.
+  # The larger width was measured only with few rows.
   points = {(4.0, 1280, 16384): 1.0, (4.0, 1280, 65536): 2.0, (4.0, 4096, 16384): 3.0}
   assert predict.is_between(points, (4.0, 1280, 30000))
   assert predict.is_between(points, (4.0, 2000, 16384))

@@ -1,4 +1,4 @@
-"""Which data set a config names: found by name with its features, or said why not."""
+"""Prepared data sets are looked up by name and features; errors name the missing ones."""
 
 import dataclasses
 import io
@@ -42,7 +42,7 @@ def test_missing_data_sets_and_features_are_named(tmp_path, changes, message):
 
 
 class Labelled(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-  """What another program has prepared with TFDS, like cifar10 or coco_captions."""
+  """A data set that another program prepared with TFDS, like cifar10 or coco_captions."""
 
   name = "labelled"
   VERSION = tfds.core.Version("3.0.2")

@@ -1,4 +1,4 @@
-"""Processes that join by hand: they meet, each takes its GPUs, and what is wrong is one message."""
+"""Processes that meet by environment variables: each takes its GPUs; errors are one message."""
 
 import json
 import re
@@ -28,7 +28,7 @@ def address():
 
 
 def all_meet(address, group, patience=5.0):
-  """For each process the GPUs it was given, or what it was told."""
+  """For each process its GPUs or its error message."""
 
   def one(process):
     try:

@@ -1,4 +1,4 @@
-"""`quantize` is round-half-even of `x * (max / absmax)`, and nothing is hidden by it."""
+"""`quantize` is round-half-even of `x * (max / absmax)`; non-finite values stay visible."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ jitted = jax.jit(quantize, static_argnums=1)
 
 @pytest.fixture
 def x():
-  """[33, 257] with rows of very different size: one outlier, one zero row."""
+  """[33, 257] with rows of very different magnitude, one outlier and one zero row."""
   x = np.random.default_rng(0).normal(size=(33, 257)).astype(np.float32)
   x *= np.exp2(np.arange(33, dtype=np.float32) - 24)[:, None]
   x[5, 7] = 1000.0
@@ -44,7 +44,7 @@ def test_values_equal_numpy_s_bit_for_bit(x, fmt, scaling, dtype):
     assert q.scale.shape == ((33, 1) if scaling == "rowwise" else (1, 1))
     # Zero has a sign in fp8, and the definition keeps it.
     np.testing.assert_array_equal(bits(q.values), bits(values))
-    # Rounded twice: 1 / max, and its product with absmax.
+    # Two roundings: of 1 / max, and of its product with absmax.
     np.testing.assert_allclose(q.scale, scale, rtol=2.02 * 2**-24)
 
 
@@ -60,7 +60,7 @@ def test_int8_errs_by_half_a_step_at_most(x, spec):
   q = jitted(x, spec)
   scale = np.asarray(q.scale, np.float64)
   error = np.abs(x - np.asarray(q.values, np.float64) * scale)
-  # 127 steps in float32: three roundings of half a unit in the last place each.
+  # A value of up to 127 steps has three float32 roundings of half a unit in the last place each.
   assert np.all(error <= scale * (0.5 + 127 * 4 * 2.0**-24))
 
 

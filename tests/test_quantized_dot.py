@@ -1,4 +1,4 @@
-"""The recipes against an independent float64 reference, and the laws they obey."""
+"""The recipes against an independent float64 reference, and their invariants."""
 
 import collections
 import functools
@@ -141,7 +141,7 @@ def test_a_nan_in_w_reaches_y_and_dx(name):
 @every_recipe
 @pytest.mark.parametrize("magnitude", [1e-45, 1e-38, 1e-37, 1e-36, 3e38])
 def test_extreme_magnitudes_neither_overflow_nor_become_nan(name, magnitude):
-  # One term in each sum, and each of the true results is in range.
+  # Each sum has one term, and each true result is in range.
   eye = np.eye(34, 16, dtype=np.float32)
   large = eye * np.float32(magnitude)
   half = 0.5 * np.eye(16, dtype=np.float32)
@@ -155,7 +155,7 @@ def test_extreme_magnitudes_neither_overflow_nor_become_nan(name, magnitude):
 
 
 def equations(jaxpr):
-  """Every equation of a jaxpr and of those inside it."""
+  """Every equation of a jaxpr and of its inner jaxprs."""
   for eqn in jaxpr.eqns:
     yield eqn
     for inner in jax.extend.core.jaxprs_in_params(eqn.params):
@@ -163,13 +163,13 @@ def equations(jaxpr):
 
 
 def count(function, *args, of):
-  """How many equations there are of each kind that `of` names."""
+  """{kind: number of equations}, where `of` names an equation's kind or returns None."""
   jaxpr = jax.make_jaxpr(function)(*args).jaxpr
   return dict(collections.Counter(filter(None, map(of, equations(jaxpr)))))
 
 
 def dot_dtypes(eqn):
-  """The dtypes of a product's operands and of its sum; None for other equations."""
+  """The dtypes of a product's operands and its sum; None for other equations."""
   if eqn.primitive.name == "dot_general":
     names = [v.aval.dtype.name for v in (*eqn.invars, *eqn.outvars)]
     assert eqn.params["preferred_element_type"] == names[2]
@@ -319,7 +319,7 @@ def test_a_remat_policy_can_save_the_8_bit_residuals():
 
     return count(gradients(SWITCHBACK_M, **kwargs), x, w, w.T, of=of)["round"]
 
-  # In each of two layers x, w and dy once: nothing is rounded again.
+  # Each of two layers rounds x, w and dy once: nothing is rounded again.
   assert rounds(policy=policy) == rounds(remat=False) == 6
   assert rounds() > 6
 
@@ -391,6 +391,6 @@ def test_a_contraction_that_could_overflow_is_refused():
 
 
 def test_switchback_takes_any_number_of_tokens():
-  """Tokens are contracted in wgrad alone, which stays in 16 bits."""
+  """Only wgrad contracts tokens, and it stays in 16 bits."""
   case = Case(float32(200_000, 4), float32(4, 3), float32(200_000, 3))
   jax.eval_shape(lambda *a: layer(*a, SWITCHBACK), *case)

@@ -15,7 +15,7 @@ from flax_case import assert_close, drawn, linen, normal, value_and_grads
 from sbjax import quantized_dot_general
 from sbjax.recipes import FULL, SWITCHBACK
 
-# To rounding in float32. In bfloat16 to a unit in the last place of the largest.
+# float32 to rounding; bfloat16 to one unit in the last place of the largest element.
 RTOL = {"float32": 2e-6, "bfloat16": 2**-7}
 
 DENSE = {  # name: (shape of x, the layer)
@@ -114,7 +114,7 @@ def test_attention_in_bfloat16_has_the_error_of_int8(library):
   x = normal((2, 6, 16), "bfloat16")
   actual, expected = run(SWITCHBACK), run(FULL)
   assert np.any(actual[0] != expected[0])
-  assert_close(actual, expected, 0.1)  # Measured: 0.03, of rounding two products in a row.
+  assert_close(actual, expected, 0.1)  # Measured: 0.03, from two rounded products in sequence.
 
 
 def test_no_tokens_give_no_rows():
@@ -134,7 +134,7 @@ def test_preferred_element_type_is_the_dtype_of_the_result():
   wide = dot(x, w, MATRIX, preferred_element_type=jnp.float32)
   assert wide.dtype == jnp.float32
   np.testing.assert_array_equal(wide.astype(jnp.bfloat16), dot(x, w, MATRIX))
-  assert np.any(wide != wide.astype(jnp.bfloat16).astype(jnp.float32))  # Rounded once, by us.
+  assert np.any(wide != wide.astype(jnp.bfloat16).astype(jnp.float32))  # Not in bfloat16.
 
 
 def test_a_precision_is_refused():

@@ -1,4 +1,4 @@
-"""What `quantized_dot` takes, and what it answers to what it does not."""
+"""The limits of `quantized_dot`: quantized weights, second derivatives, export and errors."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from sbjax import (
   quantized_dot,
 )
 
-# ---- Weights quantized before
+# ---- Weights quantized beforehand
 
 
 @pytest.mark.parametrize("name", ["switchback", "switchback_q", "llm_int8", "fp8_switchback"])
@@ -37,7 +37,7 @@ def test_a_weight_quantized_with_another_scaling_is_refused():
     quantized_dot(jnp.ones((4, 16)), kernel, "switchback")
 
 
-# ---- What cannot be differentiated, traced or taken
+# ---- Second derivatives, export and arguments of the wrong type
 
 
 def _layer_norm_mlp(x, w, name):

@@ -1,4 +1,4 @@
-"""`quantized_dot` over a mesh gives what it gives on one device, and gathers no activation."""
+"""`quantized_dot` on a mesh gives the numbers of one device and gathers no activation."""
 
 import math
 import re
@@ -27,7 +27,7 @@ def case_32():
 
 
 def sharded(case, layout, axis_type=AxisType.Auto):
-  """The case laid out on eight devices; dy as y comes out."""
+  """The case sharded over eight devices; dy is sharded as y."""
   shape, x_spec, w_spec = LAYOUTS[layout]
   mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(axis_type,) * 2)
   dy_spec = P(x_spec[0], *[None] * (case.x.ndim - 2), w_spec[1] if len(w_spec) > 1 else None)

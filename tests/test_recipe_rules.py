@@ -26,7 +26,7 @@ SWITCHBACK = RECIPES["switchback"]
 
 
 def int8_products(model, params) -> int:
-  """How many int8 matmuls the image tower's loss and gradient have."""
+  """The number of int8 matmuls in the image tower's loss and gradient."""
   jaxpr = jax.make_jaxpr(jax.grad(functools.partial(image_loss, model)))(params)
   return str(jaxpr).count("preferred_element_type=int32")
 
@@ -45,7 +45,7 @@ def test_a_block_or_a_linear_can_have_its_own_recipe(block):
     return int8_products(clip(recipe=RecipeRules.of(rules), **options), params)
 
   everywhere = count(**{"*": "switchback"})
-  # Forward and input gradient of four linears; Block has a product each of q, k and v.
+  # Forward and input gradient of four linears; Block computes q, k and v in separate products.
   of_a_layer = (6 if block is Block else 4) + 4
   assert everywhere == 3 * of_a_layer
   assert count(**{"*/fc1": "full", "*": "switchback"}) == everywhere - 2 * 3
@@ -72,7 +72,7 @@ def test_the_two_linears_of_an_mlp_can_have_different_recipes(pair):
     jax.jit(lambda *a, f=f: (lambda y, back: (y, back(dy)))(*jax.vjp(f, *a)))(x, w1, w2)
     for f in (ours, apart)
   )
-  # Rounding to 8 bits of what is summed in another order; switchback_m's dw sees rounded inputs.
+  # Sums in another order change some 8-bit roundings; switchback_m's dw uses rounded inputs.
   assert_close(actual, expected, 2e-2)
 
 

@@ -1,4 +1,4 @@
-"""The drawn data set: the same everywhere, balanced, and its captions true."""
+"""The data set of drawn shapes: the same everywhere, balanced, with true captions."""
 
 import hashlib
 import io
@@ -43,7 +43,7 @@ def pixels(record):
 
 
 def test_the_data_set_is_the_same_in_every_process(tmp_path):
-  """Also without TensorFlow, and whatever Python's hash seed is."""
+  """With any hash seed of Python, and without TensorFlow."""
   code = """
 import hashlib, io, json, sys
 import numpy as np
@@ -70,7 +70,7 @@ print(json.dumps([pixels, [c.decode() for e in examples for c in e["captions"]]]
 
 
 def test_captions_equal_those_of_version_1(builder):
-  """What the random numbers become must not change without a new version."""
+  """A change of the drawn captions needs a new version."""
   examples = itertools.islice(builder._generate_examples("train"), 100)
   captions = "\n".join(caption for _, example in examples for caption in example["captions"])
   assert hashlib.sha256(captions.encode()).hexdigest()[:16] == "470882e3fc6d7ecb"
@@ -130,7 +130,7 @@ def test_a_single_object_has_its_colour_and_no_other_palette_colour_occurs(examp
     assert np.delete(near, colour).sum() == 0
 
 
-# Which of the two a relation puts first in a caption: the one that is left of or above the other.
+# FORWARD words put the left or upper object first in a caption, BACKWARD words the other one.
 FORWARD = {
   "left": (" to the left of ", " left of ", " on the left side of "),
   "above": (" above ", " over ", " higher than "),

@@ -28,7 +28,7 @@ from train.task import CLIPTask
 
 @pytest.fixture(scope="module", params=[True, False], ids=["scan", "unrolled"])
 def state(request):
-  """Shapes of the state of a tiny CLIP with all that is optional."""
+  """Shapes of the state of a tiny CLIP with all optional parameters."""
   options = BlockOptions(scan=request.param, zero_init_layer_scale=True, qk_norm=True)
   optimizer, _ = make_optimizer(OptimizerConfig(warmup_steps=1), 10)
   return jax.eval_shape(make_init(CLIPTask(CLIP(SIZES["tiny"], options)), optimizer, 0))
@@ -144,5 +144,5 @@ def test_a_step_gathers_kernels_in_int8_and_no_activation(accumulate, by):
   }
   assert kernels <= sizes
   assert not any(dtype in ("u8", "s32") for dtype, _ in sizes)  # images and texts
-  # Beside these the features, one of each example, and what is smaller.
+  # All other collectives are no larger than the features of the batch.
   assert {(t, n) for t, n in sizes - kernels - others if n > batch * embed_dim} == set()

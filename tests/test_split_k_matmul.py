@@ -1,4 +1,4 @@
-"""The weight gradient in several products: how many, and that they are the one."""
+"""The weight gradient as a sum of several products: their number and their sum."""
 
 import json
 import pathlib
@@ -31,7 +31,7 @@ def h200(monkeypatch):
 @pytest.mark.parametrize("parts", [1, 2, 3])
 def test_split_products_add_up_to_the_whole(parts, dtype):
   rng = np.random.default_rng(0)
-  # Integers whose sums float32 and bfloat16 hold.
+  # Integers whose sums are exact in float32 and bfloat16.
   x, dy = (rng.integers(-2, 3, (24, width)).astype(np.float32) for width in (16, 8))
   got = split_k_matmul(jnp.bfloat16(x), jnp.bfloat16(dy), dtype, parts=parts)
   assert got.dtype == dtype

@@ -31,7 +31,7 @@ def reference(gradients, params, rates, decayed, decay_with):
 
 
 def random_gradients(shape, steps, seed=0):
-  """Gradients whose size changes a hundredfold now and then, so that RMS passes 1 and 2."""
+  """Gradients whose magnitude sometimes changes a hundredfold, so that RMS exceeds 1 and 2."""
   rng = np.random.default_rng(seed)
   sizes = np.exp(rng.choice([0.0, 2.0, 4.6], size=steps, p=[0.7, 0.2, 0.1]))
   return [np.float32(size * rng.normal(size=shape)) for size in sizes]
@@ -74,7 +74,7 @@ def test_fifty_steps_equal_the_algorithm_in_numpy(decay_with):
     for k, rms in tensor_rms(state).items():
       np.testing.assert_allclose(got[k], expected[k][t][0], rtol=2e-5, atol=1e-6, err_msg=k)
       np.testing.assert_allclose(rms, expected[k][t][1], rtol=1e-5, err_msg=k)
-  assert max(rms for _, rms in expected["matrix"]) > 2  # The clip was at work.
+  assert max(rms for _, rms in expected["matrix"]) > 2  # The update was clipped.
   assert {rms for _, rms in expected["no_gradient"]} == {0}
 
 
@@ -104,14 +104,14 @@ def test_mu_has_mu_dtype_or_the_parameter_s_and_nu_is_float32(mu_dtype):
     "narrow": mu_dtype or jnp.bfloat16,
   }
   assert {n.dtype for n in jax.tree.leaves((state.nu, state.rms))} == {np.dtype("float32")}
-  # As it was at the start, so that a scan may carry it.
+  # Dtypes equal those of the initial state, so that a scan can carry it.
   start = scale_by_stable_adam(mu_dtype=mu_dtype).init(params)
   assert jax.tree.map(jnp.result_type, state) == jax.tree.map(jnp.result_type, start)
 
 
 @pytest.mark.parametrize("decay_with", ["clipped", "plain"])
 def test_without_clipping_it_equals_adamw(decay_with):
-  # Gradients that shrink: the second moment is always above them, so that RMS stays below 1.
+  # Gradients shrink: the second moment always exceeds their squares, so RMS stays below 1.
   shrinking = [g / 1.1**t for t, g in enumerate([random_gradients((16, 4), 1)[0]] * 50)]
   growing = random_gradients((16, 4), 50)
   params = jnp.asarray(np.random.default_rng(2).normal(size=(16, 4)), jnp.float32)

@@ -22,8 +22,8 @@ from train.step import make_init, make_train_step, tensor_names
 from train.task import CLIPTask
 
 BATCH = 16
-# Of metrics, and of how far a tensor moved. Sums in another order turn some roundings to int8 the
-# other way; which ones, each CPU has its own.
+# Of metrics, and of a tensor's update. Sums in another order flip some roundings to int8; which
+# ones depends on the CPU.
 METRIC_TOLERANCE = {"full": 2e-4, "switchback": 2e-2}
 UPDATE_TOLERANCE = {"full": 2e-4, "switchback": 0.15}
 # Of metrics and of a tensor's gradient, between a batch and its microbatches.
@@ -42,7 +42,7 @@ SHALLOW = dataclasses.replace(  # Unrolled, each layer is compiled again.
 
 @functools.cache
 def compiled(data: int, fsdp: int, recipe: str, loss: str):
-  """The step on a mesh, its state, and names for what it checks."""
+  """(step, state, mesh, names of the tensors that the step checks)."""
   mesh = make_mesh(MeshConfig(data=data, fsdp=fsdp), jax.devices()[: data * fsdp])
   bias = {"init_logit_scale": 10.0, "init_logit_bias": -10.0} if loss == "siglip" else {}
   task = CLIPTask(clip(MICRO, recipe=recipe, **bias), LOSSES[loss])
@@ -58,7 +58,7 @@ def compiled(data: int, fsdp: int, recipe: str, loss: str):
 
 
 def make_state(task, optimizer, mesh):
-  """A state on a mesh, and its shardings. Drawn: half the time went into compiling `init`."""
+  """A random state on a mesh, and its shardings. Compiling `init` took half of the time."""
   abstract = jax.eval_shape(make_init(task, optimizer, seed=0))
   shardings = state_shardings(abstract, abstract.params, mesh)
   state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), abstract)
@@ -132,7 +132,7 @@ def accumulating(
   config=SHALLOW,
   **options,
 ):
-  """A task, its step in so many microbatches, whose optimizer keeps the gradients, and a state."""
+  """(task, step in microbatches, state, mesh); the optimizer's state is the gradients."""
   mesh = make_mesh(MeshConfig(data=data, fsdp=fsdp), jax.devices()[: data * fsdp])
   bias = {"init_logit_scale": 10.0, "init_logit_bias": -10.0} if loss == "siglip" else {}
   task = CLIPTask(clip(config, recipe=recipe, dtype=dtype, **bias, **options), LOSSES[loss])
@@ -186,7 +186,7 @@ def test_a_microbatch_drops_the_same_patches_forward_and_backward():
   key = jax.random.fold_in(jax.random.key(0), 0)
 
   def loss(params):
-    """Of both microbatches at once, without a loop."""
+    """The loss of both microbatches at once, without a loop."""
     outs = [
       task.apply(
         {"params": params},
@@ -206,7 +206,7 @@ def test_a_microbatch_drops_the_same_patches_forward_and_backward():
 
 
 def equations(jaxpr, loops=()):
-  """(equation, lengths of the loops around it) of a jaxpr and all that it calls."""
+  """(equation, lengths of the loops around it) of a jaxpr and its inner jaxprs."""
   for equation in jaxpr.eqns:
     yield equation, loops
     scan = (equation.params["length"],) if equation.primitive.name == "scan" else ()

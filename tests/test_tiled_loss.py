@@ -30,20 +30,20 @@ PLAIN = {"softmax": softmax_contrastive, "siglip": siglip}
 TILED = {"softmax": tiled_softmax, "siglip": tiled_siglip}
 AXES = ("data", "fsdp")
 BATCH, WIDTH = 232, 48
-# float64's relative error, at a scale of 100: of the loss, and in the norm of features' gradients.
+# Errors relative to float64 at a scale of 100: of the loss, and in norm of features' gradients.
 # Plain float32: 5e-8 and 1.4e-6 to 1.8e-6; one product of bfloat16: 2e-4 and 5e-3.
 BOUNDS = {None: (1e-6, 4e-6), "float16": (1e-6, 4e-6), "bfloat16": (3e-6, 4e-5)}
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-  """Several tiles a device in rows and columns, the last not full."""
+  """Gives each device several tiles of rows and columns, the last one partial."""
   monkeypatch.setattr(tiled_loss, "TILE", 1024)
   monkeypatch.setattr(tiled_loss, "COLUMNS", 100)
 
 
 def features(batch, seed=0, alike=0.5):
-  """Images and texts; own texts are among those that are like an image."""
+  """Images and texts; `alike` makes a text similar to its image."""
   x = np.random.default_rng(seed).normal(size=(2, batch, WIDTH))
   x[1] += alike * x[0]
   return (x / np.linalg.norm(x, axis=-1, keepdims=True)).astype(np.float32)
@@ -66,7 +66,7 @@ def with_products(name, products):
 
 @functools.cache
 def eight_devices(name, products):
-  """As the training step does: gradients of scalars are summed over devices by the caller."""
+  """The loss and gradients in a shard_map; as in training the caller sums scalars' gradients."""
   mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), AXES)
   rows, rest = P(AXES), (P(),) * len(scalars(name, 1))
   specs = (rows, rows, *rest)
@@ -93,12 +93,12 @@ DEVICES = {1: one_device, 8: eight_devices}
 
 
 def assert_close(got, wanted, rtol):
-  """Relative to the largest of an array."""
+  """Errors are relative to the largest element of each array."""
   for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
     np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * np.abs(b).max())
 
 
-# At a scale of 1e4 a logit's last digit is 1e-3, and so is a probability's relative error.
+# At a scale of 1e4 a logit's last bit is 1e-3, and so is a probability's relative error.
 @pytest.mark.parametrize(("scale", "rtol"), [(1, 3e-6), (20, 3e-6), (100, 2e-5), (1e4, 2e-3)])
 @pytest.mark.parametrize("devices", DEVICES)
 @pytest.mark.parametrize("name", TILED)
@@ -162,7 +162,7 @@ def test_a_shift_fits_only_where_all_pairs_are_in_range(scale, sign, fits):
 @pytest.mark.parametrize(("devices", "products"), [(1, None), (8, None), (1, "float16")])
 @pytest.mark.parametrize("name", TILED)
 def test_accuracy_breaks_ties_as_argmax_does(name, devices, products):
-  # Of few bits, so that every product is exact: texts are their image with some signs turned.
+  # Features have few bits, so that products are exact: texts are images with some signs flipped.
   rng = np.random.default_rng(0)
   image = rng.choice([-0.125, 0.125], size=(BATCH, WIDTH)).astype(np.float32)
   text = image * rng.choice([-1, 1], p=[0.3, 0.7], size=image.shape).astype(np.float32)
@@ -231,11 +231,11 @@ def test_no_array_is_larger_than_a_tile(name, devices, products, monkeypatch):
   )
   x = jax.ShapeDtypeStruct((batch, width), jnp.float32)
   compiled = jax.jit(run).lower(x, x, *scalars(name, 20)).compile()
-  # Where texts are split, three parts beside each other: more than a tile, in no case b * B.
+  # Split texts have three parts side by side: this may exceed a tile, but never b * B.
   bound = max(tile, 3 * batch * width)
   assert bound < batch * batch // devices
   assert largest_array(compiled.as_text()) <= bound
-  # A tile in float32, the parts of its gradient, what exp and masks leave on a CPU; the features'.
+  # Tiles in float32: logits, parts of their gradient, exp and masks on a CPU. Then the features.
   assert compiled.memory_analysis().temp_size_in_bytes <= 4 * (4 * tile + 12 * batch * width)
 
 

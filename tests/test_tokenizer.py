@@ -1,4 +1,4 @@
-"""The tokenizers: their row layout, and open_clip's ids from CLIP's vocabulary."""
+"""The tokenizers: their row layout, and ids equal to open_clip's for CLIP's vocabulary."""
 
 import html
 import importlib.util
@@ -25,7 +25,7 @@ CAPTIONS = [
   "there is a small yellow ring in the middle",
 ] * 5
 
-# What breaks tokenizers: cleaning, contractions, digits, marks, scripts, joined emoji.
+# Hard cases for tokenizers: cleaning, contractions, digits, marks, scripts, joined emoji.
 NASTY = [
   "",
   "   ",

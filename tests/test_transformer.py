@@ -1,4 +1,4 @@
-"""A stack of blocks: what may change its speed and memory, and changes nothing else."""
+"""A stack of blocks: options for speed and memory do not change its results."""
 
 import dataclasses
 import functools
@@ -58,7 +58,7 @@ def test_scanned_and_unrolled_layers_agree(options):
   )
 
 
-# Without scan every layer is compiled again.
+# Without scan each layer is compiled separately.
 SHALLOW = dataclasses.replace(
   MICRO,
   vision=dataclasses.replace(MICRO.vision, layers=1),
@@ -100,7 +100,7 @@ def test_padding_tokens_neither_give_nor_receive_gradients(causal):
   assert np.isfinite(y).all()
   for dx, expected_dx in zip(gradients, expected_gradients, strict=True):
     np.testing.assert_allclose(dx[:, :5], expected_dx, rtol=1e-4, atol=1e-5)
-  for dx in run(5, dy, q, k, v)[1]:  # Whatever comes back through their own output.
+  for dx in run(5, dy, q, k, v)[1]:  # Also with gradients of the padding tokens' own output.
     assert not dx[:, 5:].any()
 
 
@@ -130,7 +130,7 @@ def test_prevent_cse_is_set_only_without_a_loop(options, barrier):
   [("block", 5), ("dots", 0), ("dots_and_residuals", 0), ("residuals", 4), ("attention_dots", 1)],
 )
 def test_remat_recomputes_only_the_linears_that_its_policy_drops(remat, recomputed):
-  """Of q, k, v, out, fc1, fc2: fc2's output is never needed again."""
+  """Linears are q, k, v, out, fc1 and fc2; fc2's output is never needed again."""
 
   def int8_dots(remat):
     model = clip(remat=remat, recipe=SWITCHBACK_M)
@@ -154,7 +154,7 @@ def test_a_block_equals_plain_flax_to_rounding(layer_scale):
 
 
 def image_gradient_of(model, once):
-  """A function of the parameters, whose kernels are quantized once, or at each use."""
+  """A gradient function of the parameters; kernels are quantized once, or at each use."""
 
   def loss(params):
     own = {"image": params["image"]}
@@ -170,8 +170,8 @@ def image_gradient_of(model, once):
 @pytest.mark.parametrize("recipe", ["switchback", "switchback_m", "switchback_q"])
 def test_weights_quantized_once_a_step_are_rounded_less_often(recipe, scan):
   model, params = with_params(scan, recipe=RECIPES[recipe], remat="block")
-  # int8 comes out of a rounding: of a kernel in the forward pass, rematerialised, and in dgrad
-  # (which takes the forward's with switchback_m); or once.
+  # A kernel is rounded in the forward pass, in its rematerialization and in dgrad (which reuses the
+  # forward's with switchback_m), or only once.
   once, each = (
     str(jax.make_jaxpr(image_gradient_of(model, once))(params)).count(" round[")
     for once in (True, False)

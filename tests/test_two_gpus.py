@@ -1,4 +1,4 @@
-"""What only two GPUs can show: JAX_PLATFORMS=cuda,cpu python -m pytest tests/test_two_gpus.py"""
+"""Tests that need two GPUs: JAX_PLATFORMS=cuda,cpu python -m pytest tests/test_two_gpus.py"""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ STEPS = 3
 
 
 def losses(mesh_config: MeshConfig | None, by: str) -> list[float]:
-  """Of some steps of a narrow ViT-B/32 with two layers a tower."""
+  """Losses of some steps of a ViT-B/32 with small images and two layers a tower."""
   size = SIZES["B/32"]
   vision = dataclasses.replace(size.vision, layers=2, image_size=64)
   size = dataclasses.replace(size, vision=vision, text=dataclasses.replace(size.text, layers=2))

@@ -1,4 +1,4 @@
-"""A program that hangs ends with a message; one that is slow, suspended or done does not."""
+"""The watchdog ends a hanging program with a message, but not a slow, suspended or ended one."""
 
 import os
 import re
@@ -73,7 +73,7 @@ def test_a_program_that_hangs_ends_and_says_where():
 
 
 def test_a_program_stuck_in_c_is_ended():
-  # One call of C, without the GIL: what a collective that waits for ever looks like.
+  # One call of C without the GIL, like a collective that waits for ever.
   blocked = "import ctypes; ctypes.CDLL(None).pause()"
   code, _, err = run(step=blocked)
   assert code == EXIT_CODE

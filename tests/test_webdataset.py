@@ -1,4 +1,4 @@
-"""The import of tar shards: what is read, what is skipped and counted, what is refused."""
+"""The import of tar shards: samples are read, skipped and counted, or refused."""
 
 import contextlib
 import gzip
@@ -24,7 +24,7 @@ def image_bytes(kind="jpeg", colour=(200, 30, 30), size=(8, 6)):
 
 
 def noisy_image_bytes(seed):
-  """A JPEG of which most bytes are pixels."""
+  """A JPEG whose bytes are mostly pixels."""
   file = io.BytesIO()
   pixels = np.random.default_rng(seed).integers(0, 256, (32, 32, 3), np.uint8)
   Image.fromarray(pixels).save(file, "jpeg", quality=95)
@@ -40,7 +40,7 @@ def write_shard(path, members, mode="w"):
 
 
 def pairs(count, first=0):
-  """Members of whole samples: a jpg and a txt each."""
+  """Members of complete samples, a jpg and a txt each."""
   for i in range(first, first + count):
     yield f"{i:06d}.jpg", image_bytes(colour=(i % 256, 0, 0))
     yield f"{i:06d}.txt", f"caption {i}".encode()
@@ -165,7 +165,7 @@ def test_a_truncated_shard_gives_the_samples_before_the_cut(config, folder, comp
 def test_every_complete_member_of_a_cut_shard_is_used(tmp_path, cut, whole):
   """Two samples of two members, each a header and a block; `cut` counts from the second sample.
 
-  At 2048 nothing is missing but the end mark.
+  At 2048 only the end mark is missing.
   """
   path = tmp_path / "a.tar"
   members = [("0.jpg", b"A"), ("0.txt", b"a"), ("1.jpg", b"B"), ("1.txt", b"b")]
@@ -247,7 +247,7 @@ def test_shards_are_imported_once(config, folder, monkeypatch):
   prepare(config)
   monkeypatch.setattr(webdataset, "_run", lambda jobs: pytest.fail("imported again"))
   assert len(captions(prepare(config))) == 2
-  config.train_shards = ""  # The name alone finds it, too.
+  config.train_shards = ""  # The name suffices.
   assert len(captions(prepare(config))) == 2
 
 

@@ -21,7 +21,7 @@ KS = (1, 5, 10)
 
 
 def naive_recall(image_features, text_features, owners, ks=KS):
-  """Query by query, as it is defined; of equal candidates the first is nearer."""
+  """Recall by its definition, query by query; of equal candidates the first ranks higher."""
   scores = {}
   similarity = image_features @ text_features.T
   for k in ks:
@@ -46,7 +46,7 @@ def integers(*shape, seed=0):
 @pytest.mark.parametrize("images, texts", [(40, 130), (7, 6), (1, 3)])
 def test_recall_equals_its_definition_with_ties_and_several_captions(images, texts):
   image_features, text_features = integers(images, 6), integers(texts, 6, seed=1)
-  owners = np.random.default_rng(2).integers(0, images, texts)  # In no order, some without any.
+  owners = np.random.default_rng(2).integers(0, images, texts)  # Some images have no text.
   text_features += image_features[owners]
   expected = naive_recall(image_features, text_features, owners)
   assert recall(image_features, text_features, owners) == pytest.approx(expected, rel=1e-6)
@@ -54,7 +54,8 @@ def test_recall_equals_its_definition_with_ties_and_several_captions(images, tex
 
 def test_recall_of_known_features():
   image_features = np.eye(3, dtype=np.float32)
-  # Two captions each. Of image 0's one is nearer to image 1, of image 2's both are elsewhere.
+  # Two captions for each image. One of image 0's is nearer to image 1; both of image 2's are
+  # nearer to other images.
   text_features = np.float32(
     [[2, 0, 0], [0, 0.5, 0], [0, 2, 0], [0, 1, 0], [1, 0, 0], [0, 0.8, 0.6]]
   )
@@ -140,7 +141,7 @@ NAMES, TEMPLATES = ["ab", "cd", "ef"], ["{}", "x {}"]
 
 
 def tokenize(texts):
-  """A letter a token."""
+  """Makes one token of each letter."""
   rows = [[*(ord(c) % 30 + 2 for c in text[:5]), 1, 0, 0, 0, 0, 0][:6] for text in texts]
   return np.array(rows, np.int32)
 
