@@ -28,7 +28,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 CHIPS = tuple(int(chip) for chip in os.environ.get("SBJAX_AOT", "80,90").split(","))
 HAS_MOSAIC = jax.__version_info__ >= (0, 11)
 MOSAIC, TRITON = "mosaic_gpu_v2", "triton_kernel_call"
-KERNELS = {80: {TRITON}, 90: {MOSAIC, TRITON} if HAS_MOSAIC else {TRITON}}  # Under None.
+KERNELS = {80: {TRITON}, 90: {MOSAIC, TRITON} if HAS_MOSAIC else {TRITON}}  # With backend=None.
 
 
 @functools.cache
@@ -102,8 +102,8 @@ def test_every_public_operation_with_a_backend_argument_is_compiled():
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("piece", aot.PIECES)
 def test_forward_and_backward_of_each_recipe_compile(chip, proof, piece, name):
-  # An A100 has no fp8, and "full" has nothing to multiply in 8 bits: XLA computes that.
-  # Layer norm's gradient is a kernel for all.
+  # XLA computes fp8 recipes on an A100, which has no fp8, and "full", which has no 8-bit product.
+  # Layer norm's gradient is a kernel in every recipe.
   is_xla = name == "full" or (chip < 89 and name.startswith("fp8"))
   expected = set() if is_xla else KERNELS[chip]
   if piece != "linear":

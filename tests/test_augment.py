@@ -84,7 +84,7 @@ def test_jpeg_crops_equal_pillow_s_to_rounding(size, options):
     away = np.abs(drawn(image, size, seed=seed).astype(int) - by_pillow(image, size, seed=seed))
     assert away.mean() <= 0.3
     assert np.quantile(away, 0.99) <= 1
-    assert away.max() <= 20  # At hard edges, where Pillow cuts off overshoots between its passes.
+    assert away.max() <= 20  # At hard edges Pillow clips overshoots between its passes.
 
 
 def test_simplejpeg_decodes_as_pillow_does():
@@ -101,7 +101,7 @@ def test_a_jpeg_decoded_at_reduced_size_gives_nearly_the_same_crop(reduced, monk
   monkeypatch.setattr(
     simplejpeg, "decode_jpeg", lambda *a, **k: made.append(decode(*a, **k)) or made[-1]
   )
-  height, width = 16 * reduced * 3 + 5, 16 * reduced * 4 + 3  # The last block is a part of one.
+  height, width = 16 * reduced * 3 + 5, 16 * reduced * 4 + 3  # The last block is partial.
   image = encoded(picture(width, height, coarse=12), "jpeg", quality=90)
   for seed in range(3):
     away = np.abs(drawn(image, 16, seed=seed).astype(int) - by_pillow(image, 16, seed=seed))

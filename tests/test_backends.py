@@ -238,8 +238,8 @@ def test_none_computes_unsupported_products_by_the_definition(installed, k, n, d
 def test_none_quantizes_float64_by_the_definition(installed):
   def run(x):
     chosen = get_backend(None)
-    straight, turned = chosen.quantize(x, ROWWISE), chosen.quantize_transposed(x, ROWWISE)
-    return straight, turned, *chosen.quantize_both(x, TENSORWISE)
+    q, q_transposed = chosen.quantize(x, ROWWISE), chosen.quantize_transposed(x, ROWWISE)
+    return q, q_transposed, *chosen.quantize_both(x, TENSORWISE)
 
   with jax.enable_x64(True):
     x = draw(4, 32).astype(jnp.float64)

@@ -93,7 +93,7 @@ def test_kernel_seconds_are_per_operand_set(monkeypatch):
     return [Kernel("loop_copy", "", 1.0), Kernel("sbjax_quantize", "", 3.0)]
 
   monkeypatch.setattr(kernels, "kernels", watch)
-  one = contender(jnp.sin, [(jnp.ones(3),)] * 2)  # Two pieces a call.
+  one = contender(jnp.sin, [(jnp.ones(3),)] * 2)  # Two operand sets a call.
   assert kernels.kernel_seconds(one, calls=5) == pytest.approx(4e-3 / 10)
   assert kernels.kernel_seconds(one, calls=5, ignored="copy") == pytest.approx(3e-3 / 10)
 
@@ -280,7 +280,7 @@ def test_the_loader_rate_counts_cpu_time_of_child_processes():
   finally:
     child.kill()
     child.join()
-  assert result["images_per_second"] <= 1 + 100 / 0.6  # It is rounded.
+  assert result["images_per_second"] <= 1 + 100 / 0.6  # The result is rounded.
   assert 300 / 2.5 <= result["images_per_cpu_second"] <= 300 / 0.3
 
 

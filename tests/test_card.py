@@ -24,7 +24,7 @@ def rows_of(cases, seconds=60.0):
 
 @pytest.mark.parametrize("name", ["matmul", "quantize", "attention"])
 def test_a_section_measures_its_cases_on_a_cpu(name):
-  with jax.numpy_dtype_promotion("standard"):  # Of plain JAX's attention, backward.
+  with jax.numpy_dtype_promotion("standard"):  # JAX's attention gradient promotes.
     rows = rows_of(sections.SECTIONS[name](get_backend("xla"), tiny=True))
   contenders = {
     "matmul": {"xla_bf16", "xla_int8", "ours_int8"},
@@ -85,7 +85,7 @@ def test_a_step_is_measured_on_a_cpu(monkeypatch):
   monkeypatch.setitem(sections.SIZES, "tiny", CLIPConfig(16, vision, text))
   monkeypatch.setattr(sections, "STEPPERS", ("full",))
   monkeypatch.setattr(step, "race", lambda steps, *_: ({name: [0.5] for name in steps}, None, None))
-  with jax.numpy_dtype_promotion("standard"):  # Of optax.
+  with jax.numpy_dtype_promotion("standard"):  # optax promotes.
     ((name, measure),) = sections.steps(get_backend("xla"), tiny=True)
     row = measure()
   assert name == "ViT-tiny" and row["failed"] == {} and row["batch_size"] == 8

@@ -102,7 +102,7 @@ def test_patches_are_dropped_only_in_training():
 def test_text_features_come_from_the_first_end_token_and_are_causal():
   image, text = pairs()
   features = outputs(clip(), random_params())["text_features"]
-  after = text.at[:, 5:].set(EOT)  # Ends again, and again.
+  after = text.at[:, 5:].set(EOT)  # More end tokens.
   np.testing.assert_array_equal(
     outputs(clip(), random_params(), (image, after))["text_features"], features
   )

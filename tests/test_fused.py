@@ -218,14 +218,14 @@ def test_a_quantized_weight_passes_its_gradient_only_to_the_master():
 def test_an_mlp_saves_x_and_the_gelu_input_for_backward():
   """GELU's input has 8 bits with switchback_m. Outputs of layer norm and GELU are never saved."""
   x, _, parameters = make("bfloat16")
-  kept = {}
+  saved = {}
   for name in ("switchback", "switchback_m"):
     _, backward = jax.vjp(lambda x, p, r=RECIPES[name]: fused_mlp(x, *p, r), x, parameters)
     arrays = [a for a in jax.tree.leaves(backward) if a.ndim == 2 and a.shape[0] == 21]
-    kept[name] = sorted((a.dtype.name, a.shape[1]) for a in arrays)
+    saved[name] = sorted((a.dtype.name, a.shape[1]) for a in arrays)
   h, row_scale = HIDDEN, ("float32", 1)
-  assert kept["switchback"] == [("bfloat16", WIDTH), ("bfloat16", h)]
-  assert kept["switchback_m"] == [("bfloat16", WIDTH), row_scale, ("int8", h)]
+  assert saved["switchback"] == [("bfloat16", WIDTH), ("bfloat16", h)]
+  assert saved["switchback_m"] == [("bfloat16", WIDTH), row_scale, ("int8", h)]
 
 
 def test_the_residual_gradient_is_added_before_rounding():
@@ -328,7 +328,7 @@ def test_quantize_sum_concatenates_parts_and_returns_a_single_part_unchanged():
 
 def test_gelu_quantize_saves_its_input_in_the_saved_spec():
   h, spec = jnp.asarray(normal((4, 16))), SWITCHBACK_M.fwd[0]
-  g, kept = fused_ops.gelu_quantize(h, spec, spec)
-  jax.tree.map(np.testing.assert_array_equal, kept, quantize(h, spec))
+  g, saved = fused_ops.gelu_quantize(h, spec, spec)
+  jax.tree.map(np.testing.assert_array_equal, saved, quantize(h, spec))
   jax.tree.map(np.testing.assert_array_equal, fused_ops.gelu_quantize(h, spec)[0], g)
   assert fused_ops.gelu_quantize(h, spec)[1] is h

@@ -109,7 +109,7 @@ def test_the_kernel_s_gradient_is_the_float32_accumulator(name):
 def test_the_output_has_the_dtype_that_flax_infers(x_dtype, param_dtype, dtype):
   x = normal((5, 12), x_dtype)
   kwargs = dict(dtype=dtype, param_dtype=jnp.dtype(param_dtype))
-  with jax.numpy_dtype_promotion("standard"):  # Flax's own inference promotes.
+  with jax.numpy_dtype_promotion("standard"):  # Flax's dtype inference promotes.
     ours, flax_s = (
       jax.eval_shape(layer.init_with_output, jax.random.key(0), x)[0].dtype
       for layer in (SwitchBackDense(8, **kwargs), nn.Dense(8, **kwargs))

@@ -201,12 +201,12 @@ def test_the_three_products_are_in_the_formats_of_the_recipe(name):
 def test_bytes_saved_for_backward_are_those_of_the_recipe(name):
   x, w, _ = make_case("bfloat16")
   (m, k), n = x.shape, w.shape[1]
-  kept = jax.eval_shape(
+  saved = jax.eval_shape(
     lambda x, w: jax.vjp(lambda x, w: quantized_dot(x, w, RECIPES[name]), x, w)[1], x, w
   )
-  bytes_kept = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(kept))
+  bytes_saved = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(saved))
   quantized = m * k + 4 * m + k * n + 4  # int8 with float32 scales: m for x, one for w
-  assert bytes_kept == (quantized if name == "switchback_m" else 2 * m * k + 4 * k * n)
+  assert bytes_saved == (quantized if name == "switchback_m" else 2 * m * k + 4 * k * n)
 
 
 # ---- Transformations and shapes

@@ -134,7 +134,7 @@ def test_preferred_element_type_is_the_dtype_of_the_result():
   wide = dot(x, w, MATRIX, preferred_element_type=jnp.float32)
   assert wide.dtype == jnp.float32
   np.testing.assert_array_equal(wide.astype(jnp.bfloat16), dot(x, w, MATRIX))
-  assert np.any(wide != wide.astype(jnp.bfloat16).astype(jnp.float32))  # Not in bfloat16.
+  assert np.any(wide != wide.astype(jnp.bfloat16).astype(jnp.float32))  # Not rounded to bfloat16.
 
 
 def test_a_precision_is_refused():

@@ -22,18 +22,18 @@ from train.step import make_init, make_train_step, tensor_names
 from train.task import CLIPTask
 
 BATCH = 16
-# Of metrics, and of a tensor's update. Sums in another order flip some roundings to int8; which
-# ones depends on the CPU.
+# Tolerances of metrics and of a tensor's update between meshes. Sums in another order flip some
+# roundings to int8; which ones depends on the CPU.
 METRIC_TOLERANCE = {"full": 2e-4, "switchback": 2e-2}
 UPDATE_TOLERANCE = {"full": 2e-4, "switchback": 0.15}
-# Of metrics and of a tensor's gradient, between a batch and its microbatches.
+# The tolerance of metrics and gradients between a batch and its microbatches.
 ACCUMULATE_TOLERANCE = {"full": 1e-5, "switchback": 2e-2, "switchback_m": 2e-2}
 MICRO = dataclasses.replace(
   SIZES["tiny"],
   vision=dataclasses.replace(SIZES["tiny"].vision, layers=2),
   text=dataclasses.replace(SIZES["tiny"].text, layers=2, context_length=8, vocab_size=32),
 )
-SHALLOW = dataclasses.replace(  # Unrolled, each layer is compiled again.
+SHALLOW = dataclasses.replace(  # Unrolled layers are compiled separately.
   MICRO,
   vision=dataclasses.replace(MICRO.vision, layers=1),
   text=dataclasses.replace(MICRO.text, layers=1),

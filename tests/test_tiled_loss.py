@@ -129,7 +129,7 @@ def test_the_error_against_float64_is_bounded(name, products):
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize(("devices", "products"), [(1, None), (8, None), (1, "float16")])
 def test_equal_and_opposite_pairs_do_not_overflow_exp(devices, products, sign):
-  image = features(BATCH)[0] + np.float32(0.3)  # With the sign every logit is far from zero.
+  image = features(BATCH)[0] + np.float32(0.3)  # Every logit is far from zero.
   image /= np.linalg.norm(image, axis=1, keepdims=True)
   for scale in (100, 1e4):
     arguments = image, sign * image, jnp.float32(scale)
@@ -142,7 +142,7 @@ def test_equal_and_opposite_pairs_do_not_overflow_exp(devices, products, sign):
 
 @pytest.mark.parametrize("devices", DEVICES)
 def test_shifting_by_the_largest_logits_gives_the_same_sums(devices, monkeypatch):
-  monkeypatch.setattr(tiled_loss, "_LOWEST", math.inf)  # At this scale one shift fits all else.
+  monkeypatch.setattr(tiled_loss, "_LOWEST", math.inf)  # Otherwise one shift fits at this scale.
   arguments = *features(BATCH), jnp.float32(100)
   tiled, plain = DEVICES[devices].__wrapped__("softmax", None), one_device("softmax", "plain")
   assert_close(tiled(*arguments), plain(*arguments), 2e-5)
@@ -258,7 +258,7 @@ def test_tile_shapes_divide_the_columns_and_have_bounded_size(rows, columns, mon
   assert columns % width == 0
   assert height * width <= tiled_loss.TILE
   assert height == rows or height >= 1024
-  assert -(-rows // height) * height < rows + 128 * -(-rows // height)  # Few rows are filled in.
+  assert -(-rows // height) * height < rows + 128 * -(-rows // height)  # Few padding rows.
 
 
 def test_a_tile_of_a_large_batch_is_4096_by_16384(monkeypatch):

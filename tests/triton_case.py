@@ -28,9 +28,9 @@ def interpreted(name):
   pytest.importorskip("triton", reason="the extra `aot` is not installed")
   from triton.runtime import interpreter
 
-  # Triton's own truncates float32 to bfloat16 and does not round to fp8 as the chips do.
+  # Triton's version truncates float32 to bfloat16 and does not round to fp8 as GPUs do.
   interpreter._convert_float = _convert_float
-  # Triton's own calls a function for each element.
+  # Triton's version calls a function for each element.
   interpreter.ReduceOps.generic_reduce = _reduce
   with pytest.MonkeyPatch.context() as patch:
     patch.setenv("TRITON_INTERPRET", "1")  # Read by @triton.jit.
