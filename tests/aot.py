@@ -1,7 +1,7 @@
 """Compiles sbjax for one kind of NVIDIA GPU where there is none: python -m tests.aot 90 DIR
 
-A process does one chip: Mosaic mixes them up. What was found is printed as JSON; DIR gets the
-kernels' PTX and what ptxas said of them.
+A process compiles for one GPU: Mosaic mixes up several. The results are printed as JSON. DIR gets
+the kernels' PTX and the reports of ptxas.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ from sbjax.pallas import scaled_matmul_sm90 as sm90
 from sbjax.recipes import SWITCHBACK
 from sbjax.split_k_matmul import split_k_matmul
 
-M, K, N = 8192, 256, 512  # An eighth of an activation is still no smaller than the weight.
+M, K, N = 8192, 256, 512  # An eighth of an activation is as large as the weight or larger.
 
 _TARGET = """
 gpu_device_info {{
@@ -94,7 +94,7 @@ class _Device(AbstractDevice):
 
 @contextlib.contextmanager
 def _mesh(capability, shape, axes):
-  """Devices that are not there, and code traced for them."""
+  """A mesh of absent devices; code within is traced for them."""
   target = _TARGETS[capability]
   topology = topologies.get_topology_desc(
     platform="cuda",
@@ -103,7 +103,7 @@ def _mesh(capability, shape, axes):
   )
   device = _Device(target["kind"], target["cores"], "gpu", f"{target['major']}.0")
   kinds = (AxisType.Auto,) * len(axes)
-  # Around compiling too: what is partitioned is lowered then.
+  # Compilation needs it too: it lowers the partitioned operations.
   with use_abstract_mesh(AbstractMesh(shape, axes, kinds, abstract_device=device)):
     yield Mesh(np.array(topology.devices).reshape(shape), axes)
 
@@ -138,7 +138,7 @@ def _with_gradients(forward, recipe, x, w):
 
 
 PIECES = {"linear": _linear, "mlp": _mlp, "qkv": _qkv}
-SPLIT = [  # Layer norm takes whole rows, and its product in parts gives whole ones back.
+SPLIT = [  # Layer norm takes whole rows, and layer_norm_dense returns whole outputs.
   (piece, layout)
   for piece in PIECES
   for layout in LAYOUTS
@@ -147,11 +147,11 @@ SPLIT = [  # Layer norm takes whole rows, and its product in parts gives whole o
 
 
 def gathered(hlo):
-  """The arrays that all-gathers give, as {(dtype, elements)}."""
+  """The results of all-gathers, as {(dtype, elements)}."""
   return {(dtype, size) for kind, dtype, size in moved(hlo) if kind == "all-gather"}
 
 
-def _found(hlo):
+def _summary(hlo):
   targets = set(re.findall(r'custom_call_target="([^"]*)"', hlo))
   calls = [line for line in hlo.splitlines() if 'custom_call_target="triton' in line]
   return {
@@ -168,20 +168,20 @@ def compiled(capability):
     with _mesh(capability, (1,), ("data",)) as mesh:
       run = jax.jit(functools.partial(_with_gradients, forward, name))
       hlo = run.lower(*_arguments(mesh, P(), P())).compile().as_text()
-      layers[f"{piece}, {name}"] = _found(hlo)
+      layers[f"{piece}, {name}"] = _summary(hlo)
   for piece, layout in SPLIT:
     for name in ("switchback", "switchback_m"):
       with _mesh(capability, (2, 2), ("data", "fsdp")) as mesh:
         run = jax.jit(functools.partial(_with_gradients, PIECES[piece], name))
         hlo = run.lower(*_arguments(mesh, *LAYOUTS[layout])).compile().as_text()
-        meshes[f"{piece}, {name}, {layout}"] = _found(hlo)
+        meshes[f"{piece}, {name}, {layout}"] = _summary(hlo)
   return {"layers": layers, "meshes": meshes}
 
 
 def stacks(capability):
   """The gradient of a few layers on two devices: kernels newly lowered, and calls of kernels.
 
-  Under jit with shardings, and in a shard_map that checks what varies.
+  Under jit with shardings, and in a shard_map with check_vma.
   """
 
   def loss(layers, x, w):
@@ -189,7 +189,7 @@ def stacks(capability):
       x = _mlp("switchback", None, _linear("switchback", None, x, w)[:, :K], w)
     return jnp.mean(jnp.square(x.astype(jnp.float32)))
 
-  found = {}
+  results = {}
   for kind, layers in itertools.product(("jit", "shard_map"), (1, 3)):
     before = partition._lowered.cache_info().misses
     with _mesh(capability, (2,), ("data",)) as mesh:
@@ -199,14 +199,15 @@ def stacks(capability):
       hlo = jax.jit(run).lower(*_arguments(mesh, P("data"), P())).compile().as_text()
     calls = re.findall(r'custom_call_target="(?:mosaic|triton)', hlo)
     count = partition._lowered.cache_info().misses - before
-    found[f"{kind}, {layers}"] = {"lowered": count, "calls": len(calls), **_found(hlo)}
-  return found
+    results[f"{kind}, {layers}"] = {"lowered": count, "calls": len(calls), **_summary(hlo)}
+  return results
 
 
 def tile_configs(capability):
   """The Mosaic product in every tile config of its table, with a bias and a residual.
 
-  These take most registers. Ping-pong, which leaves fewest, also in fp8 and without scales.
+  These use the most registers. Ping-pong leaves the fewest: it is also compiled in fp8 and without
+  scales.
   """
 
   def product(config, lhs, rhs, scale, bias, residual):
@@ -226,19 +227,19 @@ def tile_configs(capability):
     for function, dtype in ((product, jnp.int8), (product, E4M3), (sums, jnp.int8))
     if config.schedule == "pingpong" or (function, dtype) == (product, jnp.int8)
   ]
-  found = {}
+  results = {}
   with _mesh(capability, (1,), ("data",)) as mesh:
     for config, function, dtype in cases:
       sizes = [((m, k), dtype), ((n, k), dtype), ((m, 1), jnp.float32), ((n,), jnp.float32),
                ((m, n), jnp.bfloat16)]  # fmt: skip
       run = jax.jit(functools.partial(function, config))
       hlo = run.lower(*(_argument(mesh, *size, P()) for size in sizes)).compile().as_text()
-      found[f"{config}, {function.__name__} of {jnp.dtype(dtype)}"] = _found(hlo)["targets"]
-  return found
+      results[f"{config}, {function.__name__} of {jnp.dtype(dtype)}"] = _summary(hlo)["targets"]
+  return results
 
 
 def token_sums(capability):
-  """What cuBLAS is asked for, and all that is gathered or turned, where tokens are on 4 devices."""
+  """The cuBLAS products, and all gathers, transposes and copies, for tokens on 4 devices."""
   with _mesh(capability, (4,), ("data",)) as mesh:
     arguments = [_argument(mesh, (4 * 66048, n), jnp.bfloat16, P("data")) for n in (1280, 5120)]
     run = jax.jit(functools.partial(split_k_matmul, dtype=jnp.float32))
@@ -296,8 +297,8 @@ OPERATIONS = {
 
 
 def lowered(capability, backends):
-  """Each public operation and its gradient for each backend: the kernels that these call."""
-  found = {}
+  """The kernels that each public operation and its gradient call, for each backend."""
+  results = {}
   with _mesh(capability, (1,), ("data",)) as mesh:
     arguments = _arguments(mesh, P(), P())
     for name, operation in OPERATIONS.items():
@@ -309,12 +310,12 @@ def lowered(capability, backends):
         run = jax.jit(jax.value_and_grad(loss, (0, 1)))
         text = run.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
         targets = set(re.findall(r"stablehlo\.custom_call @([\w.$]+)", text))
-        found[f"{name}, {backend}"] = sorted(targets)
-  return found
+        results[f"{name}, {backend}"] = sorted(targets)
+  return results
 
 
 def kernels(folder: pathlib.Path):
-  """Of the dumped kernels: how many there are, which 8-bit products they make, what they spill."""
+  """The number of dumped kernels, their 8-bit products and their spilled bytes."""
   ptx = {path: path.read_text() for path in folder.rglob("*.ptx")}
   reports = [path.read_text() for path in folder.rglob("*.ptxas")]
   products = r"(?:wgmma\.mma_async|mma\.sync)\S*?(?:m\d+n\d+k\d+)\S*"
@@ -330,15 +331,15 @@ def main(capability, folder):
   backends = [None, "triton", "xla"]
   if capability == 90 and jax.__version_info__ >= (0, 11):
     backends.append("mosaic")
-  found = {"lowered": lowered(capability, backends), **compiled(capability)}
-  found["tile_configs"] = tile_configs(capability) if "mosaic" in backends else {}
-  found["stacks"] = stacks(capability)
+  results = {"lowered": lowered(capability, backends), **compiled(capability)}
+  results["tile_configs"] = tile_configs(capability) if "mosaic" in backends else {}
+  results["stacks"] = stacks(capability)
   if capability == 90:
     from tests import aot_step  # This file runs as tests.aot.
 
-    found["steps"] = aot_step.steps(functools.partial(_mesh, capability))
-  found["token_sums"] = token_sums(capability)
-  return {**found, "kernels": kernels(folder)}
+    results["steps"] = aot_step.steps(functools.partial(_mesh, capability))
+  results["token_sums"] = token_sums(capability)
+  return {**results, "kernels": kernels(folder)}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The training step, compiled for several GPUs that are not there."""
+"""The training step, compiled for several absent GPUs."""
 
 import dataclasses
 
@@ -16,27 +16,27 @@ from train.step import make_init, make_train_step
 from train.task import CLIPTask
 
 MESHES = {"data=2": (2, 1), "fsdp=2": (1, 2), "data=2 fsdp=2": (2, 2)}
-BATCH, LAYERS = 128, 1  # BATCH images a device: an activation has more elements than any weight.
+BATCH, LAYERS = 128, 1  # With BATCH images a device an activation is larger than any weight.
 SIZE = SIZES["tiny"]
 
 
 def steps(mesh_for) -> dict:
-  """What a step moves between devices on each mesh, and how many kernels it lowers.
+  """The arrays that a step moves between devices on each mesh, and the kernels that it lowers.
 
-  mesh_for: a context manager from sizes and names of axes to a mesh of devices that are not there.
+  mesh_for: a context manager from sizes and names of axes to a mesh of absent devices.
   """
-  found = {}
+  results = {}
   with pytest.MonkeyPatch.context() as patch:
     # cuDNN is not here to compile its attention.
     patch.setattr("sbjax.models.attention.cudnn_runs", lambda *_: False)
     for name, sizes in MESHES.items():
-      found[name] = sorted(moved(_hlo(mesh_for, sizes, LAYERS, compiled=True)))
+      results[name] = sorted(moved(_hlo(mesh_for, sizes, LAYERS, compiled=True)))
     for layers in (LAYERS, LAYERS + 1):
       text = _hlo(mesh_for, (2, 1), layers, compiled=False)
-      found[f"{layers} layers"] = text.count("@mosaic_gpu") + text.count("@triton_kernel_call")
+      results[f"{layers} layers"] = text.count("@mosaic_gpu") + text.count("@triton_kernel_call")
     state = jax.eval_shape(make_init(_task(LAYERS), optax.identity(), 0))
-    found["parameters"] = sum(x.size for x in jax.tree.leaves(state.params))
-  return found
+    results["parameters"] = sum(x.size for x in jax.tree.leaves(state.params))
+  return results
 
 
 def _task(layers: int) -> CLIPTask:
@@ -47,7 +47,7 @@ def _task(layers: int) -> CLIPTask:
 
 
 def _hlo(mesh_for, sizes, layers: int, *, compiled: bool) -> str:
-  """The step on a mesh, lowered and maybe compiled."""
+  """The text of the step on a mesh, lowered or compiled."""
   task, (optimizer, _) = _task(layers), make_optimizer(OptimizerConfig(warmup_steps=1), 10)
   with mesh_for(sizes, ("data", "fsdp")) as mesh:
     state = jax.eval_shape(make_init(task, optimizer, 0))
@@ -58,7 +58,7 @@ def _hlo(mesh_for, sizes, layers: int, *, compiled: bool) -> str:
       "image": jax.ShapeDtypeStruct(image, jnp.uint8),
       "text": jax.ShapeDtypeStruct((count, SIZE.text.context_length), jnp.int32),
     }
-    mesh_here = jax.sharding.get_abstract_mesh()  # With the kind of device on it.
+    mesh_here = jax.sharding.get_abstract_mesh()  # It knows the kind of device.
     step = jax.jit(
       make_train_step(task, optimizer, 0, mesh=mesh_here),
       in_shardings=(shardings, {"image": rows, "text": rows}),

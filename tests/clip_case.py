@@ -1,4 +1,4 @@
-"""A CLIP small enough to try things on: its parameters, its batch, what comes out of it."""
+"""A small CLIP for tests: its parameters, its batch, its outputs."""
 
 import functools
 
@@ -21,7 +21,7 @@ MICRO = CLIPConfig(
 
 
 def clip(config=MICRO, **options):
-  """A CLIP that computes in float32, from its own options and those of its blocks together."""
+  """A CLIP that computes in float32; options are its own and those of its blocks."""
   own = {name: options.pop(name) for name in list(options) if hasattr(CLIP, name)}
   return CLIP(config, BlockOptions(**{"dtype": jnp.float32, **options}), **own)
 
@@ -42,7 +42,7 @@ def shapes(config=MICRO, **options):
 
 
 def drawn(shapes):
-  """Parameters, none zero or one: kernels keep a variance, and what multiplies stays near one."""
+  """Random parameters, none zero or one: kernels keep the variance, scales stay near one."""
   rng = np.random.default_rng(0)
 
   def draw(path, leaf):
@@ -51,7 +51,7 @@ def drawn(shapes):
       return jnp.asarray(noise * np.float32(leaf.shape[-2] ** -0.5))
     return jnp.asarray(np.float32(path[-1] in ("scale", "logit_scale")) + noise * np.float32(0.2))
 
-  with jax.ensure_compile_time_eval():  # They are kept, and may first be asked for in a trace.
+  with jax.ensure_compile_time_eval():  # Callers cache the result, and may call within a trace.
     return unflatten_dict({k: draw(k, v) for k, v in flatten_dict(shapes).items()})
 
 
@@ -76,7 +76,7 @@ def outputs(model, params, batch=None, **kwargs):
 
 
 def image_loss(model, params):
-  """Some number that depends on every parameter of the image tower."""
+  """A scalar that depends on every parameter of the image tower."""
   features = model.apply({"params": params}, pairs()[0], method="encode_image")
   weights = jnp.asarray(np.random.default_rng(5).standard_normal(features.shape, np.float32))
   return jnp.sum(weights * features)

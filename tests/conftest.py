@@ -1,4 +1,4 @@
-"""Eight virtual CPU devices, and JAX at its strictest, for every test."""
+"""Eight virtual CPU devices and strict JAX for every test."""
 
 import os
 
@@ -6,15 +6,15 @@ os.environ["XLA_FLAGS"] = (
   os.environ.get("XLA_FLAGS", "")
   + " --xla_force_host_platform_device_count=8"
   + " --xla_gpu_enable_triton_gemm=false"  # See sbjax.backends.warn_of_inexact_int8.
-  # A busy machine is not a stuck one.
+  # A busy machine is slow, not stuck.
   + " --xla_cpu_collective_call_terminate_timeout_seconds=300"
 )
-# A collective holds a thread of XLA's CPU pool until all devices reach it. With the default of one
-# thread a device, collectives that run at once can hold them all, and wait for ever.
+# A collective holds a thread of XLA's CPU pool until all devices reach it. By default the pool has
+# one thread a device: concurrent collectives can hold them all and wait for ever.
 os.environ.setdefault("PJRT_NPROC", "64")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if os.environ["JAX_PLATFORMS"] == "cpu":
-  # Compiling takes most of the time, and nothing is run more than a few times.
+  # Compilation takes most of the time, and programs run only a few times.
   os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import jax
@@ -73,7 +73,7 @@ def strict_jax(request):
 
 
 def pytest_configure(config):
-  if hasattr(config.option, "loadscopereorder"):  # xdist's, which would begin with many tests.
+  if hasattr(config.option, "loadscopereorder"):  # xdist would begin with the largest files.
     config.option.loadscopereorder = False
 
 

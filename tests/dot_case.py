@@ -1,4 +1,4 @@
-"""One linear layer to try `quantized_dot` on, and two ways to compare what comes out."""
+"""One linear layer for tests of `quantized_dot`, and two ways to compare its results."""
 
 import functools
 from typing import NamedTuple
@@ -9,7 +9,7 @@ import numpy as np
 
 from sbjax import quantized_dot
 
-# The recipes whose y and dx are exact sums, and so the same in whatever order they are made.
+# The recipes whose y and dx are exact sums: the order of summation does not matter.
 INT8_SUMS = (
   "switchback",
   "switchback_m",
@@ -45,9 +45,9 @@ def apply(x, w, dy, recipe):
 
 
 def make_case(dtype="float32", m=34, k=130, n=129, seed=0):
-  """Tokens and gradients of different size, one of each far out.
+  """Tokens and gradients of different magnitude, with one outlier in each array.
 
-  With more than 4096 elements, where XLA's reductions on a CPU take another path.
+  Arrays have more than 4096 elements: XLA's CPU reductions of fewer take another path.
   """
   rng = np.random.default_rng(seed)
   x, w, dy = (rng.normal(size=shape).astype(np.float32) for shape in ((m, k), (k, n), (m, n)))

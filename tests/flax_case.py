@@ -1,4 +1,4 @@
-"""Flax layers run in one compilation each: output and gradients at drawn parameters."""
+"""Output and gradients of Flax layers at random parameters, in one compilation each."""
 
 import functools
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Most of a test's time is compilation, and nothing is run more than a few times.
+# Compilation takes most of a test's time, and programs run only a few times.
 compiled = functools.partial(
   jax.jit,
   compiler_options={
@@ -21,7 +21,7 @@ def normal(shape, dtype="float32", seed=0):
 
 
 def drawn(shapes):
-  """Numbers for a tree of shapes; kernels at about 1 / sqrt(fan-in)."""
+  """Random numbers for a tree of shapes; kernels have about 1 / sqrt(fan-in)."""
   leaves, treedef = jax.tree.flatten(shapes)
   return treedef.unflatten(
     [normal(a.shape, a.dtype, seed) * a.dtype.type(0.3) for seed, a in enumerate(leaves)]

@@ -1,4 +1,4 @@
-"""open_clip, for the tests that compare with it (`@pytest.mark.interop`)."""
+"""Imports open_clip for tests that compare with it (`@pytest.mark.interop`)."""
 
 import warnings
 

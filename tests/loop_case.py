@@ -1,4 +1,4 @@
-"""The training loop on small data, around a step that only adds: cheap, and exact on any mesh."""
+"""The training loop on small data, around a step of additions: cheap, and exact on any mesh."""
 
 import functools
 import json
@@ -37,7 +37,7 @@ def config(data_dir, **options):
 
 
 def adding_step(run: Run):
-  """Adds to all floats of the state what is a function of the batch, in sixty-fourths."""
+  """Adds a function of the batch, in sixty-fourths, to all floats of the state."""
   shardings = jax.tree.map(lambda x: x.sharding, run.abstract_state)
   names = tensor_names(run.abstract_state.params, run.task)
 
@@ -59,14 +59,14 @@ def adding_step(run: Run):
 
 
 def zeros(run: Run):
-  """Stands for a new state."""
+  """A state of zeros in place of an initialized one."""
   return jax.tree.map(
     lambda x: jax.device_put(jnp.zeros(x.shape, x.dtype), x.sharding), run.abstract_state
   )
 
 
 def replace_model(patch, step=adding_step) -> None:
-  """With `patch(object, name, value)`: the loop as it is, without a model's work."""
+  """Keeps the loop but removes the model's work, by `patch(object, name, value)`."""
   patch(loop, "jit_train_step", step)
   patch(Run, "evaluate", lambda run, params: {"top1": 0.0})
   patch(loop, "write_report", lambda workdir, title: None)

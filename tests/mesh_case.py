@@ -1,4 +1,4 @@
-"""Eight CPU devices, and a backend on them whose kernels are the definition in plain jnp."""
+"""Eight CPU devices, and a backend whose kernels are the definition in plain jnp."""
 
 import types
 
@@ -14,7 +14,7 @@ from sbjax.quantize import factor_and_scale
 
 
 class Product:
-  """Stands for a matmul's kernels, and notes what it was given to multiply."""
+  """Replaces a matmul's kernels, and records the shapes of their operands."""
 
   def __init__(self):
     self.seen = set()
@@ -46,7 +46,7 @@ DEFINITIONS = {name: row.definition for name, row in OPERATIONS.items()}
 
 
 def on_shards(product=None):
-  """A backend of these kernels."""
+  """A backend of these kernels, partitioned over the mesh."""
   kernels = types.SimpleNamespace(**DEFINITIONS, absmax=absmax, cast_scaled=cast_scaled)
   return backend_of("mosaic", dict.fromkeys(OPERATIONS, kernels) | {"scaled_matmul": product})
 
@@ -60,5 +60,5 @@ def put(mesh, specs, *arrays):
 
 
 def plain():
-  """The same without a mesh."""
+  """The definition, without kernels."""
   return get_backend("xla")

@@ -1,10 +1,10 @@
-"""Grids of test cases in which all pairs of factor values occur, not their full product."""
+"""Grids of test cases that have every pair of factor values, not the full product."""
 
 import itertools
 
 
 def pairwise(*factors, valid=lambda *case: True):
-  """Few valid cases that have each pair of values of two factors which a valid case can have."""
+  """A few valid cases; every pair of values that occurs in a valid case occurs in one of them."""
   product = [case for case in itertools.product(*factors) if valid(*case)]
   missing = set().union(*map(_pairs, product))
   cases = []

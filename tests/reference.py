@@ -1,9 +1,9 @@
-"""The recipes once more, in float64 numpy and from the paper alone.
+"""An independent reference for the recipes, in float64 numpy from the paper.
 
-Wortsman et al. 2023, https://arxiv.org/abs/2304.13013; the last two leave it where the paper keeps
-16 bits, in the weight gradient. Nothing here comes from sbjax, so that an
-agreement means something. Matrices are multiplied as `a [m, k] @ b [k, n]`; a "row" scale is
-shared along k, a "tensor" scale by the whole operand.
+Wortsman et al. 2023, https://arxiv.org/abs/2304.13013. The last two recipes leave the paper in the
+weight gradient, which it keeps in 16 bits. Nothing here is imported from sbjax, so that agreement
+is evidence. Matrices are multiplied as `a [m, k] @ b [k, n]`; a "row" scale is shared along k, a
+"tensor" scale by the whole operand.
 """
 
 from typing import NamedTuple
@@ -24,7 +24,7 @@ UNIT = {
 
 
 class Method(NamedTuple):
-  y: tuple | None  # formats and scales of x @ w; None: as they are
+  y: tuple | None  # formats and scales of x @ w; None: not quantized
   dx: tuple | None  # of dy @ w.T
   dw: tuple | None  # of x.T @ dy
   saves_rounded_x: bool = False
@@ -52,7 +52,7 @@ METHODS = {
 
 
 def rounded(a, fmt, axis):
-  """a in 8 bits and the exact scale (float64), shared along `axis`; None: by all of a."""
+  """a in 8 bits, and its exact scale (float64), shared along `axis`; with None by all of a."""
   a = np.asarray(a).astype(np.float32)
   absmax = np.max(np.abs(a), axis=axis, keepdims=True)
   factor = np.float32(LARGEST[fmt]) / np.where(absmax == 0, np.float32(1), absmax)
@@ -63,11 +63,11 @@ def rounded(a, fmt, axis):
 
 class Product(NamedTuple):
   value: np.ndarray  # float64
-  error: np.ndarray  # what float32 arithmetic may add to it
+  error: np.ndarray  # bound on the error of float32 arithmetic
 
 
 def product(a, b, formats):
-  """a [m, k] @ b [k, n] after both were rounded."""
+  """a [m, k] @ b [k, n], both rounded to their formats."""
   a_scale, b_scale = 1, 1
   if formats is not None:
     (a_format, a_shares), (b_format, b_shares) = formats
@@ -75,19 +75,19 @@ def product(a, b, formats):
     b, b_scale = rounded(b, b_format, 0 if b_shares == "row" else None)
   a, b = _float64(a), _float64(b)
   value = (a @ b) * a_scale * b_scale
-  # int8 sums are exact in int32. Others are summed in float32 in an order of the machine's own:
-  # one rounding for each of k terms (Higham 2002, section 3.1).
+  # int8 sums are exact in int32. Others are summed in float32, in an order that the machine
+  # chooses: one rounding for each of k terms (Higham 2002, section 3.1).
   error = 1.01 * a.shape[1] * UNIT["float32"] * (np.abs(a) @ np.abs(b)) * a_scale * b_scale
   if formats is not None and formats[0][0] == "int8":
     error = 0
-  # Then the sum becomes float32, meets two scales, each rounded twice, in two products.
+  # Then the sum becomes float32 and is multiplied by two scales, each rounded twice.
   return Product(value, error + 8 * UNIT["float32"] * np.abs(value))
 
 
 def linear(name, x, w, dy):
   """(y, dx, dw) of a linear layer, each a Product, for x [m, k], w [k, n] and dy [m, n].
 
-  y and dx are meant in x's dtype, dw in w's; their last cast is in `error`.
+  y and dx have x's dtype, dw has w's; `error` includes the last cast.
   """
   method, dtype = METHODS[name], np.asarray(x).dtype
   y = product(x, w if method.y else np.asarray(w).astype(dtype), method.y)
@@ -119,9 +119,9 @@ def assert_within(actual, expected: Product):
 
 
 def dot_general(name):
-  """An einsum over snapped operands in float32, of any axes: no reshape and no transpose.
+  """An einsum of rounded operands in float32 over any axes, without reshape or transpose.
 
-  For the methods that leave dw unrounded. The gradient goes straight through the rounding.
+  For the methods that leave dw unrounded. Rounding has a straight-through gradient.
   """
   method = METHODS[name]
   assert method.dw is None and not method.saves_rounded_x

@@ -1,6 +1,6 @@
-"""What JAX and the compilers make of sbjax for an A100 and an H200, neither of which is here.
+"""sbjax compiled for an A100 and an H200, both absent: kernels, collectives, registers.
 
-Each chip's proof is one process of `tests/aot.py`; both run at once.
+One process of `tests/aot.py` compiles for each GPU; both run at once.
 """
 
 import concurrent.futures
@@ -28,12 +28,12 @@ ROOT = pathlib.Path(__file__).parent.parent
 CHIPS = tuple(int(chip) for chip in os.environ.get("SBJAX_AOT", "80,90").split(","))
 HAS_MOSAIC = jax.__version_info__ >= (0, 11)
 MOSAIC, TRITON = "mosaic_gpu_v2", "triton_kernel_call"
-KERNELS = {80: {TRITON}, 90: {MOSAIC, TRITON} if HAS_MOSAIC else {TRITON}}  # Under None.
+KERNELS = {80: {TRITON}, 90: {MOSAIC, TRITON} if HAS_MOSAIC else {TRITON}}  # With backend=None.
 
 
 @functools.cache
 def proofs():
-  """{chip: what tests/aot.py found, or why it failed}; a skip where the wheels are missing."""
+  """{chip: the results of tests/aot.py, or its error}; skips the test where wheels are missing."""
   for package in ("jax_cuda13_plugin", "jax_plugins.xla_cuda13", "triton", "jax_triton"):
     pytest.importorskip(package, reason="the extra `aot` is not installed")
   with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -46,8 +46,8 @@ def _proof(capability):
       **os.environ,
       "JAX_PLATFORMS": "cpu",
       "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",
-      # Of XLA's own kernels; what Mosaic's spill is read from what ptxas said. With jax 0.10 XLA's
-      # all-reduce spills, and so do its Triton tiles, which no autotuner chooses here.
+      # This flag covers XLA's own kernels; ptxas reports the spills of Mosaic's. With jax 0.10
+      # XLA's all-reduce spills, and so do its Triton tiles, which no autotuner chooses here.
       "XLA_FLAGS": f"--xla_gpu_fail_ptx_compilation_on_register_spilling={str(HAS_MOSAIC).lower()}"
       " --xla_gpu_enable_triton_gemm=false",
       "JAX_TRITON_DUMP_DIR": folder,
@@ -67,20 +67,20 @@ def chip(request):
 
 @pytest.fixture
 def proof(chip):
-  found = proofs()[chip]
-  return pytest.fail(found) if isinstance(found, str) else found
+  result = proofs()[chip]
+  return pytest.fail(result) if isinstance(result, str) else result
 
 
 def own(targets):
-  """Those that are ours; jax-triton 0.4 has another name for its."""
+  """The targets of our kernels; jax-triton 0.4 renamed its target."""
   return {target.removesuffix("_ffi") for target in targets} & {MOSAIC, TRITON}
 
 
 @pytest.mark.parametrize("operation", aot.OPERATIONS)
 def test_each_public_operation_lowers_to_the_kernels_of_its_backend(chip, proof, operation):
   targets = {
-    name.partition(", ")[2]: own(found)
-    for name, found in proof["lowered"].items()
+    name.partition(", ")[2]: own(called)
+    for name, called in proof["lowered"].items()
     if name.partition(", ")[0] == operation
   }
   expected = {"None": KERNELS[chip], "triton": {TRITON}, "xla": set()}
@@ -89,7 +89,7 @@ def test_each_public_operation_lowers_to_the_kernels_of_its_backend(chip, proof,
   assert targets == expected
 
 
-def test_every_public_operation_that_takes_a_backend_is_among_them():
+def test_every_public_operation_with_a_backend_argument_is_compiled():
   public = {name: getattr(sbjax, name) for name in sbjax.__all__}
   taking = {
     name
@@ -102,8 +102,8 @@ def test_every_public_operation_that_takes_a_backend_is_among_them():
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("piece", aot.PIECES)
 def test_forward_and_backward_of_each_recipe_compile(chip, proof, piece, name):
-  # An A100 has no fp8, and "full" has nothing to multiply in 8 bits: XLA computes that.
-  # Layer norm's gradient is a kernel for all.
+  # XLA computes fp8 recipes on an A100, which has no fp8, and "full", which has no 8-bit product.
+  # Layer norm's gradient is a kernel in every recipe.
   is_xla = name == "full" or (chip < 89 and name.startswith("fp8"))
   expected = set() if is_xla else KERNELS[chip]
   if piece != "linear":
@@ -111,31 +111,31 @@ def test_forward_and_backward_of_each_recipe_compile(chip, proof, piece, name):
   assert own(proof["layers"][f"{piece}, {name}"]["targets"]) == expected
 
 
-def test_gradients_of_gelu_and_layer_norm_are_written_where_they_come_from(chip, proof):
-  found = {name: layer["in_place"] for name, layer in proof["layers"].items()}
-  assert found["mlp, switchback"] == 4 and found["qkv, switchback"] == 2
-  assert found["mlp, switchback_m"] == 3  # GELU's input is in 8 bits.
-  assert found["linear, switchback"] == 0
+def test_gelu_and_layer_norm_gradients_are_written_in_place(chip, proof):
+  num_aliases = {name: layer["in_place"] for name, layer in proof["layers"].items()}
+  assert num_aliases["mlp, switchback"] == 4 and num_aliases["qkv, switchback"] == 2
+  assert num_aliases["mlp, switchback_m"] == 3  # GELU's input is in 8 bits.
+  assert num_aliases["linear, switchback"] == 0
   assert proof["meshes"]["mlp, switchback, batch, w over fsdp"]["in_place"] == 4
 
 
-def test_on_two_devices_no_layer_after_the_first_lowers_a_kernel(chip, proof):
-  found = proof["stacks"]
-  assert {name: stack["lowered"] > 0 for name, stack in found.items()} == {
+def test_on_two_devices_only_the_first_layer_lowers_kernels(chip, proof):
+  cases = proof["stacks"]
+  assert {name: stack["lowered"] > 0 for name, stack in cases.items()} == {
     "jit, 1": True, "jit, 3": False, "shard_map, 1": False, "shard_map, 3": False
   }  # fmt: skip
   for kind in ("jit", "shard_map"):
-    one, three = found[f"{kind}, 1"], found[f"{kind}, 3"]
+    one, three = cases[f"{kind}, 1"], cases[f"{kind}, 3"]
     assert one["calls"] < three["calls"] and own(three["targets"]) == KERNELS[chip]
 
 
 @pytest.mark.parametrize(("piece", "layout"), aot.SPLIT)
 @pytest.mark.parametrize("name", ["switchback", "switchback_m"])
 def test_on_four_devices_no_activation_is_gathered(chip, proof, piece, name, layout):
-  found = proof["meshes"][f"{piece}, {name}, {layout}"]
-  assert own(found["targets"]) == KERNELS[chip]
-  # A weight that is split over the devices of the batch is gathered, in int8; nothing else is.
-  gathered = found["gathered"]
+  summary = proof["meshes"][f"{piece}, {name}, {layout}"]
+  assert own(summary["targets"]) == KERNELS[chip]
+  # Only a weight that is split over the devices of the batch is gathered, in int8.
+  gathered = summary["gathered"]
   assert bool(gathered) == layout.endswith("w over fsdp")
   assert {dtype for dtype, _ in gathered} <= {"s8"}
   assert max((size for _, size in gathered), default=0) <= aot.K * aot.N
@@ -145,12 +145,12 @@ def test_on_four_devices_no_activation_is_gathered(chip, proof, piece, name, lay
 def steps():
   if 90 not in CHIPS:
     pytest.skip("SBJAX_AOT leaves this chip out")
-  found = proofs()[90]
-  return pytest.fail(found) if isinstance(found, str) else found["steps"]
+  result = proofs()[90]
+  return pytest.fail(result) if isinstance(result, str) else result["steps"]
 
 
 def kernels_of_a_step():
-  """The elements of all the blocks' kernels."""
+  """The number of elements of each kernel of all blocks."""
   size, layers = aot_step.SIZE, aot_step.LAYERS
   widths = [size.vision.width, size.text.width] * layers
   return sorted(rows * width * width for width in widths for rows in (3, 1, 4, 4))
@@ -169,20 +169,20 @@ def test_a_step_on_several_gpus_moves_no_activation(steps, mesh):
   assert batch * size.text.context_length * size.text.width > 2 * largest
   assert {kind for kind, _, _ in steps[mesh]} <= {"all-gather", "all-reduce", "reduce-scatter"}
   assert max(n for kind, _, n in steps[mesh] if kind != "all-reduce") <= largest
-  # XLA sums many gradients as one array. All are as many numbers as there are parameters; where
-  # both axes are split, shards are summed after they were scattered.
+  # XLA sums many gradients as one array. Their total size is that of the parameters. Where both
+  # axes are split, shards are first scattered and then summed.
   summed = sum(n for kind, _, n in steps[mesh] if kind == "all-reduce")
   scattered = sum(n for kind, _, n in steps[mesh] if kind == "reduce-scatter")
   share = 1.52 if mesh == "data=2 fsdp=2" else 1.02
   assert summed + scattered < share * steps["parameters"] + batch * 4 * size.embed_dim
 
 
-def test_kernels_of_a_step_are_lowered_once_however_many_layers_there_are(steps):
+def test_a_step_lowers_as_many_kernels_for_two_layers_as_for_one(steps):
   layers = aot_step.LAYERS
   assert steps[f"{layers} layers"] == steps[f"{layers + 1} layers"] > 0
 
 
-def test_a_sum_over_tokens_is_split_where_it_pays_and_moves_nothing(chip, proof):
+def test_split_k_matmul_splits_on_sm_90_only_and_moves_nothing(chip, proof):
   shape = "f32[2,1280,5120]" if chip == 90 else "f32[1280,5120]"
   assert proof["token_sums"] == {"products": [shape], "moved": []}
 
@@ -194,7 +194,7 @@ def test_every_tuned_tile_config_compiles(chip, proof):
   assert {name.rpartition(", ")[0] for name in proof["tile_configs"]} == configs
 
 
-def test_8_bit_products_are_the_tensor_core_s(chip, proof):
+def test_8_bit_products_run_on_tensor_cores(chip, proof):
   products = proof["kernels"]["products"]
   int8 = "mma.sync" if chip == 80 else "wgmma"
   assert any(p.startswith(int8) and ".s32.s8.s8" in p for p in products)
@@ -203,8 +203,8 @@ def test_8_bit_products_are_the_tensor_core_s(chip, proof):
   assert fp8 == (set() if chip == 80 else expected)
 
 
-def test_mosaic_s_kernels_spill_no_register(chip, proof):
-  found = proof["kernels"]
-  assert (found["reports"] > 0) == (MOSAIC in KERNELS[chip])
-  # Each says what it stores and what it loads; one may be of several kernels.
-  assert len(found["spilled"]) >= 2 * found["reports"] and not any(found["spilled"])
+def test_mosaic_kernels_spill_no_registers(chip, proof):
+  dumps = proof["kernels"]
+  assert (dumps["reports"] > 0) == (MOSAIC in KERNELS[chip])
+  # Each report has spill stores and spill loads; it may cover several kernels.
+  assert len(dumps["spilled"]) >= 2 * dumps["reports"] and not any(dumps["spilled"])

@@ -1,4 +1,4 @@
-"""Pixels for CLIP: which part of the picture, and how near to Pillow's."""
+"""Crops, flips and decoding of images, compared with Pillow and open_clip."""
 
 import io
 
@@ -21,7 +21,7 @@ def encoded(pixels, kind, mode="RGB", **options):
 
 
 def picture(width, height, coarse=4, seed=0):
-  """Smooth noise with hard edges, as a photo has both: uint8 [height, width, 3]."""
+  """Smooth noise with hard edges, like a photo: uint8 [height, width, 3]."""
   rng = np.random.default_rng(seed)
   small = rng.integers(0, 256, (-(-height // coarse), -(-width // coarse), 3), np.uint8)
   pixels = np.asarray(Image.fromarray(small).resize((width, height), Image.BICUBIC)).copy()
@@ -40,13 +40,13 @@ def drawn(image, size=SIZE, scale=(0.5, 1.0), flip=False, seed=0):
 
 
 def by_pillow(image, size=SIZE, scale=(0.5, 1.0), seed=0):
-  """The crop that `drawn` takes, of the whole picture decoded, by Pillow."""
+  """The crop of `drawn`, taken by Pillow from the whole decoded picture."""
   image = Image.open(io.BytesIO(image)).convert("RGB")
   box = augment._random_box(*image.size, scale, np.random.default_rng(seed))
   return np.asarray(image.crop(box).resize((size, size), Image.BICUBIC))
 
 
-def test_crops_have_shares_and_ratios_in_range():
+def test_crop_areas_and_aspect_ratios_are_in_range():
   rng = np.random.default_rng(0)
   boxes = np.array([augment._random_box(100, 90, (0.5, 0.8), rng) for _ in range(500)])
   left, top, right, bottom = boxes.T
@@ -59,7 +59,7 @@ def test_crops_have_shares_and_ratios_in_range():
   np.testing.assert_allclose([ratios.min(), ratios.max()], [3 / 4, 4 / 3], atol=0.04)
 
 
-def test_a_crop_that_never_fits_is_the_largest_in_the_middle():
+def test_a_crop_that_never_fits_falls_back_to_the_largest_centre_crop():
   rng = np.random.default_rng(0)
   assert augment._random_box(100, 10, (0.9, 1.0), rng) == (43, 0, 56, 10)
   assert augment._random_box(10, 100, (0.9, 1.0), rng) == (0, 43, 10, 56)
@@ -67,7 +67,7 @@ def test_a_crop_that_never_fits_is_the_largest_in_the_middle():
 
 @pytest.mark.parametrize("kind", ["png", "jpeg"])
 @pytest.mark.parametrize("flip", [False, True])
-def test_flips_are_off_unless_asked_for(flip, kind):
+def test_images_are_flipped_only_with_flip(flip, kind):
   array = np.zeros((8, 8, 3), np.uint8)
   array[:, :4] = 255
   images = [drawn(encoded(array, kind), 8, (1.0, 1.0), flip, seed) for seed in range(30)]
@@ -75,19 +75,19 @@ def test_flips_are_off_unless_asked_for(flip, kind):
   assert all((image[4, 0, 0] > 128) != (image[4, 7, 0] > 128) for image in images)
 
 
-# Crops that are enlarged, kept and reduced, but not by so much that less of a JPEG is decoded.
+# Crops are enlarged, unscaled and reduced, but too little for decoding at reduced size.
 @pytest.mark.parametrize("size", [24, 64, 150])
 @pytest.mark.parametrize("options", [{}, {"subsampling": 0}, {"progressive": True}, {"mode": "L"}])
-def test_a_jpeg_s_crop_is_pillow_s_within_rounding(size, options):
+def test_jpeg_crops_equal_pillow_s_to_rounding(size, options):
   for seed in range(4):
     image = encoded(picture(109, 93, seed=seed), "jpeg", **options)
     away = np.abs(drawn(image, size, seed=seed).astype(int) - by_pillow(image, size, seed=seed))
     assert away.mean() <= 0.3
     assert np.quantile(away, 0.99) <= 1
-    assert away.max() <= 20  # At hard edges, where Pillow cuts off overshoots between its passes.
+    assert away.max() <= 20  # At hard edges Pillow clips overshoots between its passes.
 
 
-def test_a_jpeg_is_decoded_as_pillow_decodes_it():
+def test_simplejpeg_decodes_as_pillow_does():
   for options in ({}, {"subsampling": 0}, {"progressive": True}, {"mode": "L"}, {"quality": 30}):
     image = encoded(picture(109, 93), "jpeg", **options)
     pillow = np.asarray(Image.open(io.BytesIO(image)).convert("RGB"))
@@ -95,13 +95,13 @@ def test_a_jpeg_is_decoded_as_pillow_decodes_it():
 
 
 @pytest.mark.parametrize("reduced", [2, 4, 8])
-def test_a_jpeg_decoded_at_a_part_of_its_size_gives_nearly_the_same(reduced, monkeypatch):
+def test_a_jpeg_decoded_at_reduced_size_gives_nearly_the_same_crop(reduced, monkeypatch):
   made = []
   decode = simplejpeg.decode_jpeg
   monkeypatch.setattr(
     simplejpeg, "decode_jpeg", lambda *a, **k: made.append(decode(*a, **k)) or made[-1]
   )
-  height, width = 16 * reduced * 3 + 5, 16 * reduced * 4 + 3  # The last block is a part of one.
+  height, width = 16 * reduced * 3 + 5, 16 * reduced * 4 + 3  # The last block is partial.
   image = encoded(picture(width, height, coarse=12), "jpeg", quality=90)
   for seed in range(3):
     away = np.abs(drawn(image, 16, seed=seed).astype(int) - by_pillow(image, 16, seed=seed))
@@ -109,7 +109,7 @@ def test_a_jpeg_decoded_at_a_part_of_its_size_gives_nearly_the_same(reduced, mon
     assert away.mean() <= 1.5
 
 
-def test_what_is_decoded_of_a_crop_is_at_least_twice_its_new_size():
+def test_a_crop_is_decoded_at_twice_its_output_size_or_more():
   for width, height, size, reduced in [
     (895, 2000, 224, 1),  # 447 pixels a side would be less than 448.
     (896, 2000, 224, 2),
@@ -122,12 +122,12 @@ def test_what_is_decoded_of_a_crop_is_at_least_twice_its_new_size():
 
 
 @pytest.mark.parametrize("kind, mode", [("png", "RGB"), ("png", "P"), ("jpeg", "CMYK")])
-def test_what_is_no_usual_jpeg_is_as_pillow_makes_it(kind, mode):
+def test_png_and_cmyk_images_are_cropped_by_pillow(kind, mode):
   image = encoded(picture(109, 93), kind, mode)
   np.testing.assert_array_equal(drawn(image), by_pillow(image))
 
 
-def test_a_crop_does_not_see_beyond_its_box():
+def test_a_crop_does_not_depend_on_pixels_outside_its_box():
   pixels = np.zeros((64, 64, 3), np.uint8)
   image = encoded(pixels, "jpeg")
   pixels[:, 32:] = 255
@@ -136,7 +136,7 @@ def test_a_crop_does_not_see_beyond_its_box():
   np.testing.assert_array_equal(*ours)
 
 
-def test_the_same_is_drawn_of_a_jpeg_and_of_a_png():
+def test_jpeg_and_png_draw_the_same_random_numbers():
   pixels = picture(109, 93)
   rngs = [np.random.default_rng(5) for _ in range(2)]
   for kind, rng in zip(("png", "jpeg"), rngs, strict=True):
@@ -144,9 +144,9 @@ def test_the_same_is_drawn_of_a_jpeg_and_of_a_png():
   assert rngs[0].random() == rngs[1].random()
 
 
-def test_a_damaged_jpeg_is_pillow_s_to_judge():
+def test_a_damaged_jpeg_is_decoded_by_pillow_or_refused():
   whole = encoded(picture(109, 93), "jpeg")
-  extra = whole[:-2] + b"\0" * 8 + whole[-2:]  # Pillow reads over it; libjpeg-turbo warns.
+  extra = whole[:-2] + b"\0" * 8 + whole[-2:]  # Pillow ignores it; libjpeg-turbo warns.
   with pytest.raises(ValueError, match="extraneous bytes"):
     simplejpeg.decode_jpeg(extra, "RGB")
   np.testing.assert_array_equal(drawn(extra), by_pillow(whole))
@@ -155,8 +155,8 @@ def test_a_damaged_jpeg_is_pillow_s_to_judge():
       drawn(broken)
 
 
-def test_an_image_that_is_too_large_for_pillow_is_an_error(monkeypatch):
-  monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)  # Of twice as many it raises.
+def test_an_image_too_large_for_pillow_is_an_error(monkeypatch):
+  monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)  # Pillow raises above twice as many.
   with pytest.raises(ValueError, match=r"image of here cannot be decoded: Image size \(10137"):
     drawn(encoded(picture(109, 93), "jpeg"))
 
@@ -173,7 +173,7 @@ def test_images_of_any_mode_become_rgb(mode):
 
 @pytest.mark.interop
 @pytest.mark.parametrize("size", [(37, 53), (64, 48), (20, 90), (24, 24), (29, 24), (24, 27)])
-def test_evaluation_images_are_those_of_open_clip(size):
+def test_evaluation_images_equal_open_clip_s(size):
   import_open_clip()
   import torch
   from open_clip.transform import image_transform

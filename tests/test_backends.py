@@ -1,4 +1,4 @@
-"""A backend is found by name, and one that was named is never swapped for another."""
+"""Backends are looked up by name, and a named backend is never swapped for another."""
 
 import importlib.util
 import logging
@@ -33,9 +33,9 @@ ROWWISE, TENSORWISE = Spec(INT8, "rowwise"), Spec(INT8, "tensorwise")
 
 @pytest.fixture
 def installed(monkeypatch):
-  """As if everything were installed and new; the kernels are the definition and note their calls.
+  """Pretends that all packages are installed; kernels are the definition and record their calls.
 
-  What is changed in it after that is what is missing.
+  Tests remove from `present` the packages that they need missing.
   """
   calls, present = [], {"triton", "jax_triton"}
 
@@ -65,7 +65,7 @@ def test_xla_is_the_definition():
   assert backend.gelu_quantize is fused_ops.gelu_quantize
 
 
-def test_none_chooses_one_that_exists():
+def test_none_chooses_an_existing_backend():
   assert get_backend(None) == get_backend(get_backend(None).name)
 
 
@@ -80,8 +80,8 @@ def test_a_backend_that_does_not_run_here_says_why(name):
     quantized_dot_general("switchback", backend=name)
 
 
-def test_an_abstract_device_is_the_one_that_is_here_of_its_kind(monkeypatch):
-  """JAX makes meshes of devices that do not say what they can do."""
+def test_an_abstract_device_has_the_compute_capability_of_a_local_device_of_its_kind(monkeypatch):
+  """JAX makes meshes of devices without a compute capability."""
   here = triton_case._Device("NVIDIA H200", 132, "gpu", "9.0")
   monkeypatch.setattr(jax, "devices", lambda platform: [here])
   for kind, expected in (("NVIDIA H200", 90), ("NVIDIA A100", None)):
@@ -111,21 +111,21 @@ OPERANDS = {(n, k): quantize(jnp.ones((n, k)), ROWWISE) for n, k in ((16, 24), (
     ("scaled_matmul", (OPERANDS[16, 32],) * 2 + ("int8",), "gives bfloat16, .*not int8"),
   ],
 )
-def test_operands_without_a_kernel_are_an_error_by_name_and_else_left_to_xla(
+def test_unsupported_operands_raise_for_a_named_backend_and_go_to_xla_for_none(
   installed, caplog, operation, args, reason
 ):
   message = f"'mosaic': .*{operation} .*{reason}.*backend=None"
   with triton_case.chip(90), pytest.raises(NotImplementedError, match=message):
     getattr(get_backend("mosaic"), operation)(*args)
   with triton_case.chip(90), caplog.at_level("DEBUG", logger="sbjax"):
-    found = getattr(get_backend(None), operation)(*args)
+    result = getattr(get_backend(None), operation)(*args)
   assert f"{operation} goes to XLA" in caplog.text
   expected = OPERATIONS[operation].definition(*args)
-  jax.tree.map(np.testing.assert_array_equal, found, expected)
+  jax.tree.map(np.testing.assert_array_equal, result, expected)
   assert installed.calls == []
 
 
-def test_xla_s_own_int8_products_are_warned_of_once_on_a_gpu(monkeypatch):
+def test_xla_s_inexact_int8_products_warn_once_on_a_gpu(monkeypatch):
   lhs, fp8 = quantize(ROWS, ROWWISE), quantize(ROWS, Spec(E4M3, "rowwise"))
   backends.warn_of_inexact_int8.cache_clear()
   monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
@@ -143,7 +143,7 @@ def test_xla_s_own_int8_products_are_warned_of_once_on_a_gpu(monkeypatch):
     multiply(lhs, lhs, jnp.float32)
 
 
-def test_doubles_and_formats_that_a_chip_lacks_are_left_to_xla_and_said(installed, caplog):
+def test_a_format_that_the_gpu_lacks_goes_to_xla_and_is_logged(installed, caplog):
   e4m3 = Spec(E4M3, "rowwise")
   with triton_case.chip(80), caplog.at_level("DEBUG", logger="sbjax"):
     get_backend(None).quantize(ROWS, e4m3)
@@ -151,7 +151,7 @@ def test_doubles_and_formats_that_a_chip_lacks_are_left_to_xla_and_said(installe
   assert installed.calls == []
 
 
-def test_an_unknown_backend_says_what_there_is():
+def test_an_unknown_backend_error_lists_the_known_ones():
   with pytest.raises(ValueError, match=r"'cuda'.*'xla'.*None chooses"):
     get_backend("cuda")
   with pytest.raises(ValueError, match=r"'cuda'.*'xla'"):
@@ -161,13 +161,13 @@ def test_an_unknown_backend_says_what_there_is():
 @pytest.mark.parametrize(
   ("capability", "expected"), [(90, "mosaic"), (80, "triton"), (89, "triton"), (75, "xla")]
 )
-def test_none_chooses_what_is_best_for_the_chip(installed, capability, expected):
+def test_none_chooses_the_best_backend_for_each_compute_capability(installed, capability, expected):
   with triton_case.chip(capability):
     assert get_backend(None).name == expected
     assert get_backend(expected).name == expected
 
 
-def test_an_older_jax_has_no_mosaic_and_none_falls_back_to_triton(installed, monkeypatch):
+def test_none_falls_back_to_triton_where_jax_is_too_old_for_mosaic(installed, monkeypatch):
   monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
   with triton_case.chip(90):
     with pytest.raises(
@@ -178,9 +178,7 @@ def test_an_older_jax_has_no_mosaic_and_none_falls_back_to_triton(installed, mon
 
 
 @pytest.mark.parametrize("missing", ["triton", "jax_triton"])
-def test_what_is_not_installed_is_in_the_error_and_warned_of_where_it_was_chosen(
-  installed, missing
-):
+def test_a_missing_package_is_named_in_the_error_and_in_the_fallback_warning(installed, missing):
   installed.present.remove(missing)
   why = rf"'(mosaic|triton)' needs {missing}: pip install 'sbjax\[cuda\]'"
   for name, capability in (("mosaic", 90), ("triton", 80)):
@@ -199,7 +197,7 @@ def test_what_is_not_installed_is_in_the_error_and_warned_of_where_it_was_chosen
     ("triton", 75, r"needs compute capability 8\.0 \(A100\) or newer; this is NVIDIA"),
   ],
 )
-def test_a_chip_that_a_backend_is_not_for_is_named(installed, name, capability, why):
+def test_a_backend_refuses_an_unsupported_compute_capability(installed, name, capability, why):
   with triton_case.chip(capability), pytest.raises(NotImplementedError, match=f"'{name}' {why}"):
     get_backend(name)
 
@@ -207,7 +205,7 @@ def test_a_chip_that_a_backend_is_not_for_is_named(installed, name, capability, 
 @pytest.mark.parametrize(
   ("capability", "expected"), [(90, "'mosaic'"), (75, "'xla'"), (80, "'triton'")]
 )
-def test_the_choice_is_said_once_at_debug_level(installed, caplog, capability, expected):
+def test_the_default_backend_is_logged_once_at_debug_level(installed, caplog, capability, expected):
   caplog.set_level(logging.DEBUG, logger="sbjax")
   with triton_case.chip(capability):
     get_backend(None), get_backend(None)
@@ -220,7 +218,7 @@ def draw(rows, k):
 
 
 def on_a_cpu(function, *arguments):
-  """What is traced as for an A100, compiled and run on the CPU."""
+  """Traces for an A100, then compiles and runs on the CPU."""
   with triton_case.chip(80):
     lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cpu",))
   return lowered.compile()(*arguments)
@@ -229,7 +227,7 @@ def on_a_cpu(function, *arguments):
 @pytest.mark.parametrize(
   ("k", "n", "dtype"), [(24, 16, "float32"), (32, 8, "float32"), (32, 16, "float64")]
 )
-def test_none_leaves_to_the_definition_what_a_kernel_does_not_take(installed, k, n, dtype):
+def test_none_computes_unsupported_products_by_the_definition(installed, k, n, dtype):
   lhs, rhs = quantize(draw(4, k), ROWWISE), quantize(draw(n, k), TENSORWISE)
   with jax.enable_x64(True):
     y = on_a_cpu(lambda lhs, rhs: get_backend(None).scaled_matmul(lhs, rhs, dtype), lhs, rhs)
@@ -237,22 +235,22 @@ def test_none_leaves_to_the_definition_what_a_kernel_does_not_take(installed, k,
   assert not installed.calls
 
 
-def test_none_leaves_quantizing_float64_to_the_definition(installed):
+def test_none_quantizes_float64_by_the_definition(installed):
   def run(x):
     chosen = get_backend(None)
-    straight, turned = chosen.quantize(x, ROWWISE), chosen.quantize_transposed(x, ROWWISE)
-    return straight, turned, *chosen.quantize_both(x, TENSORWISE)
+    q, q_transposed = chosen.quantize(x, ROWWISE), chosen.quantize_transposed(x, ROWWISE)
+    return q, q_transposed, *chosen.quantize_both(x, TENSORWISE)
 
   with jax.enable_x64(True):
     x = draw(4, 32).astype(jnp.float64)
-    found = on_a_cpu(run, x)
+    actual = on_a_cpu(run, x)
   q = quantize(x, TENSORWISE)
   expected = quantize(x, ROWWISE), quantize(x.T, ROWWISE), q, q.T
-  jax.tree.map(np.testing.assert_array_equal, found, expected)
+  jax.tree.map(np.testing.assert_array_equal, actual, expected)
   assert not installed.calls
 
 
-def test_none_leaves_fp8_to_the_definition_where_the_chip_has_none(installed):
+def test_none_computes_fp8_by_the_definition_on_a_gpu_without_fp8(installed):
   spec = Spec(E4M3, "tensorwise")
 
   def run(x):
@@ -265,7 +263,7 @@ def test_none_leaves_fp8_to_the_definition_where_the_chip_has_none(installed):
     assert (not installed.calls) == is_definition
 
 
-def test_what_none_gives_to_the_kernels_a_cpu_still_computes(installed):
+def test_kernels_chosen_for_a_gpu_still_compute_on_a_cpu(installed):
   x, w = draw(4, 32), draw(32, 16)
 
   def forward(x, w):

@@ -1,4 +1,4 @@
-"""The benchmarks' bookkeeping: what they count and what they call a kernel."""
+"""The benchmarks' bookkeeping: times, FLOPs, kernel groups and result files."""
 
 import argparse
 import dataclasses
@@ -64,17 +64,19 @@ def test_an_operation_s_origin_is_read_from_compiled_text():
   ],
 )
 def test_a_kernel_belongs_to_one_group(name, origin, group):
-  found = grouped([Kernel(name, "operation.1", 0.25), Kernel(name, "", 0)], {"operation.1": origin})
-  assert found == {group: 0.25}
+  seconds = grouped(
+    [Kernel(name, "operation.1", 0.25), Kernel(name, "", 0)], {"operation.1": origin}
+  )
+  assert seconds == {group: 0.25}
 
 
-def test_idle_is_when_no_kernel_runs():
+def test_idle_time_is_the_time_without_a_running_kernel():
   runs = [(0, 2), (3, 5), (4, 1), (9, 1), (10, 1)]  # start, milliseconds
   assert idle([Kernel("a", "", time, start) for start, time in runs]) == 1 + 1
 
 
 def dot_flops(jaxpr):
-  """Of all matmuls in it, two for each product."""
+  """The FLOPs of all matmuls in a jaxpr, two for each multiply-add."""
   total = 0
   for eqn in jaxpr.eqns:
     if eqn.primitive.name == "dot_general":
@@ -85,18 +87,18 @@ def dot_flops(jaxpr):
   return total
 
 
-def test_the_time_of_kernels_is_that_of_one_piece_of_work(monkeypatch):
+def test_kernel_seconds_are_per_operand_set(monkeypatch):
   def watch(function):
     function()
     return [Kernel("loop_copy", "", 1.0), Kernel("sbjax_quantize", "", 3.0)]
 
   monkeypatch.setattr(kernels, "kernels", watch)
-  one = contender(jnp.sin, [(jnp.ones(3),)] * 2)  # Two pieces a call.
+  one = contender(jnp.sin, [(jnp.ones(3),)] * 2)  # Two operand sets a call.
   assert kernels.kernel_seconds(one, calls=5) == pytest.approx(4e-3 / 10)
   assert kernels.kernel_seconds(one, calls=5, ignored="copy") == pytest.approx(3e-3 / 10)
 
 
-def test_kernels_race_in_turns_for_their_medians(monkeypatch):
+def test_kernel_race_alternates_contenders_and_returns_medians(monkeypatch):
   raced = []
 
   def seconds(one, calls):
@@ -109,7 +111,7 @@ def test_kernels_race_in_turns_for_their_medians(monkeypatch):
 
 
 @pytest.mark.parametrize("patch_dropout", [0.0, 0.5])
-def test_flops_of_a_step_are_three_times_those_of_the_matmuls_forward(patch_dropout):
+def test_model_flops_are_three_times_the_forward_matmul_flops(patch_dropout):
   config, batch = SIZES["B/16"], 4
   options = BlockOptions(scan=False)
   model = CLIP(config, options, block=FlaxBlock, patch_dropout=patch_dropout)
@@ -118,12 +120,12 @@ def test_flops_of_a_step_are_three_times_those_of_the_matmuls_forward(patch_drop
   params = jax.eval_shape(model.init, jax.random.key(0), image, text)
   run = functools.partial(model.apply, train=True, rngs={"dropout": jax.random.key(0)})
   forward = dot_flops(jax.make_jaxpr(run)(params, image, text).jaxpr)
-  # Pixels take no gradient: a third of the patch embedding is not there.
+  # Pixels have no gradient: a third of the patch embedding's FLOPs is missing.
   assert model_flops(config, batch, patch_dropout) / 3 == pytest.approx(forward, rel=0.01)
 
 
 @pytest.mark.parametrize("dtype", [INT8, E4M3])
-def test_each_kernel_is_called_as_the_definition_is(dtype):
+def test_each_kernel_benchmark_calls_every_operation(dtype):
   ops = get_backend("xla")
   called = set()
 
@@ -136,8 +138,8 @@ def test_each_kernel_is_called_as_the_definition_is(dtype):
   assert called == set(operations)
 
 
-def test_a_profile_is_of_the_last_calls_under_load(monkeypatch):
-  # Two kernels a call, slower in every call, as on a chip that gets hot.
+def test_a_profile_covers_the_last_calls_after_warm_up(monkeypatch):
+  # Two kernels a call, slower in every call, as on a GPU that heats up.
   calls = []
 
   def traced(work):
@@ -146,12 +148,12 @@ def test_a_profile_is_of_the_last_calls_under_load(monkeypatch):
 
   monkeypatch.setattr(linear, "kernels", traced)
   one = Contender(lambda sets: calls.append(sets), sets=[()], times=[0.02])
-  found = linear.profile(one, calls=3, seconds=0.2)
+  means = linear.profile(one, calls=3, seconds=0.2)
   assert len(calls) == 13
-  assert found == [("a", 11.0), ("b", 11.0)]  # Of calls 10, 11 and 12.
+  assert means == [("a", 11.0), ("b", 11.0)]  # Of calls 10, 11 and 12.
 
 
-def test_operations_timed_by_themselves_are_those_of_the_layer():
+def test_separately_timed_operations_are_those_of_the_layer():
   x, w, dy = (
     jax.random.normal(jax.random.key(i), shape, dtype)
     for i, (shape, dtype) in enumerate(
@@ -168,8 +170,8 @@ def test_operations_timed_by_themselves_are_those_of_the_layer():
     "switchback": ("x w, int8", "dy w.T, int8", "x.T dy"),
   }.items():
     y, backward = jax.vjp(lambda x, w, r=recipe: quantized_dot(x, w, r), x, w)
-    for found, expected in zip(products, (y, *backward(dy)), strict=True):
-      assert jnp.array_equal(made.pop(found) if found != "x.T dy" else made[found], expected)
+    for product, expected in zip(products, (y, *backward(dy)), strict=True):
+      assert jnp.array_equal(made.pop(product) if product != "x.T dy" else made[product], expected)
   operands = {"x": layer.x8, "dy": layer.dy8, "w.T": layer.turned8, "w": layer.w8}
   for name, operand in operands.items():
     assert jax.tree.all(jax.tree.map(jnp.array_equal, made.pop(f"quantize {name}"), operand))
@@ -177,19 +179,19 @@ def test_operations_timed_by_themselves_are_those_of_the_layer():
   assert list(made) == ["x.T dy"]  # Nothing else is timed.
 
 
-def test_what_differs_from_the_definition_is_counted():
+def test_elements_that_differ_from_the_definition_are_counted():
   x, spec = jax.random.normal(jax.random.key(0), (8, 16), jnp.bfloat16), Spec(INT8, "rowwise")
-  found = quantize(x, spec)
+  actual = quantize(x, spec)
   expected = quantize_benchmark.on_cpu(quantize, x, spec)
-  assert quantize_benchmark.differing(found, expected) == 0
+  assert quantize_benchmark.differing(actual, expected) == 0
   wrong = dataclasses.replace(
-    found, values=found.values.at[2, 3:5].add(1), scale=found.scale.at[7].mul(2)
+    actual, values=actual.values.at[2, 3:5].add(1), scale=actual.scale.at[7].mul(2)
   )
   assert quantize_benchmark.differing(wrong, expected) == 3
 
 
 @pytest.mark.parametrize("dtype", [INT8, E4M3])
-def test_a_product_is_compared_with_float32_s(dtype):
+def test_matmul_error_is_relative_to_the_float32_product(dtype):
   lhs, rhs = (
     quantize(jax.random.normal(jax.random.key(i), (rows, 256)), Spec(dtype, "rowwise"))
     for i, rows in enumerate((300, 32))
@@ -202,8 +204,8 @@ def test_a_product_is_compared_with_float32_s(dtype):
   assert matmul.error(wrong, lhs, rhs) == pytest.approx(0.25, abs=1e-3)
 
 
-def test_tuning_keeps_the_fastest_and_what_xla_reached(monkeypatch):
-  # As if a candidate's time were its block's size: the narrowest wins, and XLA takes 512.
+def test_tuning_records_the_fastest_config_and_the_rates_of_xla_and_the_rule(monkeypatch):
+  # A candidate's time is the size of its block: the smallest wins, and XLA takes 512.
   def kernels_are(lhs, rhs, out_dtype, config=None):
     return jnp.zeros(config.block_m * config.block_n)
 
@@ -219,11 +221,11 @@ def test_tuning_keeps_the_fastest_and_what_xla_reached(monkeypatch):
   assert (row["m"], row["n"], row["k"]) == (32, 16, 16)
   assert [row["config"], row["tops"]] == max(row["candidates"], key=lambda one: one[1])
   assert row["xla_tops"] == 8 * row["tops"] > 0
-  # Without the table it would be NARROW, of twice that size.
+  # Without the table the config would be NARROW, whose block is twice as large.
   assert row["rule_tops"] == pytest.approx(row["tops"] / 2, rel=0.01)
 
 
-def test_a_tuned_row_replaces_only_that_of_its_device_and_sizes(tmp_path):
+def test_a_tuned_row_replaces_only_the_row_of_its_device_and_sizes(tmp_path):
   path = tmp_path / "table.jsonl"
   row = {"device": "NVIDIA H200", "m": 256, "n": 768, "k": 768, "config": {}}
   others = [{"m": 1024}, {"n": 3072}, {"k": 3072}, {"device": "NVIDIA H100"}]
@@ -244,7 +246,7 @@ def table_row(result):
   return {"device": result["chip"]} | {name: result[name] for name in "mnk"} | {"config": config}
 
 
-def test_the_table_has_the_fastest_config_of_each_shape_s_last_tuning():
+def test_the_shipped_table_has_the_config_of_each_shape_s_last_tuning():
   kernel = "scaled_matmul_sm90"
 
   def rows(path):
@@ -258,31 +260,31 @@ def test_the_table_has_the_fastest_config_of_each_shape_s_last_tuning():
   assert configs(rows(f"sbjax/pallas/{kernel}.jsonl")) == configs(tuned)
 
 
-def test_older_rows_call_remat_as_the_model_does():
+def test_remat_values_of_older_rows_are_renamed():
   assert {row["remat"] for row in read("step") + read("open_clip")} == {"none", "block"}
 
 
-def test_no_row_of_one_operand_is_a_row_of_the_other():
+def test_lhs_rows_are_distinct_and_no_rhs_row_equals_one():
   (lhs, rhs), *_ = Operands(INT8, elements=2**24).sets(2**15, 256, 128, megabytes=1)
   rows = {row.tobytes() for row in np.asarray(lhs.values)}
   assert len(rows) == 2**15 and not any(row.tobytes() in rows for row in np.asarray(rhs.values))
 
 
-def test_the_rate_of_a_loader_counts_its_processes():
+def test_the_loader_rate_counts_cpu_time_of_child_processes():
   burn = "import time\nwhile time.process_time() < 1: pass\ntime.sleep(60)"
   child = multiprocessing.get_context("spawn").Process(target=exec, args=(burn,), daemon=True)
   child.start()
   try:
-    # Three batches while the child computes for about a second: nearly all of it is the child's.
+    # Three batches while the child computes for about a second: nearly all CPU time is its own.
     result = rate(lambda: time.sleep(0.6), images=100, warm_up=0, batches=3)
   finally:
     child.kill()
     child.join()
-  assert result["images_per_second"] <= 1 + 100 / 0.6  # It is rounded.
+  assert result["images_per_second"] <= 1 + 100 / 0.6  # The result is rounded.
   assert 300 / 2.5 <= result["images_per_cpu_second"] <= 300 / 0.3
 
 
-def test_a_way_to_train_is_its_mesh_and_its_processes():
+def test_a_way_is_parsed_as_mesh_and_process_count():
   assert meshes.way("1x2") == ("1x2", 1, 2, 1)
   assert meshes.way("2x4:8") == ("2x4:8", 2, 4, 8)
   with pytest.raises(argparse.ArgumentTypeError, match="DATAxFSDP"):

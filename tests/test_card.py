@@ -1,4 +1,4 @@
-"""A GPU's card: what fails says why and stops nothing else; time and memory are kept to."""
+"""A GPU's card: failures give reasons and stop nothing else; time and memory have limits."""
 
 import json
 import sys
@@ -24,7 +24,7 @@ def rows_of(cases, seconds=60.0):
 
 @pytest.mark.parametrize("name", ["matmul", "quantize", "attention"])
 def test_a_section_measures_its_cases_on_a_cpu(name):
-  with jax.numpy_dtype_promotion("standard"):  # Of plain JAX's attention, backward.
+  with jax.numpy_dtype_promotion("standard"):  # JAX's attention gradient promotes.
     rows = rows_of(sections.SECTIONS[name](get_backend("xla"), tiny=True))
   contenders = {
     "matmul": {"xla_bf16", "xla_int8", "ours_int8"},
@@ -40,7 +40,7 @@ def test_a_section_measures_its_cases_on_a_cpu(name):
   assert len({row["case"] for row in rows}) == len(rows) > 0
 
 
-def test_the_cases_are_those_of_the_result_files(monkeypatch):
+def test_card_cases_are_in_the_result_files(monkeypatch):
   monkeypatch.setattr(sections, "Operands", lambda *_, **__: None)
   for name in ("matmul", "quantize"):
     known = card.reference(name)
@@ -52,7 +52,7 @@ def test_the_cases_are_those_of_the_result_files(monkeypatch):
     assert len(sizes) > 4 and set(sizes) <= measured
 
 
-def test_a_contender_that_fails_says_why_and_the_others_race():
+def test_a_failed_contender_gives_its_error_and_the_others_are_timed():
   def broken(x):
     raise RuntimeError("out of resource: shared memory\nmore")
 
@@ -61,7 +61,7 @@ def test_a_contender_that_fails_says_why_and_the_others_race():
   assert set(sections.milliseconds(built)) == {"good"}
 
 
-def test_a_case_that_fails_or_is_out_of_time_leaves_its_reason_and_the_rest_goes_on():
+def test_a_failed_or_late_case_records_its_reason_and_later_cases_run():
   def fails():
     raise ValueError("no such thing")
 
@@ -85,7 +85,7 @@ def test_a_step_is_measured_on_a_cpu(monkeypatch):
   monkeypatch.setitem(sections.SIZES, "tiny", CLIPConfig(16, vision, text))
   monkeypatch.setattr(sections, "STEPPERS", ("full",))
   monkeypatch.setattr(step, "race", lambda steps, *_: ({name: [0.5] for name in steps}, None, None))
-  with jax.numpy_dtype_promotion("standard"):  # Of optax.
+  with jax.numpy_dtype_promotion("standard"):  # optax promotes.
     ((name, measure),) = sections.steps(get_backend("xla"), tiny=True)
     row = measure()
   assert name == "ViT-tiny" and row["failed"] == {} and row["batch_size"] == 8
@@ -93,7 +93,7 @@ def test_a_step_is_measured_on_a_cpu(monkeypatch):
   assert {"compile_seconds", "peak_gigabytes", "milliseconds"} <= set(row["contenders"]["full"])
 
 
-def test_a_contender_of_the_step_that_does_not_compile_leaves_the_others(monkeypatch):
+def test_a_step_contender_that_does_not_compile_does_not_stop_the_others(monkeypatch):
   def compiled(task, *_):
     if task.model.block is Block:
       raise NotImplementedError("no kernel")
@@ -116,7 +116,7 @@ def test_a_contender_of_the_step_that_does_not_compile_leaves_the_others(monkeyp
 @pytest.mark.parametrize(
   "said", ["RESOURCE_EXHAUSTED: Out of memory", "CUDA_ERROR_OUT_OF_MEMORY: out of memory"]
 )
-def test_out_of_memory_takes_half_the_batch_and_other_errors_do_not(monkeypatch, said):
+def test_only_out_of_memory_errors_halve_the_batch(monkeypatch, said):
   tried = []
 
   def train(size, batch_size, remat, backend):
@@ -147,14 +147,14 @@ def test_out_of_memory_takes_half_the_batch_and_other_errors_do_not(monkeypatch,
 
 
 @pytest.mark.parametrize(("gigabytes", "batch"), [(140, 512), (46, 256), (22, 128), (6, 32)])
-def test_the_first_batch_is_one_that_should_fit(monkeypatch, gigabytes, batch):
+def test_the_first_batch_size_depends_on_device_memory(monkeypatch, gigabytes, batch):
   monkeypatch.setattr(sections, "memory_limit", lambda _: gigabytes * 1e9)
   ((_, measure),) = sections.steps(get_backend("xla"), tiny=False)
   assert measure.args == ("B/16", batch, "none", None)
 
 
 def section(program, seconds=20.0):
-  """A section's process that runs this; `emit` writes a line."""
+  """The result of a section whose process runs this program; `emit` writes a line."""
   emit = (
     "import json, os, sys, time\n"
     "file = open(sys.argv[sys.argv.index('--out') + 1], 'w')\n"
@@ -163,36 +163,36 @@ def section(program, seconds=20.0):
   return card.run_section([sys.executable, "-c", emit + program], seconds)
 
 
-def test_rows_of_a_section_come_back_with_what_it_says_of_the_device():
-  found = section("emit(device={'chip': 'any'}); emit(case='1', m=2)")
-  assert found.pop("seconds") >= 0
-  assert found == {"device": {"chip": "any"}, "rows": [{"case": "1", "m": 2}]}
+def test_a_section_returns_its_rows_and_its_device():
+  result = section("emit(device={'chip': 'any'}); emit(case='1', m=2)")
+  assert result.pop("seconds") >= 0
+  assert result == {"device": {"chip": "any"}, "rows": [{"case": "1", "m": 2}]}
 
 
-def test_a_section_that_dies_leaves_its_rows_and_the_reason():
-  found = section("emit(case='1'); os.abort()")
-  assert found["rows"] == [{"case": "1"}] and "ended by SIGABRT" in found["failed"]
-  found = section(
+def test_a_section_that_crashes_returns_its_rows_and_the_reason():
+  result = section("emit(case='1'); os.abort()")
+  assert result["rows"] == [{"case": "1"}] and "ended by SIGABRT" in result["failed"]
+  result = section(
     "emit(case='1'); file.write('{\"case'); file.flush(); raise ValueError('bad chip')"
   )
-  assert found["rows"] == [{"case": "1"}]
-  assert found["failed"] == "ended with status 1: ValueError: bad chip"
+  assert result["rows"] == [{"case": "1"}]
+  assert result["failed"] == "ended with status 1: ValueError: bad chip"
 
 
-def test_a_section_ends_with_its_time():
+def test_a_section_is_stopped_at_its_time_limit():
   started = time.monotonic()
-  found = section("emit(case='1'); time.sleep(60)", seconds=1.5)
+  result = section("emit(case='1'); time.sleep(60)", seconds=1.5)
   assert time.monotonic() - started < 15
-  assert found["rows"] == [{"case": "1"}] and found["failed"].startswith("stopped after 2 s")
+  assert result["rows"] == [{"case": "1"}] and result["failed"].startswith("stopped after 2 s")
 
 
 def test_a_section_runs_with_exact_int8_matmuls(monkeypatch):
   monkeypatch.setenv("XLA_FLAGS", "--xla_mine=1")
-  found = section("emit(case=os.environ['XLA_FLAGS'])")
-  assert found["rows"][0]["case"] == "--xla_mine=1 --xla_gpu_enable_triton_gemm=false"
+  result = section("emit(case=os.environ['XLA_FLAGS'])")
+  assert result["rows"][0]["case"] == "--xla_mine=1 --xla_gpu_enable_triton_gemm=false"
 
 
-def test_a_table_has_the_h200_s_figures_of_the_result_files():
+def test_a_table_shows_h200_figures_from_the_result_files():
   sizes = {"m": 65536, "n": 5120, "k": 1280}
   row = {"case": "65536 x 5120 x 1280", **sizes, "tops": {"xla_bf16": 100.0, "ours_int8": 250.0}}
   theirs = [r for r in read("matmul") if r["chip"] == CHIP and sizes.items() <= r.items()][-1]
@@ -211,7 +211,7 @@ def test_gains_are_ratios_of_times_or_rates():
   assert card.shown("attention", {"milliseconds": {"xla": 3.0}}) == ("3", "-", "-")
 
 
-def test_a_table_says_what_failed_and_what_is_wrong():
+def test_a_table_shows_failures_and_wrong_results():
   rows = [
     {"case": "1 x 2 x 3", "failed": {"ours_int8": "RuntimeError: no"}, "tops": {"xla_bf16": 1.0}},
     {"case": "4 x 5 x 6", "equal_to_xla_int8": False},
@@ -224,7 +224,7 @@ def test_a_table_says_what_failed_and_what_is_wrong():
   assert "ViT-B/16, 64 images" in text and f"(the {CHIP} had 512 images a batch)" in text
 
 
-def test_a_file_is_named_after_its_chip():
+def test_a_card_file_is_named_after_its_device():
   names = ("NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090", "NVIDIA L40")
   assert [card.slug(n) for n in names] == ["a100-sxm4-80gb", "geforce-rtx-4090", "l40"]
 
@@ -235,7 +235,7 @@ def main(monkeypatch, tmp_path, *arguments):
   card.main()
 
 
-def test_a_card_is_made_on_a_cpu_where_that_is_asked_for(monkeypatch, tmp_path, capsys):
+def test_tiny_makes_a_card_on_a_cpu(monkeypatch, tmp_path, capsys):
   main(monkeypatch, tmp_path, "--tiny", "--sections", "quantize")
   assert f"Wrote {tmp_path}/card_cpu.json" in capsys.readouterr().out
   made = json.loads((tmp_path / "card_cpu.json").read_text())
@@ -245,13 +245,13 @@ def test_a_card_is_made_on_a_cpu_where_that_is_asked_for(monkeypatch, tmp_path, 
   assert len(rows) == 3 and all(row["failed"] == {} for row in rows)
 
 
-def test_without_a_gpu_a_card_is_refused_in_one_sentence(monkeypatch, tmp_path):
+def test_without_a_gpu_the_card_is_refused_in_one_sentence(monkeypatch, tmp_path):
   with pytest.raises(SystemExit, match=r"^No card was made: an NVIDIA GPU .*'cpu'; --tiny .*\.$"):
     main(monkeypatch, tmp_path, "--sections", "quantize")
   assert not list(tmp_path.iterdir())
 
 
-def test_one_section_s_end_is_not_the_card_s(monkeypatch, tmp_path, capsys):
+def test_a_crashed_section_does_not_stop_the_card(monkeypatch, tmp_path, capsys):
   limits = []
 
   def run_section(command, seconds):
@@ -269,11 +269,11 @@ def test_one_section_s_end_is_not_the_card_s(monkeypatch, tmp_path, capsys):
   made = json.loads((tmp_path / "card_l4.json").read_text())
   assert list(made["sections"]) == ["matmul", "quantize", "attention", "step"]
   assert "SIGSEGV" in made["sections"]["matmul"]["failed"]
-  # The time that a section did not take is the others'.
+  # Later sections may use the time that a section leaves.
   assert limits[0] == pytest.approx(180, abs=1) and limits[-1] == pytest.approx(600, abs=1)
 
 
-def test_a_named_backend_is_measured_in_a_file_of_its_own(monkeypatch, tmp_path, capsys):
+def test_a_named_backend_writes_its_own_card_file(monkeypatch, tmp_path, capsys):
   main(monkeypatch, tmp_path, "--tiny", "--sections", "quantize", "--backend", "xla")
   (path,) = tmp_path.iterdir()
   assert path.stem.endswith("_xla") and json.loads(path.read_text())["device"]["backend"] == "xla"

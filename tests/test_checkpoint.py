@@ -18,7 +18,7 @@ from train.sharding import batch_sharding, make_mesh, replicated, state_sharding
 from train.step import make_init
 from train.task import CLIPTask
 
-# orbax does not await its other readers when one of them meets a damaged file.
+# When one of orbax's readers meets a damaged file, it does not await the others.
 pytestmark = [
   pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
   pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning"),
@@ -63,8 +63,8 @@ def restore(directory, state):
 
 def files(directory, step):
   """The data files of a step's state, largest first."""
-  found = [p for p in (directory / str(step) / "state").rglob("*") if p.is_file()]
-  return sorted(found, key=lambda p: p.stat().st_size, reverse=True)
+  paths = [p for p in (directory / str(step) / "state").rglob("*") if p.is_file()]
+  return sorted(paths, key=lambda p: p.stat().st_size, reverse=True)
 
 
 def truncate(directory, step):
@@ -85,12 +85,12 @@ def flip_bits(directory, step):
 
 
 def take_the_state_before(directory, step):
-  """Whole files, and not those that the record speaks of: the checksums alone can tell."""
+  """The files of another step, undamaged: only checksums show the difference."""
   shutil.rmtree(directory / str(step) / "state")
   shutil.copytree(directory / str(step - 1) / "state", directory / str(step) / "state")
 
 
-def test_a_restored_state_is_bit_equal_and_lives_where_it_did(tmp_path, state):
+def test_a_restored_state_is_bit_equal_with_the_same_sharding(tmp_path, state):
   save(tmp_path, state, [5])
   restored = restore(tmp_path, state)
   assert (restored.step, restored.data) == (5, {"at": 5})
@@ -121,7 +121,7 @@ def micro_state(devices, fsdp):
 
 
 @pytest.mark.parametrize(("before", "after"), MESHES.values(), ids=MESHES)
-def test_a_state_is_restored_on_another_mesh_to_the_bit(tmp_path, before, after):
+def test_a_state_restored_on_another_mesh_is_bit_equal(tmp_path, before, after):
   saved, like = micro_state(*before), micro_state(*after)
   checkpointer = Checkpointer(tmp_path, 3)
   checkpointer.save(7, saved, {"batches": 7})
@@ -155,11 +155,11 @@ def test_a_damaged_newest_checkpoint_falls_back_and_says_so(tmp_path, state, dam
   said = capfd.readouterr().err
   assert "step 2" in said
   assert "Falling back to the checkpoint of step 1" in said
-  save(tmp_path, state, [2])  # The place is free again.
+  save(tmp_path, state, [2])  # Step 2 can be written again.
   assert restore(tmp_path, state).step == 2
 
 
-def test_checkpoints_of_another_model_are_an_error_and_stay(tmp_path, state):
+def test_checkpoints_of_another_model_raise_an_error_and_are_not_deleted(tmp_path, state):
   save(tmp_path, state, [1])
   with pytest.raises(RunError, match="written with another model"):
     restore(tmp_path, {**state, "kernel": state["kernel"].T})
@@ -183,7 +183,7 @@ def assert_nothing_is_lost(directory, state):
   np.testing.assert_array_equal(restored.state["kernel"], after(state, 2)["kernel"])
 
 
-def test_a_full_disk_is_told_before_the_write_and_loses_nothing(tmp_path, state, monkeypatch):
+def test_a_full_disk_is_reported_before_the_write_and_loses_nothing(tmp_path, state, monkeypatch):
   save(tmp_path, state, [1])
   usage = shutil.disk_usage(tmp_path)
   with monkeypatch.context() as full:
@@ -192,7 +192,7 @@ def test_a_full_disk_is_told_before_the_write_and_loses_nothing(tmp_path, state,
   assert_nothing_is_lost(tmp_path, state)
 
 
-def test_a_write_that_fails_is_told_and_loses_nothing(tmp_path, state):
+def test_a_failed_write_is_reported_and_loses_nothing(tmp_path, state):
   save(tmp_path, state, [1])
   before = resource.getrlimit(resource.RLIMIT_FSIZE)
   resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))

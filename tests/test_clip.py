@@ -34,7 +34,7 @@ from sbjax.recipes import RECIPES, RecipeRules
     ("bigG/14", 2_539_567_105),
   ],
 )
-def test_parameters_are_as_many_as_open_clips(size, count):
+def test_parameter_counts_equal_open_clip_s(size, count):
   assert sum(leaf.size for leaf in jax.tree.leaves(shapes(SIZES[size]))) == count
 
 
@@ -53,7 +53,7 @@ def test_outputs_are_float32_unit_vectors_whatever_the_compute_dtype():
     assert np.any(half[name] != full[name])
 
 
-def test_encoders_give_what_the_call_gives():
+def test_encode_methods_equal_the_call():
   model, params, (image, text) = clip(), random_params(), pairs()
   out = outputs(model, params)
   encode = compiled(
@@ -87,7 +87,7 @@ def test_patch_dropout_keeps_the_class_token_and_distinct_patches():
   np.testing.assert_allclose(counts, 500, atol=5 * (2000 * 3 / 16) ** 0.5)
 
 
-def test_patches_are_dropped_in_training_alone():
+def test_patches_are_dropped_only_in_training():
   params, rngs = random_params(), {"dropout": jax.random.key(4)}
   model = clip(patch_dropout=0.5)
   plain = outputs(clip(), params)["image_features"]
@@ -96,13 +96,13 @@ def test_patches_are_dropped_in_training_alone():
   assert np.all(np.max(np.abs(trained - plain), axis=-1) > 1e-3)
   np.testing.assert_array_equal(
     outputs(clip(), params, train=True)["image_features"], plain
-  )  # No key is asked for without dropout.
+  )  # Without dropout no key is needed.
 
 
-def test_text_is_read_at_its_first_end_and_never_looks_ahead():
+def test_text_features_come_from_the_first_end_token_and_are_causal():
   image, text = pairs()
   features = outputs(clip(), random_params())["text_features"]
-  after = text.at[:, 5:].set(EOT)  # Ends again, and again.
+  after = text.at[:, 5:].set(EOT)  # More end tokens.
   np.testing.assert_array_equal(
     outputs(clip(), random_params(), (image, after))["text_features"], features
   )
@@ -111,7 +111,7 @@ def test_text_is_read_at_its_first_end_and_never_looks_ahead():
   assert np.all(np.max(np.abs(changed - features), axis=-1) > 1e-3)
 
 
-def test_images_attend_to_patches_on_both_sides():
+def test_image_attention_is_not_causal():
   image, text = pairs()
   features = outputs(clip(), random_params())["image_features"]
   last_patch = image.at[:, 12:, 12:].add(1.0)
@@ -127,7 +127,7 @@ def test_logit_scale_starts_at_the_temperature_of_clip_and_stays_in_range():
     np.testing.assert_allclose(outputs(model, params)["logit_scale"], want, rtol=1e-6)
 
 
-def test_out_of_range_logit_scale_moves_back_but_no_further_out():
+def test_out_of_range_logit_scale_has_gradients_only_towards_the_range():
   @compiled
   def gradient(log_scale, sign):
     def scale(log_scale):
@@ -144,7 +144,7 @@ def test_out_of_range_logit_scale_moves_back_but_no_further_out():
   np.testing.assert_allclose(of(1.0, 1), np.e, rtol=1e-6)
 
 
-def test_features_of_length_zero_stay_zero_with_finite_gradients():
+def test_zero_features_stay_zero_with_finite_gradients():
   params = random_params()
   params = {**params, "image": {**params["image"], "proj": jnp.zeros((48, 24))}}
   assert not np.any(outputs(clip(), params)["image_features"])
@@ -152,7 +152,7 @@ def test_features_of_length_zero_stay_zero_with_finite_gradients():
   assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(gradient))
 
 
-def test_options_are_equal_however_they_are_spelled():
+def test_equal_options_in_other_spellings_are_equal():
   spelled = BlockOptions(recipe="*/fc1=full, *=switchback", dtype="float32")
   rules = RecipeRules.of({"*/fc1": "full", "*": "switchback"})
   assert spelled == BlockOptions(recipe=rules, dtype=jnp.float32)
@@ -187,6 +187,6 @@ def test_options_are_equal_however_they_are_spelled():
     ),
   ],
 )
-def test_wrong_settings_and_inputs_are_named(make, message):
+def test_wrong_settings_and_inputs_are_refused_by_name(make, message):
   with pytest.raises(ValueError, match=message):
     make()

@@ -29,7 +29,7 @@ OPEN_CLIP_NAMES = {
 
 
 def random_params(**options):
-  """Nothing zero or one, nothing symmetric."""
+  """Random parameters, none zero, one or symmetric."""
   image = jax.ShapeDtypeStruct((1, 16, 16, 3), jnp.float32)
   text = jax.ShapeDtypeStruct((1, 8), jnp.int32)
   init = CLIP(MICRO, BlockOptions(**options)).init
@@ -39,7 +39,7 @@ def random_params(**options):
 
 
 def micro_open_clip(open_clip, **block):
-  """open_clip's model of MICRO's sizes."""
+  """open_clip's model with the sizes of MICRO."""
   vision, text = MICRO.vision, MICRO.text
   return open_clip.model.CLIP(
     MICRO.embed_dim,
@@ -90,7 +90,7 @@ def assert_same_features(torch_model, params, config, **options):
 
 
 @pytest.mark.interop
-def test_logits_equal_open_clips_at_b32():
+def test_b32_logits_equal_open_clip_s():
   open_clip = import_open_clip()
   model = open_clip.create_model("ViT-B-32", pretrained=None).eval()
   perturb(model)
@@ -101,7 +101,7 @@ def test_logits_equal_open_clips_at_b32():
 @pytest.mark.interop
 @pytest.mark.parametrize("layer_scale", [False, True])
 @pytest.mark.parametrize("scan", [False, True])
-def test_logits_equal_open_clips(layer_scale, scan):
+def test_logits_equal_open_clip_s(layer_scale, scan):
   model = micro_open_clip(import_open_clip(), **({"ls_init_value": 0.3} if layer_scale else {}))
   perturb(model)
   params = load_open_clip(model.state_dict(), MICRO, scan=scan)
@@ -123,7 +123,7 @@ def test_open_clip_loads_what_we_save(tmp_path, suffix, layer_scale):
 
 
 @pytest.mark.interop
-def test_checkpoints_of_open_clips_training_load(tmp_path):
+def test_open_clip_training_checkpoints_load(tmp_path):
   import_open_clip()
   import torch
 
@@ -141,7 +141,7 @@ def test_checkpoints_of_open_clips_training_load(tmp_path):
 
 @pytest.mark.interop
 @pytest.mark.parametrize("size", OPEN_CLIP_NAMES)
-def test_sizes_are_open_clips(size):
+def test_sizes_equal_open_clip_s(size):
   open_clip = import_open_clip()
   import torch
 
@@ -159,8 +159,8 @@ def test_sizes_are_open_clips(size):
 
 
 @pytest.mark.interop
-def test_parameters_start_as_open_clips():
-  """The same mean and deviation for every tensor, within six standard errors of two samples."""
+def test_initial_parameters_are_distributed_as_open_clip_s():
+  """Means and deviations of every tensor agree within six standard errors of two samples."""
   open_clip = import_open_clip()
   config = dataclasses.replace(MICRO, vision=dataclasses.replace(MICRO.vision, width=144))
   image, text = jnp.zeros((1, 16, 16, 3)), jnp.zeros((1, 8), jnp.int32)
@@ -194,7 +194,7 @@ def test_scanned_and_unrolled_parameters_give_the_same_state_dict():
   jax.tree.map(np.testing.assert_array_equal, open_clip_state_dict(unrolled, MICRO), state)
 
 
-def test_state_dict_that_does_not_fit_is_described():
+def test_a_state_dict_error_lists_missing_unexpected_and_misshapen_tensors():
   state = open_clip_state_dict(random_params(), MICRO)
   state["head.weight"] = state.pop("visual.proj")
   state["ln_final.bias"] = np.zeros(5, np.float32)
@@ -205,7 +205,7 @@ def test_state_dict_that_does_not_fit_is_described():
   assert "ln_final.bias is (5,), not (32,)" in str(error.value)
 
 
-def test_state_dict_of_another_size_names_that_size():
+def test_a_state_dict_of_another_size_names_that_size():
   shapes = convert._torch_shapes(convert._shapes(SIZES["B/16"], {}))
   state = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
   with pytest.raises(ValueError, match=r"It fits SIZES\['B/16'\]"):
@@ -223,12 +223,12 @@ def test_parameters_that_open_clip_cannot_hold_are_refused():
 @pytest.mark.parametrize(
   "use", [load_open_clip, functools.partial(save_open_clip, random_params())]
 )
-def test_unknown_suffix_names_those_known(use, tmp_path):
+def test_an_unknown_suffix_error_lists_the_known_ones(use, tmp_path):
   with pytest.raises(ValueError, match=r"clip.npz' must end in one of .safetensors, .pt"):
     use(str(tmp_path / "clip.npz"), MICRO)
 
 
-def test_missing_torch_names_the_extra(monkeypatch, tmp_path):
+def test_a_missing_torch_error_names_the_extra(monkeypatch, tmp_path):
   monkeypatch.setitem(__import__("sys").modules, "torch", None)
   with pytest.raises(ImportError, match=r"sbjax\[interop\]"):
     save_open_clip(random_params(), tmp_path / "clip.pt", MICRO)

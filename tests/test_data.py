@@ -1,4 +1,4 @@
-"""The stream of batches: what it holds, that it resumes, and what is said when it cannot be."""
+"""The stream of batches: its contents, how it resumes, and its errors."""
 
 import contextlib
 import dataclasses
@@ -29,7 +29,7 @@ def data_dir(tmp_path_factory):
 
 @pytest.fixture
 def config(data_dir):
-  """80 steps of 24 are 8 epochs of the 240 examples of shapes/tiny."""
+  """80 batches of 24 are 8 epochs of the 240 examples of shapes/tiny."""
   data_config = DataConfig(name="shapes/tiny", data_dir=data_dir, label_key="label", prefetch=2)
   return Config(model=ModelConfig(size="test"), data=data_config, batch_size=24, seed=3)
 
@@ -76,7 +76,7 @@ def assert_equal(left, right):
 
 @dataclasses.dataclass
 class Keys:
-  """Stands for a data set of `count` examples that can be told apart: image i is all i."""
+  """A fake data set of `count` distinct examples: every pixel of image i is i."""
 
   count: int
 
@@ -108,16 +108,16 @@ def _png(array):
 
 @pytest.fixture
 def keys(config, tokenizer):
-  """keys(steps, **kwargs): for each step which of 48 examples the batch holds."""
+  """keys(steps, **kwargs): for each step the indices of the batch, out of 48 examples."""
   config.data.label_key = ""
 
   def make(steps, builder=None, **kwargs):
     iterator = data.train_iterator(
       config, builder or Keys(48), tokenizer, image_size=4, context_length=LENGTH, **kwargs
     )
-    found = [batch["image"][:, 0, 0, 0].tolist() for batch in take(iterator, steps)]
+    batches = [batch["image"][:, 0, 0, 0].tolist() for batch in take(iterator, steps)]
     iterator.close()
-    return found
+    return batches
 
   return make
 
@@ -147,13 +147,13 @@ def test_the_seed_decides_the_order(keys, config):
   assert keys(2) != first
 
 
-def test_no_batch_holds_a_pair_twice(keys, config):
+def test_examples_of_a_batch_are_distinct(keys, config):
   config.batch_size = 20  # 8 of the 48 are left out of each epoch.
   for batch in keys(6):
     assert len(set(batch)) == 20
 
 
-def test_processes_share_out_each_batch(keys):
+def test_process_batches_concatenate_to_the_whole_batch(keys):
   whole = keys(6)
   parts = [keys(6, process_index=i, process_count=3) for i in range(3)]
   for batch, *shares in zip(whole, *parts, strict=True):
@@ -161,7 +161,7 @@ def test_processes_share_out_each_batch(keys):
     assert list(itertools.chain(*shares)) == batch
 
 
-def test_a_process_gets_its_rows_of_the_one_process_batch(stream):
+def test_a_process_s_rows_equal_those_of_the_one_process_batch(stream):
   whole = take(stream(), 3)
   part = take(stream(process_index=1, process_count=2), 3)
   assert_equal([{name: values[12:] for name, values in batch.items()} for batch in whole], part)
@@ -189,7 +189,7 @@ def test_resuming_gives_bit_equal_batches(stream, at):
   iterator = stream()
   take(iterator, at)
   state = json.loads(json.dumps(iterator.get_state()))
-  take(iterator, 2)  # What came after the checkpoint is made again.
+  take(iterator, 2)  # Batches after the checkpoint are repeated.
   resumed = stream()
   resumed.set_state(state)
   assert_equal(take(resumed, 14 - at), whole[at:])
@@ -197,7 +197,7 @@ def test_resuming_gives_bit_equal_batches(stream, at):
   assert_equal(take(iterator, 14 - at), whole[at:])
 
 
-def test_worker_processes_change_nothing_and_state_crosses_over(stream, config):
+def test_worker_processes_change_neither_batches_nor_state(stream, config):
   whole = take(stream(), 9)
   config.data.workers = 2
   iterator = stream()
@@ -211,7 +211,7 @@ def test_worker_processes_change_nothing_and_state_crosses_over(stream, config):
 
 
 class Photos(Keys):
-  """JPEGs of noise, of which a batch takes crops."""
+  """A fake data set of noisy JPEGs, large enough to crop."""
 
   def image(self, i):
     file = io.BytesIO()
@@ -220,7 +220,7 @@ class Photos(Keys):
     return file.getvalue()
 
 
-def test_crops_of_photos_depend_on_seed_and_step_alone(config, tokenizer):
+def test_crops_of_photos_depend_only_on_seed_and_step(config, tokenizer):
   config.data.label_key, config.data.crop_scale, config.data.flip = "", (0.4, 1.0), True
 
   def batches(steps, workers=0, prefetch=2, **kwargs):
@@ -265,7 +265,7 @@ def test_the_position_is_saved_with_grains_orbax_handler(stream, tmp_path):
 
 
 @pytest.mark.parametrize("size", [0, 1, 4])
-def test_prefetching_gives_the_state_of_the_batch_given(stream, size):
+def test_prefetching_returns_the_state_after_each_batch(stream, size):
   whole = take(stream(), 6)
   ahead = data.prefetch_to_device(stream(), jax.device_put, size)
   given = take(ahead, 4)
@@ -300,7 +300,7 @@ def test_prefetching_passes_errors_on_and_ends_its_thread(stream):
   assert not [t for t in threading.enumerate() if t.name.startswith("grain-thread-prefetch")]
 
 
-def test_evaluation_goes_once_through_the_split_in_order(config, builder):
+def test_evaluation_reads_the_split_once_in_order(config, builder):
   batches = list(data.eval_batches(config, builder, "test", image_size=SIZE, batch_size=40))
   assert [len(batch["image"]) for batch in batches] == [40, 40, 16]
   source = builder.as_data_source("test", decoders={"image": tfds.decode.SkipDecoding()})
@@ -314,7 +314,7 @@ def test_evaluation_goes_once_through_the_split_in_order(config, builder):
   np.testing.assert_array_equal(batches[1]["image"][1], np.asarray(image))
 
 
-def test_a_part_of_a_split_can_be_named(config, builder):
+def test_a_slice_of_a_split_can_be_named(config, builder):
   batches = data.eval_batches(config, builder, "test[:10%]", image_size=SIZE, batch_size=40)
   assert sum(len(batch["label"]) for batch in batches) == 10
 
@@ -326,7 +326,7 @@ def test_without_a_label_key_labels_are_unknown(config, builder):
   assert (batch["label"] == -1).all()
 
 
-def test_captions_come_from_labels_and_templates_where_there_are_none(config, builder, tokenizer):
+def test_captions_are_made_from_labels_without_a_text_key(config, builder, tokenizer):
   config.data.text_key, config.data.templates = "", ("a {}.", "one {}")
   assert data.class_names(config, builder)[0] == "red circle"
   assert list(data.captions(config, builder))[:3] == [
@@ -344,7 +344,7 @@ def test_captions_come_from_labels_and_templates_where_there_are_none(config, bu
   assert tokenizer.decode(row).split()[0] in ("a", "one")
 
 
-def test_captions_may_be_a_feature_within_a_feature(config, tokenizer):
+def test_captions_may_be_a_nested_feature(config, tokenizer):
   class Nested(Keys):
     def as_data_source(self, split):
       caption = {"text": tfds.features.Text(), "id": tfds.features.Scalar(np.int64)}
@@ -359,7 +359,7 @@ def test_captions_may_be_a_feature_within_a_feature(config, tokenizer):
   assert list(data.captions(config, Nested(1))) == ["first", "second"]
 
 
-def test_captions_are_all_those_of_the_train_split(config, builder):
+def test_captions_are_all_captions_of_the_train_split(config, builder):
   assert len(list(data.captions(config, builder))) == 240 * 5
 
 
@@ -369,12 +369,12 @@ def test_a_batch_larger_than_the_data_is_an_error(stream, config):
     stream()
 
 
-def test_a_batch_that_processes_cannot_share_is_an_error(stream):
+def test_a_batch_that_process_count_does_not_divide_is_an_error(stream):
   with pytest.raises(ValueError, match="batch_size=24 is not a multiple of process_count=5"):
     stream(process_count=5)
 
 
-def test_a_split_that_is_not_there_is_named(config, builder, stream):
+def test_a_missing_split_is_named(config, builder, stream):
   config.data.train_split = "training"
   with pytest.raises(ValueError, match=r"no split 'training': it has .*train"):
     stream()

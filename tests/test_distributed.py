@@ -1,4 +1,4 @@
-"""Two processes of one device each train as one process does; the first alone writes."""
+"""Two processes of one device each train as one process does; only the first writes."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ from train.loop import train
 ROOT = Path(__file__).parents[1]
 TIMINGS = {"step_seconds", "data_wait_seconds", "images_per_second", "mfu", "peak_gigabytes"}
 
-# A whole run, then the same from its first checkpoint, by the command line's way in.
+# A whole run, then its last step again from the first checkpoint, through the command line.
 TWICE = """
 import pathlib, shutil, sys
 import jax
@@ -40,7 +40,7 @@ cli.run(twice)
 
 
 def flags(config) -> list[str]:
-  """A config as flags over the quickstart; tuples stay as they are there."""
+  """A config as flags over the quickstart, whose tuples stay."""
   fields = {}
   for name, value in config.to_dict().items():
     fields |= (
@@ -84,7 +84,7 @@ def measured(path):
   return [{k: v for k, v in r.items() if k not in TIMINGS} for r in records]
 
 
-def test_a_process_that_is_missing_is_named_in_one_message(tmp_path):
+def test_a_missing_process_is_named_in_one_message(tmp_path):
   program = "from train import cli, processes; processes.PATIENCE = 2; cli.run(print)"
   config = ["--config=configs/quickstart.py", f"--workdir={tmp_path}", "--distributed"]
   first, second = start_two(str(tmp_path / "compiled"), "-c", program, *config)
@@ -106,7 +106,7 @@ def test_two_processes_train_as_one_and_resume_exactly(tmp_path, monkeypatch):
       image_size=32,
       context_length=16,
       scan=True,
-      patch_dropout=0.5,  # An image drops by its place in the batch.
+      patch_dropout=0.5,  # Dropped patches depend on an image's place in the batch.
     ),
     data=dataclasses.replace(config.data, name="shapes/tiny", data_dir=str(tmp_path / "data")),
     optimizer=dataclasses.replace(config.optimizer, warmup_steps=1),
@@ -147,7 +147,7 @@ def test_two_processes_train_as_one_and_resume_exactly(tmp_path, monkeypatch):
     assert set(together) == set(one)
     if "loss" in one:
       np.testing.assert_allclose(together["loss"], one["loss"], rtol=1e-4)
-  # Of the whole batch, not of a process's part of it; both wait for the slower one's data.
+  # Rates are of the whole batch, not of a process's share; both wait for the slower one's data.
   for record in map(json.loads, (both / "metrics.jsonl").read_text().splitlines()):
     if "loss" in record:
       np.testing.assert_allclose(record["images_per_second"] * record["step_seconds"], 16)

@@ -1,4 +1,4 @@
-"""The documentation: its Python runs, its links lead somewhere, and README stays short."""
+"""The documentation: its Python runs, its links resolve, and README stays short."""
 
 import doctest
 import pathlib
@@ -32,20 +32,20 @@ def with_blocks(language):
 
 @pytest.fixture(autouse=True)
 def as_a_user_has_it(strict_jax):
-  """JAX's own defaults: a page must not need the tests' strictness."""
+  """JAX's own defaults, as users have them: pages run without the tests' strict settings."""
   with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
     yield
 
 
 @with_blocks("python")
-def test_the_python_of_a_page_runs_from_top_to_bottom(page):
+def test_the_python_blocks_of_a_page_run_in_order(page):
   names = {"__name__": page.stem}
   for block in blocks(page, "python"):
     exec(compile(block, page.name, "exec"), names)
 
 
 @with_blocks("pycon")
-def test_the_sessions_of_a_page_print_what_it_says(page):
+def test_the_sessions_of_a_page_print_the_shown_output(page):
   session = "\n".join(blocks(page, "pycon"))
   test = doctest.DocTestParser().get_doctest(session, {}, page.name, str(page), 0)
   out = []
@@ -53,10 +53,10 @@ def test_the_sessions_of_a_page_print_what_it_says(page):
 
 
 @pytest.mark.parametrize("name", sbjax.__all__)
-def test_the_example_of_a_public_name_prints_what_it_says(name):
+def test_the_example_of_a_public_name_prints_the_shown_output(name):
   public, out = getattr(sbjax, name), []
   if not callable(public):
-    return  # Formats and RECIPES.
+    return  # Formats and RECIPES have no docstring of ours.
   known = {**vars(sbjax), "jax": jax, "jnp": jnp, "nn": nn, "nnx": nnx, "optax": optax, "P": P}
   test = doctest.DocTestParser().get_doctest(public.__doc__, known, name, None, 0)
   assert test.examples or name in ("LayerNormParams", "QuantizedWeight")
@@ -64,13 +64,13 @@ def test_the_example_of_a_public_name_prints_what_it_says(name):
 
 
 def anchors(page):
-  """What GitHub and MyST call the headings of a page."""
+  """The anchors that GitHub and MyST give to the headings of a page."""
   headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
   return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_a_link_leads_to_a_file_and_a_heading(page):
+def test_links_lead_to_existing_files_and_headings(page):
   for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
     if target.startswith(("http://", "https://")):
       continue
@@ -81,19 +81,19 @@ def test_a_link_leads_to_a_file_and_a_heading(page):
       assert anchor in anchors(file), f"{page.name} links to {target}: there is no such heading."
 
 
-def test_readme_is_a_first_screen_and_a_map():
+def test_readme_has_at_most_120_lines_and_900_words():
   text = (ROOT / "README.md").read_text()
   assert len(text.splitlines()) <= 120
   assert len(text.split()) <= 900
 
 
-def test_tables_are_made_of_the_result_files(monkeypatch):
-  found = {}
-  monkeypatch.setattr(report, "write", lambda name, *args: found.update({(name, *args[1:]): args}))
+def test_tables_in_docs_equal_those_made_from_the_result_files(monkeypatch):
+  tables = {}
+  monkeypatch.setattr(report, "write", lambda name, *args: tables.update({(name, *args[1:]): args}))
   monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda *args, **kwargs: None)
   monkeypatch.setattr(scaling_report, "prediction", lambda rows: [])  # Traces four large models.
   report.main()
-  assert len(found) == 6
-  for lines, *page in found.values():
+  assert len(tables) == 6
+  for lines, *page in tables.values():
     text = page[0].read_text() if page else report.PERFORMANCE.read_text()
     assert "\n".join(lines) in text, lines[0]

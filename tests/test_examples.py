@@ -1,4 +1,4 @@
-"""The programs of examples/ run as a user runs them, and their losses fall."""
+"""The programs of examples/ run as a user runs them, and print their losses."""
 
 import os
 import pathlib
@@ -12,7 +12,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem)
-def test_an_example_runs_and_its_loss_falls(path, tmp_path):
+def test_an_example_runs_and_prints_its_losses(path, tmp_path):
   env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
   run = subprocess.run(
     [sys.executable, "-W", "error", path], capture_output=True, text=True, cwd=tmp_path, env=env
@@ -22,6 +22,6 @@ def test_an_example_runs_and_its_loss_falls(path, tmp_path):
   assert len(losses) > 5
 
 
-def test_an_example_is_short_enough_to_copy():
+def test_an_example_has_at_most_80_lines():
   for path in (ROOT / "examples").glob("*.py"):
     assert len(path.read_text().splitlines()) <= 80, path

@@ -1,4 +1,4 @@
-"""Flax's layers on an explicit mesh, whose types say how arrays are split: values and shardings."""
+"""Values and shardings of Flax's layers on an explicit mesh, where types have shardings."""
 
 import functools
 import importlib
@@ -27,28 +27,28 @@ def attention(dot):
   return nn.MultiHeadDotProductAttention(4, qkv_dot_general=dot, out_dot_general=dot)
 
 
-# name: (shape of x, layer, how x is split, how its kernels are); Flax takes them all.
+# name: (shape of x, layer, spec of x, spec of its kernels); Flax's own layers accept them all.
 LAYERS = {
   "dense": ((8, 4, 16), dense(32), P("data"), HEADS),
   "to heads": ((8, 4, 16), dense((4, 16)), P("data"), P()),
   "to split heads": ((8, 4, 16), dense((4, 16)), P("data"), HEADS),
   "from heads": ((8, 4, 2, 8), dense(16, axis=(-2, -1)), P("data"), P()),
   "split tokens": ((8, 4, 16), dense((4, 16)), P("data", "model"), P()),
-  "tokens alone": ((8, 4, 16), dense((4, 16)), P(None, "model"), P()),
+  "only tokens": ((8, 4, 16), dense((4, 16)), P(None, "model"), P()),
   "middle axis": ((8, 16, 4), dense((4, 16), axis=1), P("data"), HEADS),
   "attention": ((8, 4, 16), attention, P(("data", "model")), P()),
 }
 
 
 def gradients(layer, variables, x):
-  """y, and the gradients of its squares' sum."""
+  """y, and the gradients of the sum of its squares."""
 
   def loss(variables, x):
     y = layer.apply(variables, x)
     return jnp.sum(y * y), y
 
-  (_, y), found = jax.value_and_grad(loss, (0, 1), has_aux=True)(variables, x)
-  return y, found
+  (_, y), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(variables, x)
+  return y, grads
 
 
 def run(layer, *args):
@@ -59,7 +59,7 @@ def run(layer, *args):
   ("kind", "by_kernels"),
   [*((kind, False) for kind in LAYERS), ("to split heads", True), ("attention", True)],
 )
-def test_layers_that_flax_takes_give_the_numbers_of_one_device(monkeypatch, kind, by_kernels):
+def test_flax_layers_in_explicit_mode_equal_one_device(monkeypatch, kind, by_kernels):
   shape, make, x_spec, kernel_spec = LAYERS[kind]
   layer, x = make(quantized_dot_general("switchback")), normal(shape)
   variables = drawn(jax.eval_shape(layer.init, jax.random.key(0), x))

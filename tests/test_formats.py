@@ -1,4 +1,4 @@
-"""The 8-bit formats."""
+"""The 8-bit formats: largest values, accumulators and accepted names."""
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -10,7 +10,7 @@ from sbjax.formats import accumulator_dtype, max_value
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-def test_the_largest_fp8_value_is_the_format_s_own(dtype):
+def test_max_value_of_fp8_is_the_largest_finite_value(dtype):
   assert max_value(dtype) == float(ml_dtypes.finfo(dtype).max)
 
 
@@ -28,6 +28,6 @@ def test_a_format_may_be_given_by_scalar_type_or_name():
   assert accumulator_dtype(jnp.int8) == accumulator_dtype("int8") == jnp.int32
 
 
-def test_another_dtype_is_refused_with_the_known_ones():
+def test_an_unsupported_dtype_error_lists_the_known_formats():
   with pytest.raises(ValueError, match=r"float16.*int8, float8_e4m3fn, float8_e5m2"):
     max_value(jnp.float16)

@@ -1,4 +1,4 @@
-"""Weights that devices share, gathered in 8 bits: the numbers of one device, in few bytes."""
+"""Weights sharded over devices and gathered in 8 bits: the numbers of one device, in few bytes."""
 
 import functools
 import re
@@ -24,14 +24,14 @@ def case():
 
 
 def on_devices(function, in_specs, out_specs, **options):
-  """A function jitted over 2 x 4 devices, the weight's rows split over the four."""
+  """A function jitted in a shard_map over 2 x 4 devices."""
   return jax.jit(
     jax.shard_map(function, mesh=make_mesh(), in_specs=in_specs, out_specs=out_specs, **options)
   )
 
 
 def gradients(recipe, check_vma=False, **options):
-  """dx and dw of a linear layer: of one device, and of eight."""
+  """(dx, dw) of a linear layer on one device, those on eight, and the program of the eight."""
 
   def layer(x, kernel):
     return quantized_dot(x, kernel, recipe)
@@ -54,7 +54,7 @@ def gradients(recipe, check_vma=False, **options):
 
 
 @pytest.mark.parametrize("name", IN_8_BITS)
-def test_gathered_shards_are_the_quantized_kernel(name):
+def test_gather_weight_equals_quantize_weight(name):
   _, w = case()
   run = on_devices(lambda w: gather_weight(w, name, "fsdp")[1:], P("fsdp"), P(), check_vma=False)
   fwd, dgrad = run(w)
@@ -65,25 +65,25 @@ def test_gathered_shards_are_the_quantized_kernel(name):
 
 
 @pytest.mark.parametrize("name", ["full", "switchback", "switchback_m", "switchback_q"])
-def test_devices_share_the_gradients_of_one(name):
+def test_gradients_of_eight_devices_equal_those_of_one(name):
   one, many, text = gradients(name)
   for a, b in zip(many, one, strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
   gathered = re.findall(r'"stablehlo.all_gather".*? -> tensor<(\w+)>', text)
-  # One scale serves w and w.T, two sets of scales take two gathers, and one of row scales.
+  # A single scale serves w and w.T. Row scales need two gathers of values and one of scales.
   expected = {"full": [f"{K}x{N}xf32"], "switchback_q": [f"{K}x1xf32", *[f"{K}x{N}xi8"] * 2]}
   assert sorted(gathered) == expected.get(name, [f"{K}x{N}xi8"])
 
 
 @pytest.mark.parametrize("name", ["full", "switchback", "switchback_q"])
-def test_gradients_are_right_where_types_say_what_varies(name):
+def test_gradients_equal_one_device_s_with_check_vma(name):
   one, many, _ = gradients(name, check_vma=True)
   for a, b in zip(many, one, strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-def test_a_gradient_travels_in_the_dtype_asked_for(dtype):
+def test_a_gradient_is_reduce_scattered_in_gradient_dtype(dtype):
   one, many, text = gradients("switchback", gradient_dtype=dtype)
   error = np.linalg.norm(many[1] - one[1]) / np.linalg.norm(one[1])
   assert many[1].dtype == jnp.float32
@@ -94,22 +94,22 @@ def test_a_gradient_travels_in_the_dtype_asked_for(dtype):
   assert scattered == ["bf16" if dtype == jnp.bfloat16 else "f32"]
 
 
-def test_a_weight_that_stays_in_16_bits_travels_in_16_bits():
+def test_an_unquantized_weight_is_gathered_in_16_bits():
   _, w = case()
   run = on_devices(lambda w: gather_weight(w, "full", "fsdp"), P("fsdp"), P(), check_vma=False)
   assert "bf16" in run.lower(w).as_text()
   np.testing.assert_array_equal(run(w), w.astype(jnp.bfloat16).astype(np.float32))
 
 
-def test_a_kernel_on_every_device_is_quantized_as_ever():
+def test_gather_weight_without_an_axis_is_quantize_weight():
   _, w = case()
-  found = gather_weight(w, "switchback", None)
-  assert isinstance(found, QuantizedWeight)
-  jax.tree.map(np.testing.assert_array_equal, found, quantize_weight(w, "switchback"))
+  weight = gather_weight(w, "switchback", None)
+  assert isinstance(weight, QuantizedWeight)
+  jax.tree.map(np.testing.assert_array_equal, weight, quantize_weight(w, "switchback"))
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-def test_any_array_is_gathered_along_its_axis_and_its_gradient_split(axis):
+def test_gather_gathers_along_an_axis_and_splits_the_gradient(axis):
   x = np.random.default_rng(1).normal(size=(8, 12)).astype(np.float32)
   spec = P(*[None] * axis, "fsdp")
 

@@ -1,4 +1,4 @@
-"""Layer norm and GELU fused with their matmuls: the same layers, made in fewer pieces."""
+"""Layer norm and GELU fused with their matmuls equal the unfused layers."""
 
 import functools
 
@@ -33,7 +33,7 @@ def make(dtype="float32"):
   w1, w2 = normal((WIDTH, HIDDEN), seed=3) / 7, normal((HIDDEN, WIDTH), seed=4) / 9
   b1, b2 = normal((HIDDEN,), seed=5) / 2, normal((WIDTH,), seed=6) / 2
   x, dx = (normal((*ROWS, WIDTH), dtype, seed) for seed in (7, 8))
-  dy = normal((*ROWS, HIDDEN), dtype, 9)  # As much of it as there is of y.
+  dy = normal((*ROWS, HIDDEN), dtype, 9)  # Callers take as many columns as y has.
   return x * 3 + 1, (dx, dy), (norm, w1, b1, w2, b2)
 
 
@@ -73,7 +73,7 @@ def _results(function, recipe, x, gradients, parameters):
 
 
 def output_and_gradients(function, dy, *arguments):
-  """y, and what dy makes of it: the gradients of the arguments."""
+  """y, and the gradients of the arguments for dy."""
 
   @compiled
   def run(dy, *arguments):
@@ -104,35 +104,35 @@ def test_full_is_plain_flax(pair):
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "full"])
 @pytest.mark.parametrize("pair", PAIRS)
-def test_every_recipe_is_what_it_is_unfused_but_for_rounding(pair, name):
+def test_every_recipe_fused_equals_unfused_to_rounding(pair, name):
   fused, plain, count = PAIRS[pair]
   x, gradients, parameters = make()
   arguments = x, gradients, parameters[:count], RECIPES[name]
-  # In float32 a quantizer sees what it sees unfused, but for last bits that turn a few roundings;
-  # only where residuals are 8-bit is something else rounded: GELU's input, not its output.
+  # In float32 quantizers see the unfused values, but for last bits that flip a few roundings. Only
+  # with 8-bit saved arrays another array is rounded: GELU's input, not its output.
   rtol = {"switchback_m": 2e-2}.get(name, 1.2e-2 if "fp8" in name else 4e-3)
   assert_near(results(fused, *arguments), results(plain, *arguments), rtol)
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_in_bfloat16_the_fused_layer_is_no_further_from_float32_than_the_plain_one(pair):
+def test_in_bfloat16_fused_layers_err_no_more_than_plain_ones(pair):
   fused, plain, count = PAIRS[pair]
   x, gradients, parameters = make("bfloat16")
   exact = jax.tree.map(lambda a: a.astype(np.float32), (x, gradients))
   truth = jax.tree.leaves(results(plain, *exact, parameters[:count], FULL))
   for recipe in (FULL, SWITCHBACK):
-    found = [
+    both = [
       jax.tree.leaves(results(function, x, gradients, parameters[:count], recipe))
       for function in (fused, plain)
     ]
-    for ours, theirs, want in zip(*found, truth, strict=True):
+    for ours, theirs, want in zip(*both, truth, strict=True):
       assert ours.dtype == theirs.dtype
       ours, theirs = (np.linalg.norm(a.astype(np.float32) - want) for a in (ours, theirs))
       assert ours <= 1.15 * theirs + 1e-6 * np.linalg.norm(want)
 
 
 @pytest.mark.parametrize("name", ["full", "switchback", "switchback_m"])
-def test_an_added_input_is_a_residual_connection(name):
+def test_add_residual_is_a_residual_connection(name):
   x, (_, dy), parameters = make()
   dy = dy[..., :WIDTH]
 
@@ -142,15 +142,15 @@ def test_an_added_input_is_a_residual_connection(name):
   def apart(x, *parameters):
     return jnp.add(*fused_mlp(x, *parameters, name))
 
-  found, expected = (
+  actual, expected = (
     jax.tree.map(np.asarray, output_and_gradients(function, dy, x, *parameters))
     for function in (added, apart)
   )
-  assert_near(found, expected, 1e-6)
+  assert_near(actual, expected, 1e-6)
 
 
 @pytest.mark.parametrize("name", ["full", "switchback"])
-def test_an_addend_is_added_to_the_product_and_takes_its_gradient(name):
+def test_a_residual_is_added_to_the_product_and_receives_dy(name):
   x, (_, dy), (_, w, b, _, _) = make()
   residual = normal((*ROWS, HIDDEN), seed=11)
 
@@ -160,12 +160,12 @@ def test_an_addend_is_added_to_the_product_and_takes_its_gradient(name):
   y, *gradients, d_residual = output_and_gradients(run, dy, x, w, b, residual)
   plain, *expected = output_and_gradients(lambda *a: run(*a, None), dy, x, w, b)
   np.testing.assert_array_equal(d_residual, dy)
-  found, expected = (y, *gradients), (plain + residual, *expected)
-  assert_near(*jax.tree.map(np.asarray, (found, expected)), 1e-6)
+  actual, expected = (y, *gradients), (plain + residual, *expected)
+  assert_near(*jax.tree.map(np.asarray, (actual, expected)), 1e-6)
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_kernel_quantized_once_gives_the_same_bits(name):
+def test_a_weight_quantized_beforehand_gives_the_same_bits(name):
   x, gradients, (norm, w1, b1, w2, b2) = make()
   recipe = RECIPES[name]
   want = results(fused_mlp, x, gradients, (norm, w1, b1, w2, b2), recipe)
@@ -183,7 +183,7 @@ def test_a_kernel_quantized_once_gives_the_same_bits(name):
   ("quantized", "biased"), [(False, True), (True, True), (False, False)], ids=str
 )
 @pytest.mark.parametrize("name", RECIPES)
-def test_parts_are_columns_of_the_whole(name, quantized, biased):
+def test_outputs_are_column_slices_of_the_single_output(name, quantized, biased):
   x, (_, dy), (norm, w, b, _, _) = make()
   w = quantize_weight(w, name, backend="xla") if quantized else w
   b = b if biased else None
@@ -196,49 +196,49 @@ def test_parts_are_columns_of_the_whole(name, quantized, biased):
       layer_norm_dense(x, norm, w, name, bias=b, backend="xla", num_outputs=5)[1], axis=-1
     )
 
-  found, expected = (
+  actual, expected = (
     (lambda y, vjp: (y, *vjp(dy)))(*jax.vjp(function, x, norm, w, b)) for function in (parts, whole)
   )
-  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-    if a.dtype != jax.dtypes.float0:  # Of a QuantizedWeight's 8 bits.
+  for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+    if a.dtype != jax.dtypes.float0:  # The 8-bit values of a QuantizedWeight have no gradient.
       np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-def test_a_kernel_passes_its_gradient_to_the_master_alone():
+def test_a_quantized_weight_passes_its_gradient_only_to_the_master():
   x, (_, dy), (_, w, *_) = make()
   kernel = quantize_weight(w, SWITCHBACK, backend="xla")
   run = functools.partial(quantized_dot, recipe=SWITCHBACK, backend="xla")
   _, backward = jax.vjp(lambda k: run(x, k), kernel)
-  (found,) = backward(dy)
+  (gradient,) = backward(dy)
   _, plain = jax.vjp(lambda w: run(x, w), w)
-  np.testing.assert_array_equal(found.master, plain(dy)[0])
-  assert not np.any(found.fwd.scale) and not np.any(found.dgrad.scale)
+  np.testing.assert_array_equal(gradient.master, plain(dy)[0])
+  assert not np.any(gradient.fwd.scale) and not np.any(gradient.dgrad.scale)
 
 
-def test_what_the_backward_keeps_of_an_mlp():
-  """x and GELU's input; of the latter 8 bits with switchback_m; never layer norm's or GELU's."""
+def test_an_mlp_saves_x_and_the_gelu_input_for_backward():
+  """GELU's input has 8 bits with switchback_m. Outputs of layer norm and GELU are never saved."""
   x, _, parameters = make("bfloat16")
-  kept = {}
+  saved = {}
   for name in ("switchback", "switchback_m"):
     _, backward = jax.vjp(lambda x, p, r=RECIPES[name]: fused_mlp(x, *p, r), x, parameters)
     arrays = [a for a in jax.tree.leaves(backward) if a.ndim == 2 and a.shape[0] == 21]
-    kept[name] = sorted((a.dtype.name, a.shape[1]) for a in arrays)
+    saved[name] = sorted((a.dtype.name, a.shape[1]) for a in arrays)
   h, row_scale = HIDDEN, ("float32", 1)
-  assert kept["switchback"] == [("bfloat16", WIDTH), ("bfloat16", h)]
-  assert kept["switchback_m"] == [("bfloat16", WIDTH), row_scale, ("int8", h)]
+  assert saved["switchback"] == [("bfloat16", WIDTH), ("bfloat16", h)]
+  assert saved["switchback_m"] == [("bfloat16", WIDTH), row_scale, ("int8", h)]
 
 
-def test_the_residual_s_gradient_is_added_before_anything_is_rounded():
+def test_the_residual_gradient_is_added_before_rounding():
   x, (dx, _), (norm, *_) = make("bfloat16")
   x, dx, dn = x.reshape(21, WIDTH), dx.reshape(21, WIDTH), normal((21, WIDTH), "bfloat16", 3)
   wide = [jnp.asarray(a, jnp.float32) for a in (x, dn, dx)]
   alone = fused_ops.norm_backward(wide[0], norm, wide[1], None)[0]
-  found = fused_ops.norm_backward(jnp.asarray(x), norm, jnp.asarray(dn), jnp.asarray(dx))[0]
-  np.testing.assert_array_equal(found, (alone + wide[2]).astype(jnp.bfloat16))
+  fused = fused_ops.norm_backward(jnp.asarray(x), norm, jnp.asarray(dn), jnp.asarray(dx))[0]
+  np.testing.assert_array_equal(fused, (alone + wide[2]).astype(jnp.bfloat16))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_what_is_not_finite_stays_so(bad):
+def test_non_finite_inputs_give_nan_rows(bad):
   x, gradients, parameters = make()
   x[1, 2, 3] = bad
   for function, count in ((fused_dot, 3), (fused_mlp, 5)):
@@ -248,7 +248,7 @@ def test_what_is_not_finite_stays_so(bad):
 
 
 @pytest.mark.parametrize("layer", [LayerNormDense(HIDDEN), LayerNormMLP(HIDDEN)])
-def test_layers_are_the_functions_with_flax_s_parameters(layer):
+def test_layers_equal_the_functions_with_flax_s_parameters(layer):
   x, _, _ = make()
   shapes = jax.eval_shape(layer.init, jax.random.key(0), x)["params"]
   names = {"norm": {"scale", "bias"}}
@@ -291,7 +291,7 @@ def test_layers_are_the_functions_with_flax_s_parameters(layer):
     ({"w2": quantize_weight(jnp.ones((HIDDEN, WIDTH)), "switchback"), "recipe": "full"}, "w2 was"),
   ],
 )
-def test_errors_name_what_would_be_right(change, why):
+def test_errors_name_the_right_value(change, why):
   x, _, (norm, w1, b1, w2, b2) = make()
   arguments = dict(x=x, norm=norm, w1=w1, b1=b1, w2=w2, b2=b2, recipe="switchback") | change
   with pytest.raises(ValueError, match=why):
@@ -299,7 +299,7 @@ def test_errors_name_what_would_be_right(change, why):
 
 
 @pytest.mark.parametrize("parts", [0, -1, 7])
-def test_parts_that_cannot_be_are_refused(parts):
+def test_num_outputs_that_does_not_divide_the_columns_is_refused(parts):
   x, _, (norm, w, b, _, _) = make()
   with pytest.raises(ValueError, match=f"num_outputs={parts} must divide the 80 columns of w"):
     layer_norm_dense(x, norm, w, "switchback", bias=b, num_outputs=parts)
@@ -317,7 +317,7 @@ def test_biases_may_be_left_out():
   jax.tree.map(np.testing.assert_array_equal, without, with_zeros)
 
 
-def test_a_gradient_s_parts_lie_side_by_side_and_one_is_left_as_it_is():
+def test_quantize_sum_concatenates_parts_and_returns_a_single_part_unchanged():
   parts, spec = tuple(jnp.asarray(normal((2, 4, 16)))), SWITCHBACK.dgrad[0]
   dy, dy_q, summed = fused_ops.quantize_sum(parts, spec)
   np.testing.assert_array_equal(dy, np.hstack(parts))
@@ -326,9 +326,9 @@ def test_a_gradient_s_parts_lie_side_by_side_and_one_is_left_as_it_is():
   assert fused_ops.quantize_sum(parts[:1], spec)[0] is parts[0]
 
 
-def test_gelu_s_input_is_quantized_where_residuals_are():
+def test_gelu_quantize_saves_its_input_in_the_saved_spec():
   h, spec = jnp.asarray(normal((4, 16))), SWITCHBACK_M.fwd[0]
-  g, kept = fused_ops.gelu_quantize(h, spec, spec)
-  jax.tree.map(np.testing.assert_array_equal, kept, quantize(h, spec))
+  g, saved = fused_ops.gelu_quantize(h, spec, spec)
+  jax.tree.map(np.testing.assert_array_equal, saved, quantize(h, spec))
   jax.tree.map(np.testing.assert_array_equal, fused_ops.gelu_quantize(h, spec)[0], g)
   assert fused_ops.gelu_quantize(h, spec)[1] is h

@@ -1,4 +1,4 @@
-"""Layer norm and GELU with their matmuls on a mesh: each device has its rows, or its columns."""
+"""Layer norm and GELU with their matmuls on a mesh, with rows or columns split over devices."""
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ def make_mlp(monkeypatch, name, backend):
     monkeypatch.setattr(fused, "get_backend", lambda _: backend)
     monkeypatch.setattr(linear, "get_backend", lambda _: backend)
     scale, bias, b2, _ = vectors
-    adds = name != "switchback_m"  # Which gives x and y apart here.
+    adds = name != "switchback_m"  # switchback_m returns x and y separately here.
 
     def mlp(x, scale, bias, w1, b1, w2, b2):
       norm = LayerNormParams(1 + scale / 4, bias)
@@ -50,9 +50,7 @@ def make_mlp(monkeypatch, name, backend):
 
 @pytest.mark.parametrize("layout", MLP_LAYOUTS)
 @pytest.mark.parametrize("name", ["full", "switchback", "switchback_m", "fp8_switchback"])
-def test_an_mlp_gives_the_numbers_of_one_device_and_gathers_no_activation(
-  monkeypatch, name, layout
-):
+def test_a_sharded_mlp_equals_one_device_and_gathers_no_activation(monkeypatch, name, layout):
   case = mlp_case()
   arrays = put_mlp(make_mesh(), layout, case)
   compiled = make_mlp(monkeypatch, name, on_shards(Product())).lower(*arrays).compile()
@@ -66,10 +64,10 @@ def test_an_mlp_gives_the_numbers_of_one_device_and_gathers_no_activation(
 
 @pytest.mark.parametrize(
   ("by_kernels", "layout"),
-  # The definition leaves it to JAX which results are ambiguous: all but this one.
+  # Without kernels JAX finds the shardings of all other layouts ambiguous.
   [(False, "batch"), *((True, layout) for layout in MLP_LAYOUTS)],
 )
-def test_an_mlp_in_explicit_mode(monkeypatch, by_kernels, layout):
+def test_an_mlp_in_explicit_mode_equals_one_device(monkeypatch, by_kernels, layout):
   mesh, case = make_mesh(AxisType.Explicit), mlp_case()
   arrays = put_mlp(mesh, layout, case)
   backend = on_shards(Product()) if by_kernels else plain()
@@ -80,10 +78,10 @@ def test_an_mlp_in_explicit_mode(monkeypatch, by_kernels, layout):
     assert np.linalg.norm(a - b) <= 4e-3 * np.linalg.norm(b)
 
 
-def test_an_added_input_s_gradient_is_split_as_the_input():
+def test_dx_with_add_residual_is_sharded_as_x():
   mesh, case = make_mesh(AxisType.Explicit), mlp_case()
   x, _, vectors, w1, b1, w2 = case
-  specs = P("data"), P(), P(), P(), P(None, "fsdp")  # So that the product is split by columns.
+  specs = P("data"), P(), P(), P(), P(None, "fsdp")  # The product is split by columns.
 
   def loss(x, vectors, w1, b1, w2):
     norm = LayerNormParams(1 + vectors[0] / 4, vectors[1])
@@ -99,7 +97,7 @@ def test_an_added_input_s_gradient_is_split_as_the_input():
   assert np.linalg.norm(dx - alone) <= 4e-3 * np.linalg.norm(alone)
 
 
-def test_the_gradient_of_a_bias_is_split_as_the_bias_is(monkeypatch):
+def test_the_gradient_of_a_bias_is_sharded_as_the_bias(monkeypatch):
   mesh, case = make_mesh(AxisType.Explicit), mlp_case()
   x, gradients, vectors, w1, _, w2 = put_mlp(mesh, "batch", case)
   (b1,) = put(mesh, [P("fsdp")], case[4])
@@ -112,7 +110,7 @@ def test_the_gradient_of_a_bias_is_split_as_the_bias_is(monkeypatch):
 
 
 def dot_case():
-  """x, its gradient by another way, those of three parts, a layer norm, w and bias."""
+  """(x, its residual gradient), gradients of three outputs, a layer norm, w and bias."""
   rng = np.random.default_rng(0)
   draw = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
   return draw(2, 320, 128), draw(3, 320, 256), draw(2, 128), draw(128, 768) / 11, draw(768)
@@ -143,7 +141,7 @@ def make_dot(monkeypatch, backend):
 
 @pytest.mark.parametrize("layout", MLP_LAYOUTS)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_a_product_in_parts_gives_the_numbers_of_one_device(monkeypatch, kind, layout):
+def test_a_sharded_layer_norm_dense_with_three_outputs_equals_one_device(monkeypatch, kind, layout):
   case, mesh = dot_case(), make_mesh(kind)
   arrays = put_dot(mesh, layout, case)
   with jax.set_mesh(mesh):
@@ -151,5 +149,5 @@ def test_a_product_in_parts_gives_the_numbers_of_one_device(monkeypatch, kind, l
   split, alone = compiled(*arrays), make_dot(monkeypatch, plain())(*case)
   for a, b in zip(jax.tree.leaves(split), jax.tree.leaves(alone), strict=True):
     assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b)
-  if layout != "tensor":  # There a device has columns of each part, which is no shard of all.
+  if layout != "tensor":  # There a device has columns of each output, not a shard of all columns.
     assert not {size for _, size in gathered(compiled.as_text()) if size % 40 == 0}

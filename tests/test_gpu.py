@@ -1,4 +1,4 @@
-"""What only an NVIDIA GPU can show: JAX_PLATFORMS=cuda,cpu python -m pytest tests/test_gpu.py"""
+"""Tests that need an NVIDIA GPU: JAX_PLATFORMS=cuda,cpu python -m pytest tests/test_gpu.py"""
 
 import functools
 import os
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 
 OUT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
-# How many random shapes the kernels are tried on, and from which seed.
+# The number of random shapes for the kernels, and their seed.
 SHAPES, SEED = int(os.environ.get("SBJAX_SHAPES", 12)), int(os.environ.get("SBJAX_SEED", 0))
 
 
@@ -33,13 +33,13 @@ def backend(request):
 
 
 def on_cpu(function, *args):
-  """What the definition gives, compiled for the CPU: XLA's divisions on a GPU are not exact."""
+  """The function's result, compiled for the CPU: XLA's divisions on a GPU are not exact."""
   with jax.default_device(jax.devices("cpu")[0]):
     return jax.jit(function)(*jax.tree.map(np.asarray, args))
 
 
 def some_shapes(n=SHAPES):
-  """M of any kind; N and K in sixteens, mostly not in more."""
+  """Random shapes: any M; N and K are multiples of 16, mostly of no larger power of two."""
   pick = random.Random(SEED)
   return [
     (pick.choice([pick.randint(1, 300), pick.randint(1, 5000)]),
@@ -60,7 +60,7 @@ def test_every_tuned_tile_config_multiplies_as_the_definition_does(config, shape
     get_backend("mosaic")
   except NotImplementedError as reason:
     pytest.skip(str(reason))
-  # With few SMs each has several blocks.
+  # With only 4 SMs each computes several blocks.
   options = {"config": config, "num_sms": 4}
   check_products(functools.partial(scaled_matmul_sm90.scaled_matmul, **options), shape)
 
@@ -72,7 +72,7 @@ def drawn_operand(numbers, rows, k, spec, exact):
 
 
 def check_products(ours, shape):
-  """int8 and fp8, with a bias and a residual or without, as drawn."""
+  """Compares products in int8 and fp8, with or without a bias and a residual, with XLA's."""
   m, n, k = shape
   pick, numbers = random.Random(str(shape)), np.random.default_rng(k)
   for dtypes in ((INT8, INT8), (pick.choice([E4M3, E5M2]), pick.choice([E4M3, E5M2]))):
@@ -83,37 +83,37 @@ def check_products(ours, shape):
     )
     added = {"bias": numbers.normal(size=n), "residual": 99 * numbers.normal(size=(m, n))}
     added = {name: jnp.asarray(a, out_dtype) for name, a in added.items() if adds}
-    found, expected = (
+    actual, expected = (
       np.asarray(jax.jit(multiply, static_argnums=2)(lhs, rhs, out_dtype, **added), np.float32)
       for multiply in (ours, scaled_matmul)
     )
     if dtypes[0] == INT8:
-      np.testing.assert_array_equal(found, expected)
+      np.testing.assert_array_equal(actual, expected)
     else:
       # A tensor core keeps fewer bits of a float32 sum than float32 has.
-      assert np.abs(found - expected).max() <= 2**-7 * np.abs(expected).max()
+      assert np.abs(actual - expected).max() <= 2**-7 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("k", [1024, 4096, 16384])
-def test_fp8_products_of_one_sign_lose_at_most_so_much_of_their_sum(backend, k):
-  # A product is cut off below 2^-13 of the sum so far, always to the same side here: in the mean by
-  # half of that, and the sum so far is half of the last one.
+def test_fp8_sums_of_one_sign_lose_at_most_k_over_2_to_the_15(backend, k):
+  # A tensor core truncates each product below 2^-13 of the partial sum. Here all errors have one
+  # sign: half of that on average, and partial sums are on average half of the total.
   lhs, rhs = (
     Quantized(jnp.abs(quantize(x, Spec(E4M3, "rowwise")).values.astype(jnp.float32)).astype(E4M3),
               jnp.ones((1, 1)), Spec(E4M3, "tensorwise"))
     for x in (jax.random.normal(key, (256, k)) for key in jax.random.split(jax.random.key(k)))
   )  # fmt: skip
-  found = jax.jit(backend.scaled_matmul, static_argnums=2)(lhs, rhs, jnp.float32)
+  y = jax.jit(backend.scaled_matmul, static_argnums=2)(lhs, rhs, jnp.float32)
   exact = np.asarray(lhs.values, np.float64) @ np.asarray(rhs.values, np.float64).T
-  lost = np.max(np.abs(found - exact) / exact)
+  lost = np.max(np.abs(y - exact) / exact)
   print(f"{k=}: {lost:.1%} of a sum")
   assert lost <= 2**-15 * k
 
 
 def scales(numbers, rows, exact):
-  """[rows, 1]; powers of two where a product and a sum might be rounded together.
+  """[rows, 1]; powers of two (`exact`) where a product and a sum might be rounded together.
 
-  So small that sums are no infinities in float16.
+  Small enough that sums are finite in float16.
   """
   drawn = numbers.uniform(0.5, 1, (rows, 1))
   return (np.exp2(np.round(8 * drawn - 13)) if exact else drawn / 16).astype(np.float32)
@@ -127,9 +127,9 @@ def test_kernels_quantize_as_the_definition_does(backend, form, shape):
   for spec in (Spec(INT8, "rowwise"), Spec(INT8, "tensorwise"), Spec(E5M2, "tensorwise")):
     if form == "quantize_both" and spec.scaling == "rowwise":
       continue
-    found = jax.jit(getattr(backend, form), static_argnums=1)(x, spec)
+    actual = jax.jit(getattr(backend, form), static_argnums=1)(x, spec)
     expected = on_cpu(lambda x: getattr(get_backend("xla"), form)(x, spec), x)  # noqa: B023
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
 def row_operations(x, dy, dx, norm):
@@ -152,21 +152,21 @@ def row_operations(x, dy, dx, norm):
 
 
 @pytest.mark.parametrize("shape", some_shapes(4), ids=str)
-def test_kernels_of_rows_are_the_definition_to_rounding(backend, shape):
+def test_fused_row_kernels_equal_the_definition_to_rounding(backend, shape):
   rows, k = shape[0], shape[2]
   keys = jax.random.split(jax.random.key(k), 5)
   x, dy, dx = (jax.random.normal(key, (rows, k), jnp.bfloat16) for key in keys[:3])
   x, dy = x.at[rows // 2].set(0), dy.at[rows // 3].set(0)
   norm = LayerNormParams(*(1 + jax.random.normal(key, (k,)) / 4 for key in keys[3:]))
   for name, (operation, arrays) in row_operations(x, dy, dx, norm).items():
-    found = jax.jit(functools.partial(operation, backend))(*arrays)
+    actual = jax.jit(functools.partial(operation, backend))(*arrays)
     expected = on_cpu(functools.partial(operation, get_backend("xla")), *arrays)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
       assert_rounded_alike(np.asarray(a), np.asarray(b), name)
 
 
 def assert_rounded_alike(a, b, name):
-  """8-bit values may differ by a step where sums in another order fall on the other side."""
+  """8-bit values may differ by a step where the order of a sum changes a rounding."""
   if a.dtype.itemsize == 1:
     steps = np.abs(a.view(np.int8).astype(int) - b.view(np.int8).astype(int))
     assert steps.max() <= 1 and np.mean(steps > 0) < 0.01, name
@@ -176,7 +176,7 @@ def assert_rounded_alike(a, b, name):
     assert error < (1e-5 if name.startswith("sum") else 1e-3), (name, a.shape, error)
 
 
-def test_a_row_with_nan_or_infinity_is_nan_and_no_other(backend):
+def test_only_rows_with_nan_or_infinity_become_nan(backend):
   x = jax.random.normal(jax.random.key(0), (64, 256), jnp.bfloat16)
   x = x.at[3, 200].set(jnp.nan).at[40, 0].set(jnp.inf).at[7].set(0)
   w = quantize(jax.random.normal(jax.random.key(1), (48, 256)), Spec(INT8, "tensorwise"))
@@ -237,7 +237,7 @@ def test_cudnn_attention_is_xla_attention_to_bf16_rounding(length, causal):
   y, vjp = jax.vjp(ours, q, k, v)
   wide = [x.astype(jnp.float32) for x in (q, k, v)]
   expected_y, expected_vjp = jax.vjp(reference, *wide)
-  found = (y, *vjp(dy))
-  for a, b in zip(found, (expected_y, *expected_vjp(dy.astype(jnp.float32))), strict=True):
+  actual = (y, *vjp(dy))
+  for a, b in zip(actual, (expected_y, *expected_vjp(dy.astype(jnp.float32))), strict=True):
     error = np.linalg.norm(a.astype(jnp.float32) - b) / np.linalg.norm(b)
     assert error < 2**-6, error

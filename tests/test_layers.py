@@ -1,4 +1,4 @@
-"""SwitchBackDense and SwitchBackLinear are Flax's own layers but for the three products."""
+"""SwitchBackDense and SwitchBackLinear equal Flax's own layers except for the three products."""
 
 import functools
 
@@ -19,7 +19,7 @@ either_dtype = pytest.mark.parametrize("dtype", [None, "float32", "bfloat16"])
 
 
 def shapes(module, *args, **kwargs):
-  """The variables a linen module would make."""
+  """The shapes of a linen module's variables."""
   return jax.eval_shape(functools.partial(module.init, **kwargs), jax.random.key(0), *args)
 
 
@@ -35,13 +35,13 @@ def run_nnx(layer, x):
 
 @every_recipe
 @pytest.mark.parametrize("use_bias", [True, False])
-def test_dense_s_parameters_are_nn_dense_s_for_every_recipe(name, use_bias):
+def test_dense_has_the_parameters_of_nn_dense_for_every_recipe(name, use_bias):
   kwargs = dict(use_bias=use_bias, param_dtype=jnp.bfloat16, dtype=jnp.float32)
   x = normal((2, 5, 12))
   assert shapes(SwitchBackDense(8, recipe=name, **kwargs), x) == shapes(nn.Dense(8, **kwargs), x)
 
 
-def test_dense_starts_where_nn_dense_does():
+def test_dense_initializes_as_nn_dense():
   x = normal((5, 12))
   ours, flax_s = (
     jax.jit(layer.init)(jax.random.key(3), x)
@@ -55,25 +55,25 @@ def test_dense_starts_where_nn_dense_does():
 
 @pytest.mark.parametrize("use_bias", [True, False])
 @pytest.mark.parametrize("shape", [(12,), (5, 12), (2, 3, 5, 12)], ids=str)
-def test_full_dense_is_nn_dense(shape, use_bias):
+def test_full_dense_equals_nn_dense(shape, use_bias):
   x = normal(shape)
   actual = linen(SwitchBackDense(8, recipe="full", use_bias=use_bias), x)
   assert_close(actual, linen(nn.Dense(8, use_bias=use_bias), x), 1e-6)
 
 
-def test_full_dense_in_bfloat16_is_nn_dense_but_for_gradients_summed_in_float32():
+def test_full_dense_in_bfloat16_equals_nn_dense_but_sums_gradients_in_float32():
   x = normal((2, 5, 12), "bfloat16")
   actual = linen(SwitchBackDense(8, recipe=FULL, dtype="bfloat16"), x)
   expected = linen(nn.Dense(8, dtype="bfloat16"), x)
   np.testing.assert_array_equal(actual[0], expected[0])
-  assert_close(actual, expected, 2**-6)  # nn.Dense's are sums of bfloat16.
+  assert_close(actual, expected, 2**-6)  # nn.Dense sums gradients in bfloat16.
 
 
 @pytest.mark.parametrize(
   ("name", "dtype"),
   [("switchback", "float32"), *((name, "bfloat16") for name in RECIPES if name != "full")],
 )
-def test_dense_is_the_paper_s_linear_layer_and_a_bias(name, dtype):
+def test_dense_equals_the_reference_linear_layer_with_a_bias(name, dtype):
   x, dy = normal((10, 12), dtype), normal((10, 8), dtype, seed=1)
   layer = SwitchBackDense(8, recipe=name, dtype=dtype)
   variables = drawn(shapes(layer, x))
@@ -86,7 +86,7 @@ def test_dense_is_the_paper_s_linear_layer_and_a_bias(name, dtype):
   actual_y, actual, actual_dx = run(variables, x, dy)
   kernel, bias = variables["params"]["kernel"], variables["params"]["bias"]
   y, dx, dw = reference.linear(name, x, kernel, dy)
-  # Of recipe "full" the bias is cast to the compute dtype, and so is the sum.
+  # With recipe "full" the bias is cast to the compute dtype, and so is the sum.
   added = reference.UNIT[dtype] * (np.abs(y.value) + 2 * np.abs(bias))
   reference.assert_within(actual_y, reference.Product(y.value + bias, y.error + 1.01 * added))
   reference.assert_within(actual_dx, dx)
@@ -109,7 +109,7 @@ def test_the_kernel_s_gradient_is_the_float32_accumulator(name):
 def test_the_output_has_the_dtype_that_flax_infers(x_dtype, param_dtype, dtype):
   x = normal((5, 12), x_dtype)
   kwargs = dict(dtype=dtype, param_dtype=jnp.dtype(param_dtype))
-  with jax.numpy_dtype_promotion("standard"):  # Flax's own inference promotes.
+  with jax.numpy_dtype_promotion("standard"):  # Flax's dtype inference promotes.
     ours, flax_s = (
       jax.eval_shape(layer.init_with_output, jax.random.key(0), x)[0].dtype
       for layer in (SwitchBackDense(8, **kwargs), nn.Dense(8, **kwargs))
@@ -118,7 +118,7 @@ def test_the_output_has_the_dtype_that_flax_infers(x_dtype, param_dtype, dtype):
     assert jax.eval_shape(linear, x).dtype == ours == flax_s
 
 
-def test_a_recipe_by_name_or_value_is_the_same():
+def test_a_recipe_by_name_equals_the_recipe_by_value():
   x = normal((5, 12))
   by_name, by_value = (
     linen(SwitchBackDense(8, recipe="switchback"), x),
@@ -128,7 +128,7 @@ def test_a_recipe_by_name_or_value_is_the_same():
   assert SwitchBackDense(8).recipe == SWITCHBACK
 
 
-def test_dense_under_scan_and_remat_is_a_stack_of_layers():
+def test_dense_under_scan_and_remat_equals_a_loop():
   class Block(nn.Module):
     @nn.compact
     def __call__(self, x, _):
@@ -168,7 +168,7 @@ def test_dense_under_scan_and_remat_is_a_stack_of_layers():
   ],
   ids=lambda kwargs: next(iter(kwargs)),
 )
-def test_an_argument_that_would_replace_the_product_is_refused(replaced):
+def test_arguments_that_replace_the_product_are_refused(replaced):
   message = f"The recipe decides the product; leave {next(iter(replaced))} unset"
   with pytest.raises(ValueError, match=message):
     shapes(SwitchBackDense(8, **replaced), normal((5, 12)))
@@ -205,7 +205,7 @@ def test_a_quantized_input_is_refused():
 
 
 @every_recipe
-def test_linear_s_parameters_are_nnx_linear_s_for_every_recipe(name):
+def test_linear_has_the_parameters_of_nnx_linear_for_every_recipe(name):
   for kwargs in ({}, {"use_bias": False, "param_dtype": jnp.bfloat16}):
     ours = nnx.state(SwitchBackLinear(12, 8, recipe=name, rngs=nnx.Rngs(3), **kwargs))
     flax_s = nnx.state(nnx.Linear(12, 8, rngs=nnx.Rngs(3), **kwargs))
@@ -213,7 +213,7 @@ def test_linear_s_parameters_are_nnx_linear_s_for_every_recipe(name):
     assert nnx.to_flat_state(ours).paths == nnx.to_flat_state(flax_s).paths
 
 
-def test_full_linear_is_nnx_linear():
+def test_full_linear_equals_nnx_linear():
   x = normal((2, 5, 12))
   for kwargs in ({}, {"use_bias": False}):
     actual = run_nnx(SwitchBackLinear(12, 8, recipe="full", rngs=nnx.Rngs(0), **kwargs), x)
@@ -221,7 +221,7 @@ def test_full_linear_is_nnx_linear():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_linear_is_dense(dtype):
+def test_linear_equals_dense(dtype):
   x = normal((2, 5, 12), dtype)
   y, (params, dx) = linen(SwitchBackDense(8, recipe="switchback_m", dtype=dtype), x)
   linear = SwitchBackLinear(12, 8, recipe="switchback_m", dtype=dtype, rngs=nnx.Rngs(0))
@@ -232,7 +232,7 @@ def test_linear_is_dense(dtype):
   np.testing.assert_array_equal(actual_params["bias"][...], params["params"]["bias"])
 
 
-def test_linear_trains_under_nnx_s_own_transformations():
+def test_linear_trains_under_nnx_transformations():
   layer = SwitchBackLinear(12, 8, rngs=nnx.Rngs(0))
   x = normal((5, 12))
 

@@ -1,4 +1,4 @@
-"""The loop around a step: traces, limits, memory, other meshes. Steps are tests/test_step.py's."""
+"""The loop around a step: traces, limits, memory, other meshes. tests/test_step.py tests steps."""
 
 import gzip
 import json
@@ -38,7 +38,7 @@ class Impatient(loop.Watchdog):
 def hang():
   while not (workdir / "checkpoints" / "2").exists():
     time.sleep(0.1)
-  Impatient.watchdog._wait.ticks = 10**6  # As if all these seconds were over.
+  Impatient.watchdog._wait.ticks = 10**6  # Simulates a wait beyond the limit.
   threading.Event().wait()
 
 def hanging_source(iterator, put, size, whole=data.prefetch_to_device):
@@ -59,7 +59,7 @@ def data_dir(tmp_path_factory):
 
 @pytest.fixture
 def train(monkeypatch, data_dir):
-  """Runs the loop: on as many devices, with these fields."""
+  """train(workdir, devices, **options) runs the loop and returns its records."""
   loop_case.replace_model(monkeypatch.setattr)
   all_devices = jax.devices()
 
@@ -78,7 +78,7 @@ def final_state(workdir, step=4) -> list[np.ndarray]:
 
 @pytest.fixture(scope="module")
 def whole(data_dir, tmp_path_factory):
-  """The workdir of a run on one device that nothing interrupted."""
+  """The workdir of an uninterrupted run on one device."""
   workdir = tmp_path_factory.mktemp("whole")
   with pytest.MonkeyPatch.context() as patch:
     loop_case.replace_model(patch.setattr)
@@ -88,13 +88,13 @@ def whole(data_dir, tmp_path_factory):
   return workdir
 
 
-def test_a_run_continues_on_other_meshes_to_the_bit(train, whole, tmp_path, capfd):
+def test_a_run_continued_on_other_meshes_is_bit_equal(train, whole, tmp_path, capfd):
   train(tmp_path, 2, steps=1, **{"mesh.data": 2})
   train(tmp_path, 2, steps=2, **{"mesh.data": 1, "mesh.fsdp": 2})
   train(tmp_path, 1, steps=3)
   records = train(tmp_path, 8, steps=4, **{"mesh.data": 2, "mesh.fsdp": 4})
   assert re.findall(r"after step (\d) of", capfd.readouterr().out) == ["1", "2", "3"]
-  # The loss is a sum over the batch: the same batches came, in the same order.
+  # The loss is a sum over the batch: equal losses mean equal batches in the same order.
   losses = [r["loss"] for r in records if "loss" in r]
   assert losses == [r["loss"] for r in loop_case.records(whole) if "loss" in r]
   for there, here in zip(final_state(tmp_path), final_state(whole), strict=True):
@@ -108,31 +108,31 @@ def steps_of_trace(workdir) -> list[int]:
   return sorted(int(number) for number in numbers if number is not None)
 
 
-def test_a_trace_holds_the_steps_that_were_asked_for(train, tmp_path):
+def test_a_trace_has_the_steps_of_profile_steps(train, tmp_path):
   train(tmp_path, profile_steps="2:3")
   assert list((tmp_path / "profile").rglob("*.xplane.pb"))
   assert steps_of_trace(tmp_path) == [2, 3]
 
 
-def test_a_run_that_continues_within_a_trace_takes_the_rest_of_it(train, tmp_path):
+def test_a_run_resumed_within_profile_steps_traces_the_remaining_steps(train, tmp_path):
   train(tmp_path, steps=2)
   train(tmp_path, profile_steps="1:3")
   assert steps_of_trace(tmp_path) == [3]
 
 
-def test_no_trace_is_taken_unasked(whole):
+def test_no_trace_is_written_by_default(whole):
   assert not (whole / "profile").exists()
 
 
 @pytest.mark.parametrize("steps", ["5", "9:3", "0:2", "2:30", "a:b", "1:2:3", "-1:2"])
-def test_steps_that_cannot_be_traced_are_refused_with_the_right_form(steps):
+def test_invalid_profile_steps_are_refused_with_the_right_form(steps):
   config = Config(model=ModelConfig(size="tiny"), steps=20, profile_steps=steps)
   with pytest.raises(ValueError, match=re.escape(f"profile_steps={steps!r} must be 'first:last'")):
     config.check()
 
 
 @pytest.mark.parametrize("field", ["step_timeout_seconds", "pause_timeout_seconds"])
-def test_a_limit_below_zero_is_refused(field):
+def test_a_negative_timeout_is_refused(field):
   config = Config(model=ModelConfig(size="tiny"), **{field: -1})
   with pytest.raises(ValueError, match=f"{field}=-1 must be 0"):
     config.check()
@@ -156,7 +156,7 @@ def test_the_wait_for_data_is_part_of_a_step_s_time(whole):
   assert all(0 <= r["data_wait_seconds"] <= r["step_seconds"] for r in records)
 
 
-def test_the_wait_for_data_is_the_worst_process_s(monkeypatch):
+def test_the_wait_for_data_is_the_longest_of_all_processes(monkeypatch):
   gathered = []
 
   def allgather(values):
@@ -169,7 +169,7 @@ def test_the_wait_for_data_is_the_worst_process_s(monkeypatch):
   assert len(gathered) == 1
 
 
-def test_the_loop_says_what_it_waits_for(train, tmp_path, monkeypatch):
+def test_the_loop_announces_each_wait_to_the_watchdog(train, tmp_path, monkeypatch):
   said = []
 
   class Listening(loop.Watchdog):
@@ -199,7 +199,7 @@ def test_the_loop_says_what_it_waits_for(train, tmp_path, monkeypatch):
   ]
 
 
-def test_a_run_whose_data_hang_ends_and_says_so(data_dir, whole, tmp_path):
+def test_a_run_with_hanging_data_ends_with_a_message(data_dir, whole, tmp_path):
   environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
   run = subprocess.run(
     [sys.executable, "-c", HANGING, data_dir, tmp_path],
@@ -215,7 +215,7 @@ def test_a_run_whose_data_hang_ends_and_says_so(data_dir, whole, tmp_path):
   assert f"the last good checkpoint is step 2 in {tmp_path / 'checkpoints'}" in run.stderr
 
 
-def test_a_device_without_room_is_one_message(train, tmp_path, monkeypatch):
+def test_out_of_memory_is_one_message(train, tmp_path, monkeypatch):
   def too_large(run):
     def step(state, batch):
       return jnp.zeros(1 << 45).block_until_ready()

@@ -13,7 +13,7 @@ BATCH, WIDTH = 16, 12
 def features(seed=0, batch=BATCH):
   rng = np.random.default_rng(seed)
   x = rng.normal(size=(2, batch, WIDTH)).astype(np.float32)
-  x[1] += x[0]  # Pairs that belong together.
+  x[1] += x[0]  # A text is similar to its image.
   return x / np.linalg.norm(x, axis=-1, keepdims=True)
 
 
@@ -36,13 +36,13 @@ def naive(name, image, text, scale, bias=0.0):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_the_loss_is_that_of_a_loop_over_pairs(name):
+def test_the_loss_equals_a_loop_over_pairs(name):
   image, text = features()
   loss, _ = FUNCTIONS[name](image, text, *scalars(name))
   np.testing.assert_allclose(loss, naive(name, image, text, *scalars(name)), rtol=1e-6)
 
 
-def test_small_cases_are_as_computed_by_hand():
+def test_two_pairs_give_the_losses_computed_by_hand():
   one, two = np.eye(2, dtype=np.float32), np.eye(2, dtype=np.float32)[::-1]
   loss, metrics = softmax_contrastive(one, one, jnp.float32(1))
   assert loss == pytest.approx(np.log1p(np.exp(-1)))
@@ -54,7 +54,7 @@ def test_small_cases_are_as_computed_by_hand():
   assert loss == pytest.approx(np.log(2) + np.log1p(np.exp(-10)))
 
 
-def test_softmax_of_equal_features_is_the_logarithm_of_the_batch():
+def test_softmax_of_equal_features_is_the_log_of_the_batch_size():
   x = np.tile(features()[0][:1], (BATCH, 1))
   loss, metrics = softmax_contrastive(x, x, jnp.float32(100))
   np.testing.assert_allclose(loss, np.log(BATCH), rtol=1e-5)
@@ -62,7 +62,7 @@ def test_softmax_of_equal_features_is_the_logarithm_of_the_batch():
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_eight_devices_give_the_loss_and_gradients_of_one(name):
+def test_loss_and_gradients_on_eight_devices_equal_those_on_one(name):
   mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("data", "fsdp"))
   rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
   image, text = features()
@@ -96,7 +96,7 @@ def test_the_order_of_the_pairs_does_not_matter(name):
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), a, b)
 
 
-def test_softmax_does_not_tell_images_from_texts():
+def test_softmax_is_symmetric_in_images_and_texts():
   image, text = features()
   np.testing.assert_allclose(
     softmax_contrastive(image, text, jnp.float32(20))[0],

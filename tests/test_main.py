@@ -1,4 +1,4 @@
-"""The training program as its users start it: it runs, is killed, resumes, and fails clearly."""
+"""The training program as users start it: it runs, resumes after a kill, and reports errors."""
 
 import functools
 import json
@@ -36,7 +36,7 @@ SMALL = {
 
 
 class Program:
-  """Starts the program on small data, with what it compiled before."""
+  """Starts the program on small data with a shared compilation cache."""
 
   def __init__(self, shared: Path):
     self.data_dir = shared / "data"
@@ -86,7 +86,7 @@ def program(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(program, tmp_path_factory):
-  """The workdir of a run that nothing interrupted."""
+  """The workdir and output of an uninterrupted run."""
   workdir = tmp_path_factory.mktemp("whole")
   code, out, err = program.run(workdir)
   assert code == 0, err
@@ -117,7 +117,7 @@ def assert_same_run(workdir, whole):
     np.testing.assert_array_equal(a, b)
 
 
-def test_a_run_leaves_what_it_measured(whole):
+def test_a_run_writes_its_metrics_checkpoints_and_report(whole):
   workdir, out = whole
   left = {path.name for path in workdir.iterdir()}
   assert left >= {
@@ -150,7 +150,7 @@ def test_a_killed_run_resumes_exactly(program, whole, tmp_path):
   assert_same_run(tmp_path, whole[0])
 
 
-def test_sigterm_saves_first_and_the_rest_follows_exactly(program, whole, tmp_path):
+def test_sigterm_saves_a_checkpoint_and_the_run_resumes_exactly(program, whole, tmp_path):
   code, _, err = program.run_until(4, signal.SIGTERM, tmp_path, checkpoint_every=0)
   assert code == 128 + signal.SIGTERM
   assert "Stopped by SIGTERM after step" in err
@@ -177,7 +177,7 @@ def test_a_run_in_microbatches_resumes_exactly(program, tmp_path):
     np.testing.assert_array_equal(a, b)
 
 
-def test_evaluation_alone_finds_what_the_run_found(program, whole):
+def test_a_separate_evaluation_equals_the_run_s_evaluation(program, whole):
   workdir, _ = whole
   code, out, err = program.run(workdir, module="train.evaluate")
   assert code == 0, err
@@ -239,7 +239,7 @@ def test_a_wrong_value_is_named_with_what_would_be_right(program, tmp_path, opti
     ({"data.name": "cifar10"}, "No data set data.name='cifar10'"),
   ],
 )
-def test_what_a_user_gets_wrong_is_one_message(program, tmp_path, options, message):
+def test_user_errors_are_one_message(program, tmp_path, options, message):
   code, _, err = program.run(tmp_path, **options)
   assert code == 1
   assert message in err

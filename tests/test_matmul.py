@@ -15,7 +15,7 @@ jitted = jax.jit(scaled_matmul, static_argnums=2)
 
 
 def operand(seed, rows, k, fmt="int8", shares="row"):
-  """A quantized [rows, k] whose scales are powers of two, each row's its own."""
+  """A quantized [rows, k] whose scales are distinct powers of two."""
   a = np.random.default_rng(seed).normal(size=(rows, k))
   values, scale = reference.rounded(a, fmt, 1 if shares == "row" else None)
   spec = Spec(values.dtype, "rowwise" if shares == "row" else "tensorwise")
@@ -28,7 +28,7 @@ def float64(q):
 
 @pytest.mark.parametrize("shares", ["row", "tensor"])
 def test_int8_products_are_exact(shares):
-  # Sums below 2**24 and scales that are powers of two: not one rounding anywhere.
+  # Sums are below 2**24 and scales are powers of two: nothing is rounded.
   lhs, rhs = operand(0, 7, 100), operand(1, 5, 100, "int8", shares)
   for function in (scaled_matmul, jitted):
     y = function(lhs, rhs, jnp.float32)
@@ -47,7 +47,7 @@ def test_fp8_products_are_summed_in_float32(formats):
 
 
 @pytest.mark.parametrize("out_dtype", [jnp.bfloat16, jnp.float16])
-def test_the_result_is_cast_once_and_last(out_dtype):
+def test_the_result_is_cast_once_at_the_end(out_dtype):
   lhs, rhs = operand(0, 7, 100), operand(1, 5, 100)
   lhs = dataclasses.replace(lhs, scale=lhs.scale / 3)
   y = jitted(lhs, rhs, out_dtype)
@@ -67,7 +67,7 @@ def test_a_bias_is_added_to_each_row_before_the_cast(bias_dtype, out_dtype):
 
 
 @pytest.mark.parametrize("out_dtype", [jnp.float32, jnp.bfloat16])
-def test_an_addend_is_added_after_the_bias_and_before_the_cast(out_dtype):
+def test_a_residual_is_added_after_the_bias_and_before_the_cast(out_dtype):
   lhs, rhs = operand(0, 7, 100), operand(1, 5, 100)
   numbers = np.random.default_rng(2)
   bias = np.asarray(numbers.normal(size=5), np.float32)
@@ -79,7 +79,7 @@ def test_an_addend_is_added_after_the_bias_and_before_the_cast(out_dtype):
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [((7, 4), "float32"), ((7, 5), "bfloat16")])
-def test_an_addend_that_is_no_result_is_refused(shape, dtype):
+def test_a_residual_of_another_shape_or_dtype_is_refused(shape, dtype):
   lhs, rhs = operand(0, 7, 100), operand(1, 5, 100)
   with pytest.raises(ValueError, match=rf"float32 \(7, 5\).*not {dtype}"):
     scaled_matmul(lhs, rhs, jnp.float32, residual=jnp.zeros(shape, dtype))
@@ -102,13 +102,13 @@ def test_a_longer_int8_sum_is_refused():
     jax.eval_shape(lambda q: scaled_matmul(q, q, jnp.float32), q)
 
 
-def test_a_longer_fp8_sum_is_not_refused():
+def test_a_longer_fp8_sum_is_accepted():
   scale = jax.ShapeDtypeStruct((1, 1), jnp.float32)
   q = Quantized(jax.ShapeDtypeStruct((1, 131_073), E4M3), scale, Spec(E4M3, "tensorwise"))
   assert jax.eval_shape(lambda q: scaled_matmul(q, q, jnp.float32), q).shape == (1, 1)
 
 
-def test_a_nan_scale_makes_its_row_nan_and_no_other():
+def test_a_nan_scale_makes_only_its_row_nan():
   lhs, rhs = operand(0, 7, 100), operand(1, 5, 100)
   scale = np.where(np.arange(7)[:, None] == 2, np.float32(np.nan), lhs.scale)
   nan = dataclasses.replace(lhs, scale=scale)

@@ -1,4 +1,4 @@
-"""A device without room: it is recognized, its bytes are read, and what takes less is named."""
+"""Out-of-memory errors: recognized, parsed, and answered with options that need less memory."""
 
 import re
 from types import SimpleNamespace
@@ -35,7 +35,7 @@ def device(kind="NVIDIA H200", platform="gpu", **stats):
 
 
 def run(devices=8, fsdp=1, batch_size=64, width=1000, **fields):
-  """As much of a Run as memory depends on: `width`**2 parameters and two moments of each."""
+  """The parts of a Run that memory depends on: `width`**2 parameters and two moments of each."""
   mesh = make_mesh(MeshConfig(fsdp=fsdp), jax.devices()[:devices])
   sharding = jax.sharding.NamedSharding(mesh, PartitionSpec("fsdp"))
   params = {"kernel": jax.ShapeDtypeStruct((width, width), jnp.float32, sharding=sharding)}
@@ -46,13 +46,13 @@ def run(devices=8, fsdp=1, batch_size=64, width=1000, **fields):
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=lambda text: text[20:50])
-def test_a_device_without_room_is_recognized_and_its_bytes_are_read(text):
+def test_out_of_memory_errors_are_recognized_and_their_bytes_parsed(text):
   assert is_out_of_memory(jax.errors.JaxRuntimeError(text))
   assert asked_bytes(text) == TEXTS[text]
 
 
 @pytest.mark.parametrize("text", OTHERS)
-def test_other_errors_stay_as_they_are(text):
+def test_other_errors_are_raised_unchanged(text):
   error = jax.errors.JaxRuntimeError(text)
   with pytest.raises(jax.errors.JaxRuntimeError) as raised, explained(run(), lambda: "step 1"):
     raise error
@@ -60,19 +60,19 @@ def test_other_errors_stay_as_they_are(text):
   assert not is_out_of_memory(RuntimeError(GPU))
 
 
-def test_the_error_of_the_allocator_becomes_one_message():
+def test_an_allocator_error_becomes_one_message():
   with pytest.raises(RunError) as raised, explained(run(), lambda: "step 1"):
     jnp.zeros(1 << 45).block_until_ready()
   assert str(raised.value).startswith("Out of memory on a device (cpu), at step 1: 140,737.5 GB")
   assert is_out_of_memory(raised.value.__cause__)
 
 
-def test_what_is_large_is_told_for_a_device():
+def test_the_message_gives_sizes_for_each_device():
   stats = {"bytes_limit": 100 * 10**9, "bytes_in_use": 30 * 10**9}
   text = explain(GPU, run(fsdp=4, batch_size=64, accumulate=2), "step 7", device(**stats))
   assert "(NVIDIA H200), at step 7: 68.7 GB were asked for at once" in text
   assert "JAX may use 100.0 GB there, and 30.0 GB were in use" in text
-  # A quarter of 4 MB of parameters, and of twice that.
+  # A quarter of 4 MB of parameters and of 8 MB of moments.
   assert "1.0 MB of parameters and 2.0 MB of optimizer state" in text and "1.0 MB of grad" in text
   assert "batch_size=64 is 8 images a device, 4 at a time" in text
 
@@ -82,7 +82,7 @@ def choices(run, during="step 1", **stats) -> list[str]:
   return [re.split(r"[:,] ", line.strip(), maxsplit=1)[0] for line in lines if line[0] == " "]
 
 
-def test_only_what_is_not_done_yet_is_offered():
+def test_only_unused_options_are_offered():
   assert choices(run()) == [
     "--config.model.remat=block", "--config.accumulate=2", "--config.model.recipe=switchback_m",
     "--config.batch_size", "--config.mesh.fsdp=8",
@@ -97,18 +97,18 @@ def test_an_offered_accumulate_divides_the_batch():
   assert "--config.accumulate=9" in choices(run(batch_size=8 * 9, accumulate=3))
 
 
-def test_a_large_state_is_split_first():
+def test_fsdp_is_offered_first_for_a_large_state():
   assert choices(run(width=1000), bytes_limit=20 * 10**6)[0] == "--config.mesh.fsdp=8"
   assert choices(run(width=1000), bytes_limit=20 * 10**9)[0] == "--config.model.remat=block"
 
 
-def test_an_evaluation_takes_a_smaller_batch_of_its_own():
-  found = choices(run(), during="the evaluation after step 4")
-  assert found[0] == "--config.eval_batch_size"
-  assert "--config.batch_size" not in found
+def test_a_smaller_eval_batch_size_is_offered_during_evaluation():
+  offered = choices(run(), during="the evaluation after step 4")
+  assert offered[0] == "--config.eval_batch_size"
+  assert "--config.batch_size" not in offered
 
 
-def test_a_gpu_s_last_quarter_is_offered_while_jax_leaves_it(monkeypatch):
+def test_mem_fraction_is_offered_unless_it_is_set(monkeypatch):
   name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
   monkeypatch.delenv(name, raising=False)
   assert f"{name}=0.95" in explain(GPU, run(), "step 1", device())

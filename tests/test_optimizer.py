@@ -50,7 +50,7 @@ def unstack(tree):
 
 
 def clip_parameters(scan):
-  """Shapes of a CLIP's parameters with every option on that adds some."""
+  """Shapes of a CLIP's parameters, with every option that adds parameters."""
   size = dataclasses.replace(
     SIZES["tiny"],
     vision=VisionConfig(image_size=8, patch_size=4, width=16, layers=LAYERS, heads=2),
@@ -81,7 +81,7 @@ def test_the_rate_warms_up_to_its_peak_and_follows_a_cosine_to_zero():
 
 
 @pytest.mark.parametrize("warmup, first", [(0, 1.0), (1, 1.0), (2, 0.5)])
-def test_short_warm_ups_start_where_they_should(warmup, first):
+def test_short_warm_ups_start_above_zero_and_reach_the_peak(warmup, first):
   schedule = warmup_cosine(1.0, warmup, 3)
   assert schedule(0) == first
   assert schedule(warmup) == 1
@@ -97,7 +97,7 @@ def test_the_optimizer_follows_the_schedule_it_returns():
 
 
 @pytest.mark.parametrize("scan", [True, False])
-def test_clip_decays_its_matrices_alone(scan):
+def test_only_clip_s_matrices_are_decayed(scan):
   decayed = {name for name, yes in names(decays(clip_parameters(scan))).items() if yes}
   matrices = {
     *("image/patch_embedding/kernel", "image/positional_embedding", "image/proj"),
@@ -112,7 +112,7 @@ def test_clip_decays_its_matrices_alone(scan):
   }
 
 
-def test_a_scanned_clip_is_an_unscanned_one_with_its_blocks_stacked():
+def test_parameters_of_a_scanned_clip_are_stacked_blocks():
   scanned = jax.tree.map(lambda p: np.empty(p.shape), clip_parameters(scan=True))
   apart = clip_parameters(scan=False)
   assert jax.tree.structure(unstack(scanned)) == jax.tree.structure(apart)
@@ -120,7 +120,7 @@ def test_a_scanned_clip_is_an_unscanned_one_with_its_blocks_stacked():
 
 
 @pytest.mark.parametrize("name", ["stable_adamw", "adamw"])
-def test_a_stack_of_blocks_trains_like_blocks_apart(name):
+def test_stacked_blocks_train_like_separate_blocks(name):
   shapes = {
     "image": {
       "blocks": {"fc1": {"kernel": jnp.zeros((LAYERS, 4, 5)), "bias": jnp.zeros((LAYERS, 5))}},
@@ -140,7 +140,7 @@ def test_a_stack_of_blocks_trains_like_blocks_apart(name):
   assert len(np.unique(kernel)) == LAYERS and max(kernel) > 1.2
 
 
-def test_adamw_is_optax_s_and_shows_its_rms():
+def test_adamw_equals_optax_s_and_has_tensor_rms():
   params, *gradients = (random_like({"w": jnp.ones((5, 4)), "b": jnp.ones(4)}, s) for s in range(9))
   c = config(name="adamw", b1=0.8, b2=0.95, eps=1e-3, weight_decay=0.1, clip_norm=2.0)
   optimizer, schedule = make_optimizer(c, steps=20)
@@ -184,7 +184,7 @@ def test_decay_with_reaches_stable_adamw(decay_with):
   assert tensor_rms(state)["w"] > 1.2
 
 
-def test_a_stack_is_known_by_its_module_s_name():
+def test_only_modules_named_blocks_are_stacked():
   tree = {"blocks": {"x": 0, "y": {"z": 0}}, "block_0": {"x": 0}, "blocks_0": 0, "my_blocks": 0}
   assert stacked(tree) == {
     "blocks": {"x": 1, "y": {"z": 1}},

@@ -1,4 +1,4 @@
-"""What is installed says the same as what is in the checkout."""
+"""The package's metadata agrees with the checkout."""
 
 import pathlib
 import re
@@ -9,7 +9,7 @@ import sbjax
 ROOT = pathlib.Path(__file__).parent.parent
 
 
-def test_the_version_stands_in_one_place_and_others_agree():
+def test_citation_and_changelog_have_the_package_version():
   project = tomllib.loads((ROOT / "pyproject.toml").read_text())
   assert "version" not in project["project"]
   assert project["tool"]["setuptools"]["dynamic"]["version"]["attr"] == "sbjax.__version__"
@@ -18,5 +18,5 @@ def test_the_version_stands_in_one_place_and_others_agree():
   assert sbjax.__version__ in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_the_package_says_that_it_is_typed():
+def test_the_package_has_a_py_typed_marker():
   assert (pathlib.Path(sbjax.__file__).parent / "py.typed").exists()

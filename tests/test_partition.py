@@ -1,6 +1,6 @@
-"""A kernel on a mesh gives what it gives on one device: each device computes on its shard.
+"""A kernel on a mesh gives the numbers of one device: each device computes on its shard.
 
-The kernels here are the definition (`mesh_case`), so that what is tried is only who gets what.
+The kernels here are the definition (`mesh_case`): these tests cover only the partitioning.
 """
 
 import functools
@@ -41,7 +41,7 @@ def operands(rows, k, scaling, seed=0):
   return jax.tree.map(np.asarray, quantize(jnp.asarray(x), Spec(INT8, scaling)))
 
 
-SHARDS = {  # layout of x [64, 128] and w.T [128, 128]: what one device multiplies
+SHARDS = {  # layout: the shards of x [64, 128] and w.T [128, 128] that one device multiplies
   "batch": ((8, 128), (128, 128)),
   "K": ((32, 32), (128, 32)),
   "N": ((32, 128), (32, 128)),
@@ -50,7 +50,7 @@ SHARDS = {  # layout of x [64, 128] and w.T [128, 128]: what one device multipli
 
 
 def product_on_shards(mesh, layout, biased, product):
-  """The arguments laid out, and what multiplies them."""
+  """The sharded arguments, the function that multiplies them, and the expected product."""
   x_spec, w_spec = LAYOUTS[layout]
   k, n = (*w_spec, None, None)[:2]
   lhs, rhs = operands(64, 128, "rowwise"), operands(128, 128, "rowwise" if biased else "tensorwise")
@@ -74,7 +74,7 @@ def product_on_shards(mesh, layout, biased, product):
 @pytest.mark.parametrize("biased", [False, True], ids=["", "biased"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_a_device_multiplies_its_shards_and_no_activation_is_gathered(kind, layout, biased):
+def test_each_device_multiplies_its_shards_and_gathers_no_activation(kind, layout, biased):
   product, mesh = Product(), make_mesh(kind)
   arrays, run, expected = product_on_shards(mesh, layout, biased, product)
   with jax.set_mesh(mesh):
@@ -86,7 +86,7 @@ def test_a_device_multiplies_its_shards_and_no_activation_is_gathered(kind, layo
     assert_close(y, expected, 2.0**-23)
   else:
     np.testing.assert_array_equal(y, expected)
-  # Only a weight is gathered, in int8, where it is split over the devices that split the batch.
+  # Only a weight split over the batch's devices is gathered, in int8.
   assert gathered(compiled.as_text()) <= ({("s8", 128 * 128)} if layout == "fsdp" else set())
 
 
@@ -99,24 +99,24 @@ def test_a_device_multiplies_its_shards_and_no_activation_is_gathered(kind, layo
 )
 @pytest.mark.parametrize("spec", [P("data"), P(None, "fsdp"), P("fsdp", "data")], ids=str)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_a_scale_is_that_of_the_whole_array_however_it_is_split(kind, spec, form, scaling):
+def test_a_sharded_array_is_quantized_with_the_scale_of_the_whole(kind, spec, form, scaling):
   x = make_case(m=64, k=96).x  # The largest number is in one shard.
   mesh, fmt = make_mesh(kind), Spec(INT8, scaling)
   (split,) = put(mesh, [spec], x)
   with jax.set_mesh(mesh):
     run = jax.jit(lambda x: getattr(on_shards(), form)(x, fmt))
     compiled = run.lower(split).compile()
-    found = compiled(split)
-  # Compiled as well: XLA may round a constant times a number differently when it is not.
+    actual = compiled(split)
+  # Also compiled: XLA may round a product with a constant differently without compilation.
   expected = jax.jit(lambda x: DEFINITIONS[form](x, fmt))(x)
-  assert_same(jax.tree.map(np.asarray, found), expected)
+  assert_same(jax.tree.map(np.asarray, actual), expected)
   assert "all-gather" not in compiled.as_text()
-  values = jax.tree.leaves(found)[0]
+  values = jax.tree.leaves(actual)[0]
   assert not values.is_fully_replicated
 
 
 def make_layer(monkeypatch, name, backend):
-  """y, dx and dw of a layer by a backend, jitted."""
+  """A jitted function that computes y, dx and dw of a layer by a backend."""
 
   @jax.jit
   def layer(x, w, dy):
@@ -137,14 +137,14 @@ def compare(name, split, alone):
   split, alone = jax.tree.map(np.asarray, (split, alone))
   if name in INT8_SUMS:
     assert_same((split.y, split.dx), (alone.y, alone.dx))
-  # bfloat16 results of float32 sums made in another order may differ in their last bit.
+  # A float32 sum in another order may change the last bit of a bfloat16 result.
   assert_close((split.y, split.dx), (alone.y, alone.dx), 2.0**-8)
   assert_close(split.dw, alone.dw, 1e-5)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "full"])
-def test_a_layer_gives_the_numbers_of_one_device(monkeypatch, name, layout):
+def test_a_sharded_layer_equals_one_device(monkeypatch, name, layout):
   case = make_case("bfloat16", m=256, k=128, n=192)
   arrays, product = put_case(make_mesh(), layout, case), Product()
   compiled = make_layer(monkeypatch, name, on_shards(product)).lower(*arrays).compile()
@@ -166,7 +166,7 @@ def test_a_layer_gives_the_numbers_of_one_device(monkeypatch, name, layout):
     ("llm_int8", "fsdp"),
   ],
 )
-def test_in_explicit_mode_each_gradient_is_sharded_as_its_primal(monkeypatch, name, layout):
+def test_in_explicit_mode_gradients_are_sharded_as_their_primals(monkeypatch, name, layout):
   case = make_case("bfloat16", m=256, k=128, n=192)
   mesh = make_mesh(AxisType.Explicit)
   x, w, dy = put_case(mesh, layout, case)
@@ -177,7 +177,7 @@ def test_in_explicit_mode_each_gradient_is_sharded_as_its_primal(monkeypatch, na
   compare(name, split, make_layer(monkeypatch, name, plain())(*case))
 
 
-def test_within_shard_map_operands_are_shards_already():
+def test_within_shard_map_each_shard_has_its_own_scale():
   x, mesh = make_case(m=64, k=96).x, make_mesh()
 
   def local(quantizer, x):
@@ -195,7 +195,7 @@ def test_within_shard_map_operands_are_shards_already():
   assert len(np.unique(ours[1])) > 1  # Each shard has a scale of its own.
 
 
-def test_vmap_is_one_call_after_another():
+def test_vmap_calls_the_kernel_once_per_element():
   x = np.stack([make_case(m=32, k=48, seed=seed).x for seed in range(3)])
   spec = Spec(INT8, "tensorwise")
   product, w = Product(), operands(16, 48, "rowwise", seed=1)
@@ -209,7 +209,7 @@ def test_vmap_is_one_call_after_another():
   assert product.seen == {((32, 48), (16, 48))}
 
 
-def test_k_that_does_not_split_into_sixteens_is_gathered():
+def test_k_whose_shards_are_no_multiples_of_16_is_gathered():
   product, mesh = Product(), make_mesh()
   lhs, rhs = operands(64, 80, "rowwise"), operands(48, 80, "tensorwise")
   arrays = put(mesh, (P("data", "fsdp"), P()), lhs.values, rhs.values)
@@ -224,7 +224,7 @@ def test_k_that_does_not_split_into_sixteens_is_gathered():
   assert ((32, 80), (48, 80)) in product.seen
 
 
-def test_an_axis_is_split_where_the_first_operand_has_it_and_its_size_allows():
+def test_an_axis_is_split_as_in_the_first_operand_if_its_size_divides():
   mesh, names = {"data": 2, "fsdp": 4}, [("m", "k"), ("n", "k")]
 
   def split(*operands, multiple_of_16=()):
@@ -236,9 +236,9 @@ def test_an_axis_is_split_where_the_first_operand_has_it_and_its_size_allows():
   assert split(((8, 8), P("data")), ((8, 8), P(("data", "fsdp")))) == {
     "m": ("data",), "n": ("fsdp",)
   }  # fmt: skip
-  # What one operand has whole and the other split is split in both.
+  # An axis that only one operand splits is split in both.
   assert split(((8, 8), P()), ((8, 8), P(None, "data"))) == {"k": ("data",)}
-  # A size that does not divide, or not into sixteens.
+  # Sizes that the devices do not divide, or not into multiples of 16.
   assert split(((6, 8), P("fsdp")), ((8, 8), P())) == {}
   assert split(((8, 48), P(None, "data")), ((8, 48), P()), multiple_of_16=["k"]) == {}
   assert split(((8, 64), P(None, "data")), ((8, 64), P()), multiple_of_16=["k"]) == {"k": ("data",)}
@@ -260,7 +260,7 @@ def test_an_axis_without_a_name_is_never_split():
   assert ({"m": ("data",)}, (4, 8)) in seen
 
 
-def test_layers_share_a_kernel_that_is_lowered_once():
+def test_layers_share_a_kernel_lowered_once():
   mesh, lowered = make_mesh(), []
 
   def kernel(x, factor):

@@ -1,4 +1,4 @@
-"""Predictions: a measured size gives its figure, others lie between, and a guess says so."""
+"""Predictions: measured sizes give their figures, others are interpolated, guesses say so."""
 
 import json
 
@@ -17,7 +17,7 @@ def h200():
 
 
 def gains(chip, h200, *args):
-  """The linear layer's, the MLP's and the step's."""
+  """Estimates for the linear layer, the MLP and the step."""
   return list(predict.predict(chip, h200, *args).values())
 
 
@@ -31,7 +31,7 @@ def test_a_measured_step_is_predicted_as_measured(h200):
     assert step.how == f"measured: ViT-{row['size']}"
 
 
-def test_the_fastest_of_either_side_counts():
+def test_the_gain_of_a_step_compares_the_fastest_of_each_side():
   times = {"flax": 3.0, "flax_loop": 2.0, "full": 0.5, "switchback_loop": 1.25, "switchback": 1.0}
   each = {name: {"milliseconds": time} for name, time in times.items()}
   assert predict.gain_of_step({"contenders": each}) == 2.0
@@ -62,7 +62,7 @@ def test_a_layer_is_the_sum_of_its_measured_kernels(h200):
   assert step is None
 
 
-def test_in_between_is_between_the_neighbours(h200):
+def test_an_interpolated_size_lies_between_its_neighbours(h200):
   for points in (h200.mlps, h200.steps, h200.products["xla_bf16"]):
     axes = [sorted(set(axis)) for axis in zip(*points, strict=True)]
     for i in range(max(map(len, axes)) - 1):
@@ -75,7 +75,7 @@ def test_in_between_is_between_the_neighbours(h200):
   assert predict.interpolate({(1,): 1.0, (16,): 16.0}, (2,)) == pytest.approx(2)
 
 
-def test_beyond_what_was_measured_is_the_nearest_and_says_so(h200):
+def test_out_of_range_sizes_take_the_nearest_measurement_without_bounds(h200):
   for at, near in (((512, 65536), (1024, 65536)), ((8192, 10**6), (4096, 131072))):
     _, mlp, step = gains(h200, h200, *at)
     assert mlp.gain == h200.mlps[near] and mlp.error is step.error is None
@@ -85,8 +85,8 @@ def test_beyond_what_was_measured_is_the_nearest_and_says_so(h200):
   assert gains(h200, h200, 256, 65536)[0].error is None
 
 
-def test_a_size_beside_one_that_has_no_neighbour_is_no_interpolation():
-  # The larger width was measured at few rows alone.
+def test_a_size_with_a_missing_neighbour_is_not_interpolated():
+  # The larger width was measured only with few rows.
   points = {(4.0, 1280, 16384): 1.0, (4.0, 1280, 65536): 2.0, (4.0, 4096, 16384): 3.0}
   assert predict.is_between(points, (4.0, 1280, 30000))
   assert predict.is_between(points, (4.0, 2000, 16384))
@@ -94,7 +94,7 @@ def test_a_size_beside_one_that_has_no_neighbour_is_no_interpolation():
   assert not predict.is_between(points, (3.0, 1280, 30000))
 
 
-def test_the_docstring_states_the_errors_that_the_check_finds(h200):
+def test_the_docstring_states_the_errors_of_the_check(h200):
   stated = predict.__doc__.replace("\n", " ")
   for checked in (predict.check_steps(h200), predict.check_mlps(h200), predict.check_sums(h200)):
     errors = [abs(predicted / measured - 1) for measured, predicted in checked.values()]
@@ -112,7 +112,7 @@ def test_a_size_left_out_does_not_predict_itself():
   assert predict.worst(checked) == 4.0
 
 
-def test_bounds_are_the_checks(h200):
+def test_error_bounds_are_the_worst_errors_of_the_checks(h200):
   layer, mlp, step = gains(h200, h200, 1400, 50000)
   assert mlp.error == predict.worst(predict.check_mlps(h200))
   assert step.error == predict.worst(predict.check_steps(h200))
@@ -120,7 +120,7 @@ def test_bounds_are_the_checks(h200):
   assert str(Estimate(2.0, 0.1, "so")).split() == ["2.00x", "(1.80", "to", "2.20)", "so"]
 
 
-def test_another_mlp_ratio_changes_a_measured_mlp_as_its_kernels(h200):
+def test_another_mlp_ratio_scales_a_measured_mlp_by_its_kernels(h200):
   _, four, _ = gains(h200, h200, 1280, 65536)
   _, three, _ = gains(h200, h200, 1280, 65536, 3.0)
   _, eight, _ = gains(h200, h200, 1280, 65536, 8.0)
@@ -174,7 +174,7 @@ def test_a_card_is_read(monkeypatch, capsys, tmp_path):
   )
 
 
-def test_what_cannot_be_predicted_is_an_error_that_helps(monkeypatch, capsys, tmp_path):
+def test_unpredictable_requests_give_helpful_errors(monkeypatch, capsys, tmp_path):
   size = ("--width", 768, "--tokens", 1024)
   with pytest.raises(SystemExit, match=r"'NVIDIA L40'.*NVIDIA H200, .*benchmarks\.card.*--card"):
     run(monkeypatch, capsys, *size, "--chip", "NVIDIA L40")
@@ -191,6 +191,6 @@ def test_what_cannot_be_predicted_is_an_error_that_helps(monkeypatch, capsys, tm
     assert says in capsys.readouterr().err
 
 
-def test_the_check_is_a_command(monkeypatch, capsys):
+def test_check_prints_measured_and_predicted_gains(monkeypatch, capsys):
   said = run(monkeypatch, capsys, "--check")
   assert "ViT-H/14, 1,280 x 65,792 tokens: measured 1.516x, predicted" in said

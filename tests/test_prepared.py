@@ -1,4 +1,4 @@
-"""Which data set a config names: found by name with its features, or said why not."""
+"""Prepared data sets are looked up by name and features; errors name the missing ones."""
 
 import dataclasses
 import io
@@ -34,7 +34,7 @@ def _png(value):
     ({"text_key": "", "label_key": ""}, "one of them must be set"),
   ],
 )
-def test_what_is_not_there_is_named(tmp_path, changes, message):
+def test_missing_data_sets_and_features_are_named(tmp_path, changes, message):
   config = DataConfig(name="shapes/tiny", data_dir=str(tmp_path), label_key="label")
   prepare(config)
   with pytest.raises(ValueError, match=message):
@@ -42,7 +42,7 @@ def test_what_is_not_there_is_named(tmp_path, changes, message):
 
 
 class Labelled(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-  """What another program has prepared with TFDS, like cifar10 or coco_captions."""
+  """A data set that another program prepared with TFDS, like cifar10 or coco_captions."""
 
   name = "labelled"
   VERSION = tfds.core.Version("3.0.2")

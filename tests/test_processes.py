@@ -1,4 +1,4 @@
-"""Processes that join by hand: they meet, each takes its GPUs, and what is wrong is one message."""
+"""Processes that meet by environment variables: each takes its GPUs; errors are one message."""
 
 import json
 import re
@@ -28,7 +28,7 @@ def address():
 
 
 def all_meet(address, group, patience=5.0):
-  """For each process the GPUs it was given, or what it was told."""
+  """For each process its GPUs or its error message."""
 
   def one(process):
     try:
@@ -40,29 +40,29 @@ def all_meet(address, group, patience=5.0):
     return list(pool.map(one, group))
 
 
-def test_processes_of_one_machine_meet_and_take_a_gpu_each(address):
+def test_processes_on_one_machine_take_one_gpu_each(address):
   group = [process(i, 3, visible="012") for i in (2, 0, 1)]
   assert all_meet(address, group) == [[2], [0], [1]]
 
 
-def test_a_process_that_has_its_machine_to_itself_takes_all_its_gpus():
+def test_the_only_process_on_a_machine_takes_all_its_gpus():
   group = [process(0, host="a", visible="01"), process(1, host="b", visible="01")]
   assert assign_gpus(group) == {0: None, 1: None}
 
 
-def test_two_machines_of_two_gpus_each_take_four_processes():
+def test_four_processes_fill_two_machines_of_two_gpus():
   group = [process(i, 4, host="ab"[i // 2], visible="01") for i in range(4)]
   assert assign_gpus(group) == {0: [0], 1: [1], 2: [0], 3: [1]}
 
 
-def test_a_chosen_gpu_is_taken():
+def test_a_process_takes_its_chosen_gpu():
   group = [process(0, visible="01", chosen=[1]), process(1, visible="01", chosen=[0])]
   assert assign_gpus(group) == {0: [1], 1: [0]}
   # CUDA_VISIBLE_DEVICES leaves one to each, and each counts from 0.
   assert assign_gpus([process(0, visible="3"), process(1, visible="5")]) == {0: None, 1: None}
 
 
-def test_without_gpus_nothing_is_assigned():
+def test_without_gpus_none_is_assigned():
   assert assign_gpus([process(0), process(1)]) == {0: None, 1: None}
 
 
@@ -75,7 +75,7 @@ def test_without_gpus_nothing_is_assigned():
     ([process(0, visible="01", chosen=[5]), process(1, visible="01")], "would take GPU 5"),
   ],
 )
-def test_a_gpu_that_is_not_there_or_taken_is_named(group, message):
+def test_a_missing_or_shared_gpu_is_named(group, message):
   with pytest.raises(RunError, match=message):
     assign_gpus(group)
 
@@ -88,25 +88,25 @@ def test_a_gpu_that_is_not_there_or_taken_is_named(group, message):
     ([process(i, visible="0") for i in range(2)], "both take GPU 0"),
   ],
 )
-def test_processes_that_disagree_all_say_why(address, group, message):
+def test_processes_that_disagree_all_get_the_reason(address, group, message):
   told = all_meet(address, group)
   assert all(message in text for text in told), told
 
 
-def test_a_process_that_does_not_come_is_named_to_all_others(address):
+def test_a_missing_process_is_named_to_all_others(address):
   told = all_meet(address, [process(0, 4), process(2, 4)], patience=0.5)
   for text in told:
     assert "Of JAX_NUM_PROCESSES=4 processes 2 came" in text
     assert "JAX_PROCESS_ID=1, 3 did not" in text
 
 
-def test_a_coordinator_that_does_not_answer_is_named(address):
+def test_an_unreachable_coordinator_is_named(address):
   (told,) = all_meet(address, [process(1)], patience=0.5)
   assert f"nobody answers at {address} (JAX_COORDINATOR_ADDRESS)" in told
   assert "refused" in told
 
 
-def test_others_who_try_the_port_change_nothing(address):
+def test_foreign_connections_to_the_port_are_ignored(address):
   host, _, port = address.rpartition(":")
 
   def stranger():
@@ -165,17 +165,17 @@ def slurm(task, tasks_per_node, on_node):
     (slurm(1, "2", 0), "", None),  # CPUs.
   ],
 )
-def test_a_task_of_slurm_takes_its_gpu(environment, visible, taken):
+def test_a_slurm_task_takes_its_gpu(environment, visible, taken):
   assert slurm_gpus(environment, list(visible)) == taken
 
 
 @pytest.mark.parametrize(("task", "visible", "on_node"), [(2, "01", 2), (1, "0", 1)])
-def test_a_task_of_slurm_without_a_gpu_is_told(task, visible, on_node):
+def test_a_slurm_task_without_a_gpu_is_an_error(task, visible, on_node):
   with pytest.raises(RunError, match=f"Task {task} .* has no GPU: Slurm gave {len(visible)}"):
     slurm_gpus(slurm(task, "3", on_node), list(visible))
 
 
-def test_slurm_s_variables_do_not_count_beside_those_by_hand(address):
+def test_jax_variables_override_slurm_s(address):
   environment = slurm(0, "1", 1) | {
     "JAX_COORDINATOR_ADDRESS": address,
     "JAX_NUM_PROCESSES": "1",
@@ -193,6 +193,6 @@ def test_processes_with_unequal_devices_are_named():
   processes._check_devices(devices[1:])
 
 
-def test_what_a_process_says_of_itself_is_json():
+def test_a_process_survives_a_json_round_trip():
   me = process(1, visible="01", chosen=[1])
   assert Process(**json.loads(json.dumps(me._asdict()))) == me

@@ -1,4 +1,4 @@
-"""`quantize` is round-half-even of `x * (max / absmax)`, and nothing is hidden by it."""
+"""`quantize` is round-half-even of `x * (max / absmax)`; non-finite values stay visible."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ jitted = jax.jit(quantize, static_argnums=1)
 
 @pytest.fixture
 def x():
-  """[33, 257] with rows of very different size: one outlier, one zero row."""
+  """[33, 257] with rows of very different magnitude, one outlier and one zero row."""
   x = np.random.default_rng(0).normal(size=(33, 257)).astype(np.float32)
   x *= np.exp2(np.arange(33, dtype=np.float32) - 24)[:, None]
   x[5, 7] = 1000.0
@@ -35,7 +35,7 @@ def bits(a):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("scaling", ["rowwise", "tensorwise"])
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_values_are_numpy_s_bit_for_bit(x, fmt, scaling, dtype):
+def test_values_equal_numpy_s_bit_for_bit(x, fmt, scaling, dtype):
   x = jnp.asarray(x).astype(dtype)
   values, scale = reference.rounded(x, fmt, 1 if scaling == "rowwise" else None)
   for function in (quantize, jitted):
@@ -44,7 +44,7 @@ def test_values_are_numpy_s_bit_for_bit(x, fmt, scaling, dtype):
     assert q.scale.shape == ((33, 1) if scaling == "rowwise" else (1, 1))
     # Zero has a sign in fp8, and the definition keeps it.
     np.testing.assert_array_equal(bits(q.values), bits(values))
-    # Rounded twice: 1 / max, and its product with absmax.
+    # Two roundings: of 1 / max, and of its product with absmax.
     np.testing.assert_allclose(q.scale, scale, rtol=2.02 * 2**-24)
 
 
@@ -60,7 +60,7 @@ def test_int8_errs_by_half_a_step_at_most(x, spec):
   q = jitted(x, spec)
   scale = np.asarray(q.scale, np.float64)
   error = np.abs(x - np.asarray(q.values, np.float64) * scale)
-  # 127 steps in float32: three roundings of half a unit in the last place each.
+  # A value of up to 127 steps has three float32 roundings of half a unit in the last place each.
   assert np.all(error <= scale * (0.5 + 127 * 4 * 2.0**-24))
 
 
@@ -75,7 +75,7 @@ def test_fp8_errs_by_half_a_unit_in_the_last_place_at_most(x, spec):
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_negation_goes_through(x, spec):
+def test_negation_commutes_with_quantization(x, spec):
   q, negated = jitted(x, spec), jitted(-x, spec)
   np.testing.assert_array_equal(
     np.asarray(negated.values, np.float32), -np.asarray(q.values, np.float32)
@@ -84,14 +84,14 @@ def test_negation_goes_through(x, spec):
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_a_power_of_two_goes_into_the_scale_alone(x, spec):
+def test_a_power_of_two_changes_only_the_scale(x, spec):
   q, scaled = jitted(x, spec), jitted(x * np.float32(2**20), spec)
   np.testing.assert_array_equal(bits(scaled.values), bits(q.values))
   np.testing.assert_array_equal(scaled.scale, np.asarray(q.scale) * np.float32(2**20))
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_a_permutation_of_rows_goes_through(x, spec):
+def test_a_permutation_of_rows_commutes_with_quantization(x, spec):
   order = np.random.default_rng(1).permutation(len(x))
   q, permuted = jitted(x, spec), jitted(x[order], spec)
   np.testing.assert_array_equal(bits(permuted.values), bits(q.values)[order])
@@ -108,7 +108,7 @@ def test_zeros_stay_zeros(spec):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_what_is_not_finite_makes_its_scale_nan(x, spec, bad):
+def test_non_finite_values_make_their_scale_nan(x, spec, bad):
   x[4, 100] = bad
   scale = np.asarray(jitted(x, spec).scale)
   if spec.scaling == "rowwise":
@@ -120,7 +120,7 @@ def test_what_is_not_finite_makes_its_scale_nan(x, spec, bad):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("dtype", FORMATS.values(), ids=str)
-def test_what_is_not_finite_is_seen_under_a_static_scale(dtype, bad):
+def test_non_finite_values_become_nan_under_a_static_scale(dtype, bad):
   q = jitted(jnp.array([[1.0, bad]]), Spec(dtype, "static"))
   assert np.all(np.isnan(dequantize(q)))
 
@@ -148,7 +148,7 @@ def test_extreme_magnitudes_stay_finite_and_in_range(spec, magnitude):
 
 @pytest.mark.parametrize("shape", [(0, 4), (3, 0)])
 @pytest.mark.parametrize("spec", SPECS[:2], ids=str)
-def test_nothing_quantizes_to_nothing(spec, shape):
+def test_empty_arrays_quantize_to_empty_arrays(spec, shape):
   q = quantize(jnp.zeros(shape), spec)
   assert q.values.shape == shape
   assert q.scale.shape == ((shape[0], 1) if spec.scaling == "rowwise" else (1, 1))
@@ -175,20 +175,20 @@ def test_a_rowwise_operand_has_no_transpose(x):
     _ = jitted(x, INT8_ROW).T
 
 
-def test_a_spec_may_name_its_format_by_scalar_type_or_string(x):
+def test_quantize_accepts_a_spec_with_a_scalar_type_or_a_string(x):
   for dtype in (jnp.int8, "int8"):
     q = quantize(x, Spec(dtype, "rowwise"))
     assert q.values.dtype == INT8
     np.testing.assert_array_equal(q.values, jitted(x, INT8_ROW).values)
 
 
-def test_quantized_is_a_pytree_that_knows_its_spec(x):
+def test_quantized_is_a_pytree_with_a_static_spec(x):
   q = jitted(x, INT8_ROW)
   assert isinstance(q, Quantized) and q.spec == INT8_ROW
   assert jax.tree.map(lambda leaf: leaf[:2], q).spec == INT8_ROW
 
 
-def test_a_spec_takes_a_dtype_in_any_of_its_forms():
+def test_specs_of_one_dtype_in_any_form_are_equal():
   assert {Spec(jnp.int8, "rowwise"), Spec("int8", "rowwise"), INT8_ROW} == {INT8_ROW}
 
 
@@ -206,7 +206,7 @@ def test_an_impossible_spec_is_refused(dtype, scaling, message):
 
 
 @pytest.mark.parametrize("scaling", ["rowwise", "tensorwise", "static"])
-def test_zeros_divide_by_nothing(scaling):
+def test_zeros_quantize_without_infs_or_nans(scaling):
   with jax.debug_infs(True), jax.debug_nans(True):
     q = jax.jit(quantize, static_argnums=1)(jnp.zeros((2, 3)), Spec(INT8, scaling))
   assert not np.any(q.values)

@@ -1,4 +1,4 @@
-"""The recipes against an independent float64 reference, and the laws they obey."""
+"""The recipes against an independent float64 reference, and their invariants."""
 
 import collections
 import functools
@@ -33,7 +33,7 @@ every_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
 @every_recipe
 @every_dtype
-def test_forward_and_gradients_are_the_paper_s(name, dtype):
+def test_forward_and_gradients_equal_the_reference(name, dtype):
   case = make_case(dtype)
   result = apply(*case, RECIPES[name])
   for actual, expected in zip(result, reference.linear(name, *case), strict=True):
@@ -42,12 +42,12 @@ def test_forward_and_gradients_are_the_paper_s(name, dtype):
 
 @pytest.mark.parametrize("name", ["switchback", "switchback_q", "fp8_switchback"])
 @every_dtype
-def test_switchback_s_wgrad_is_that_of_full_precision(name, dtype):
+def test_switchback_wgrad_is_full_precision(name, dtype):
   case = make_case(dtype)
   assert_same(apply(*case, RECIPES[name]).dw, apply(*case, FULL).dw)
 
 
-def test_switchback_m_differs_in_what_wgrad_sees_alone():
+def test_switchback_m_differs_from_switchback_only_in_dw():
   case = make_case()
   result, expected = apply(*case, SWITCHBACK_M), apply(*case, SWITCHBACK)
   assert_same((result.y, result.dx), (expected.y, expected.dx))
@@ -57,7 +57,7 @@ def test_switchback_m_differs_in_what_wgrad_sees_alone():
 @every_recipe
 @pytest.mark.parametrize("x_dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("w_dtype", ["float32", "bfloat16"])
-def test_y_and_dx_have_x_s_dtype_and_dw_has_w_s(name, x_dtype, w_dtype):
+def test_y_and_dx_have_the_dtype_of_x_and_dw_that_of_w(name, x_dtype, w_dtype):
   x, w, dy = make_case(x_dtype)
   out = jax.eval_shape(lambda *a: layer(*a, RECIPES[name]), x, w.astype(jnp.dtype(w_dtype)), dy)
   assert out.y.dtype == out.dx.dtype == x_dtype and out.dw.dtype == w_dtype
@@ -78,7 +78,7 @@ def test_a_float32_w_is_quantized_from_float32(name):
 
 
 @every_recipe
-def test_a_power_of_two_goes_through_exactly(name):
+def test_scaling_by_powers_of_two_is_exact(name):
   x, w, dy = make_case()
   result = apply(x, w, dy, RECIPES[name])
   scaled = apply(x * np.float32(2**9), w * np.float32(2**-3), dy * np.float32(2**5), RECIPES[name])
@@ -107,7 +107,7 @@ def test_zero_rows_give_zero_rows(name):
 
 @every_recipe
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_what_is_not_finite_in_a_row_is_seen_in_that_row(name, bad):
+def test_non_finite_values_reach_their_whole_row(name, bad):
   x, w, dy = make_case()
   clean = apply(x, w, dy, RECIPES[name])
   everywhere = name == "fp8_tensorwise"
@@ -131,7 +131,7 @@ def test_what_is_not_finite_in_a_row_is_seen_in_that_row(name, bad):
 
 
 @every_recipe
-def test_a_nan_in_w_is_seen(name):
+def test_a_nan_in_w_reaches_y_and_dx(name):
   x, w, dy = make_case()
   y, dx, dw = apply(x, changed(w, (9, 5), np.nan), dy, RECIPES[name])
   assert np.all(np.isnan(y[:, 5])) and np.all(np.isnan(dx[:, 9]))
@@ -141,7 +141,7 @@ def test_a_nan_in_w_is_seen(name):
 @every_recipe
 @pytest.mark.parametrize("magnitude", [1e-45, 1e-38, 1e-37, 1e-36, 3e38])
 def test_extreme_magnitudes_neither_overflow_nor_become_nan(name, magnitude):
-  # One term in each sum, and each of the true results is in range.
+  # Each sum has one term, and each true result is in range.
   eye = np.eye(34, 16, dtype=np.float32)
   large = eye * np.float32(magnitude)
   half = 0.5 * np.eye(16, dtype=np.float32)
@@ -155,7 +155,7 @@ def test_extreme_magnitudes_neither_overflow_nor_become_nan(name, magnitude):
 
 
 def equations(jaxpr):
-  """Every equation of a jaxpr and of those inside it."""
+  """Every equation of a jaxpr and of its inner jaxprs."""
   for eqn in jaxpr.eqns:
     yield eqn
     for inner in jax.extend.core.jaxprs_in_params(eqn.params):
@@ -163,13 +163,13 @@ def equations(jaxpr):
 
 
 def count(function, *args, of):
-  """How many equations there are of each kind that `of` names."""
+  """{kind: number of equations}, where `of` names an equation's kind or returns None."""
   jaxpr = jax.make_jaxpr(function)(*args).jaxpr
   return dict(collections.Counter(filter(None, map(of, equations(jaxpr)))))
 
 
 def dot_dtypes(eqn):
-  """The dtypes of a product's operands and of its sum; None for other equations."""
+  """The dtypes of a product's operands and its sum; None for other equations."""
   if eqn.primitive.name == "dot_general":
     names = [v.aval.dtype.name for v in (*eqn.invars, *eqn.outvars)]
     assert eqn.params["preferred_element_type"] == names[2]
@@ -198,15 +198,15 @@ def test_the_three_products_are_in_the_formats_of_the_recipe(name):
 
 
 @every_recipe
-def test_what_is_kept_for_the_backward_is_what_the_recipe_says(name):
+def test_bytes_saved_for_backward_are_those_of_the_recipe(name):
   x, w, _ = make_case("bfloat16")
   (m, k), n = x.shape, w.shape[1]
-  kept = jax.eval_shape(
+  saved = jax.eval_shape(
     lambda x, w: jax.vjp(lambda x, w: quantized_dot(x, w, RECIPES[name]), x, w)[1], x, w
   )
-  bytes_kept = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(kept))
+  bytes_saved = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(saved))
   quantized = m * k + 4 * m + k * n + 4  # int8 with float32 scales: m for x, one for w
-  assert bytes_kept == (quantized if name == "switchback_m" else 2 * m * k + 4 * k * n)
+  assert bytes_saved == (quantized if name == "switchback_m" else 2 * m * k + 4 * k * n)
 
 
 # ---- Transformations and shapes
@@ -226,14 +226,14 @@ def test_leading_axes_are_rows(lead):
 
 @pytest.mark.parametrize("name", ["full", "switchback_m", "fp8_tensorwise"])
 @pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8), (3, 0)], ids=str)
-def test_no_tokens_and_no_width_give_zeros(name, shape):
+def test_empty_tokens_or_width_give_zeros(name, shape):
   x, w, dy = np.ones(shape), np.ones((shape[-1], 5)), np.ones((*shape[:-1], 5))
   y, dx, dw = apply(*(a.astype(np.float32) for a in (x, w, dy)), RECIPES[name])
   assert y.shape == dy.shape and dx.shape == x.shape and dw.shape == w.shape
   assert not np.any(y) and not np.any(dw)
 
 
-def test_numpy_arrays_are_taken_as_they_are():
+def test_numpy_arrays_are_accepted():
   x, w, _ = make_case()
   y = quantized_dot(x, w, SWITCHBACK)
   assert isinstance(y, jax.Array)
@@ -249,7 +249,7 @@ def test_numpy_arrays_are_taken_as_they_are():
     ("fp8_tensorwise", (0, 0)),
   ],
 )
-def test_vmap_is_a_loop(name, axes):
+def test_vmap_equals_a_loop(name, axes):
   cases = [make_case(seed=seed) for seed in range(3)]
   x, w, dy = (np.stack(a) for a in zip(*cases, strict=True))
   x, w = x if axes[0] == 0 else x[0], w if axes[1] == 0 else w[0]
@@ -263,7 +263,7 @@ def test_vmap_is_a_loop(name, axes):
     assert_close(result, alone, 1e-6)
 
 
-def test_the_gradient_of_a_vmap_sums_over_what_is_shared():
+def test_vmap_sums_the_gradient_of_a_shared_w():
   x, w, dy = make_case()
   mapped = jax.vmap(lambda x, w: quantized_dot(x, w, SWITCHBACK), in_axes=(0, None))
 
@@ -309,7 +309,7 @@ def test_a_remat_policy_that_saves_products_recomputes_none():
   assert recomputing[INT8] > 4
 
 
-def test_a_remat_policy_can_keep_the_8_bit_residuals():
+def test_a_remat_policy_can_save_the_8_bit_residuals():
   x, w, _ = make_case("bfloat16")
   policy = jax.checkpoint_policies.save_only_these_names("sbjax_dot", "sbjax_residual")
 
@@ -319,12 +319,12 @@ def test_a_remat_policy_can_keep_the_8_bit_residuals():
 
     return count(gradients(SWITCHBACK_M, **kwargs), x, w, w.T, of=of)["round"]
 
-  # In each of two layers x, w and dy once: nothing is rounded again.
+  # Each of two layers rounds x, w and dy once: nothing is rounded again.
   assert rounds(policy=policy) == rounds(remat=False) == 6
   assert rounds() > 6
 
 
-def test_a_scan_over_stacked_weights_is_a_loop():
+def test_a_scan_over_stacked_weights_equals_a_loop():
   x, w, _ = make_case(n=130)
   w = np.stack([w, w.T, -w])
   dot = functools.partial(quantized_dot, recipe=SWITCHBACK)
@@ -391,6 +391,6 @@ def test_a_contraction_that_could_overflow_is_refused():
 
 
 def test_switchback_takes_any_number_of_tokens():
-  """Tokens are contracted in wgrad alone, which stays in 16 bits."""
+  """Only wgrad contracts tokens, and it stays in 16 bits."""
   case = Case(float32(200_000, 4), float32(4, 3), float32(200_000, 3))
   jax.eval_shape(lambda *a: layer(*a, SWITCHBACK), *case)

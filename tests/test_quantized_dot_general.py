@@ -15,7 +15,7 @@ from flax_case import assert_close, drawn, linen, normal, value_and_grads
 from sbjax import quantized_dot_general
 from sbjax.recipes import FULL, SWITCHBACK
 
-# To rounding in float32. In bfloat16 to a unit in the last place of the largest.
+# float32 to rounding; bfloat16 to one unit in the last place of the largest element.
 RTOL = {"float32": 2e-6, "bfloat16": 2**-7}
 
 DENSE = {  # name: (shape of x, the layer)
@@ -35,7 +35,7 @@ DENSE = {  # name: (shape of x, the layer)
   [(kind, "switchback_q", "float32") for kind in DENSE]
   + [(kind, "switchback", "bfloat16") for kind in ("dense", "from heads", "axes apart", "batches")],
 )
-def test_linen_s_dense_layers(kind, name, dtype):
+def test_linen_dense_layers_equal_the_reference(kind, name, dtype):
   shape, layer = DENSE[kind]
   x = normal(shape, dtype)
   actual = linen(layer(dtype=dtype, dot_general=quantized_dot_general(name)), x)
@@ -44,14 +44,14 @@ def test_linen_s_dense_layers(kind, name, dtype):
 
 
 @pytest.mark.parametrize("kind", ["axes apart", "batches"])
-def test_a_full_dot_general_is_flax_s_own(kind):
+def test_a_full_dot_general_equals_flax_s_own(kind):
   shape, layer = DENSE[kind]
   x = normal(shape)
   actual = linen(layer(dot_general=quantized_dot_general(FULL)), x)
   assert_close(actual, linen(layer(), x), RTOL["float32"])
 
 
-def test_linen_s_attention():
+def test_linen_attention_equals_the_reference():
   def attention(dot):
     return nn.MultiHeadDotProductAttention(4, qkv_dot_general=dot, out_dot_general=dot)
 
@@ -69,7 +69,7 @@ def run_nnx(layer, x):
 @pytest.mark.parametrize(
   ("name", "dtype"), [("switchback", "bfloat16"), ("switchback_q", "float32")]
 )
-def test_nnx_s_linear(name, dtype):
+def test_nnx_linear_equals_the_reference(name, dtype):
   def linear(dot):
     return nnx.Linear(12, 8, dtype=dtype, dot_general=dot, rngs=nnx.Rngs(0))
 
@@ -90,14 +90,14 @@ def nnx_attention(dot, dtype="float32"):
   )
 
 
-def test_nnx_s_attention():
+def test_nnx_attention_equals_the_reference():
   x = normal((2, 6, 16))
   actual = run_nnx(nnx_attention(quantized_dot_general("switchback")), x)
   assert_close(actual, run_nnx(nnx_attention(reference.dot_general("switchback")), x), 1e-5)
 
 
 @pytest.mark.parametrize("library", ["linen", "nnx"])
-def test_attention_in_bfloat16_errs_as_int8_does(library):
+def test_attention_in_bfloat16_has_the_error_of_int8(library):
   def run(recipe):
     dot = quantized_dot_general(recipe)
     if library == "nnx":
@@ -114,7 +114,7 @@ def test_attention_in_bfloat16_errs_as_int8_does(library):
   x = normal((2, 6, 16), "bfloat16")
   actual, expected = run(SWITCHBACK), run(FULL)
   assert np.any(actual[0] != expected[0])
-  assert_close(actual, expected, 0.1)  # Measured: 0.03, of rounding two products in a row.
+  assert_close(actual, expected, 0.1)  # Measured: 0.03, from two rounded products in sequence.
 
 
 def test_no_tokens_give_no_rows():
@@ -128,22 +128,22 @@ def test_no_tokens_give_no_rows():
 MATRIX = (((1,), (0,)), ((), ()))
 
 
-def test_preferred_element_type_is_the_result_s():
+def test_preferred_element_type_is_the_dtype_of_the_result():
   x, w = normal((5, 12), "bfloat16"), normal((12, 8), "bfloat16")
   dot = quantized_dot_general("switchback")
   wide = dot(x, w, MATRIX, preferred_element_type=jnp.float32)
   assert wide.dtype == jnp.float32
   np.testing.assert_array_equal(wide.astype(jnp.bfloat16), dot(x, w, MATRIX))
-  assert np.any(wide != wide.astype(jnp.bfloat16).astype(jnp.float32))  # Rounded once, by us.
+  assert np.any(wide != wide.astype(jnp.bfloat16).astype(jnp.float32))  # Not rounded to bfloat16.
 
 
-def test_a_precision_cannot_be_honoured_and_says_so():
+def test_a_precision_is_refused():
   layer = nn.Dense(8, precision="highest", dot_general=quantized_dot_general("switchback"))
   with pytest.raises(ValueError, match=r"precision=.*cannot be honoured.*leave it None"):
     jax.eval_shape(layer.init, jax.random.key(0), normal((2, 12)))
 
 
-def test_an_unknown_recipe_fails_when_the_layer_is_written():
+def test_an_unknown_recipe_fails_at_construction():
   with pytest.raises(ValueError, match=r"'int4'.*switchback"):
     quantized_dot_general("int4")
 
@@ -158,7 +158,7 @@ def test_sizes_that_do_not_match_are_refused():
     quantized_dot_general("switchback")(normal((2, 4)), normal((5, 3)), MATRIX)
 
 
-def test_two_of_one_recipe_are_equal_and_survive_pickling():
+def test_dot_generals_of_one_recipe_are_equal_and_survive_pickling():
   one, other = quantized_dot_general("switchback"), quantized_dot_general("switchback_q")
   assert one == quantized_dot_general("switchback") == pickle.loads(pickle.dumps(one)) != other
   assert hash(one) == hash(quantized_dot_general("switchback"))

@@ -1,4 +1,4 @@
-"""What `quantized_dot` takes, and what it answers to what it does not."""
+"""The limits of `quantized_dot`: quantized weights, second derivatives, export and errors."""
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +18,12 @@ from sbjax import (
   quantized_dot,
 )
 
-# ---- Weights quantized before
+# ---- Weights quantized beforehand
 
 
 @pytest.mark.parametrize("name", ["switchback", "switchback_q", "llm_int8", "fp8_switchback"])
 @pytest.mark.parametrize("shape", [(1, 16), (32, 1), (1, 1)], ids=str)
-def test_a_weight_of_one_row_or_column_may_be_quantized_before(name, shape):
+def test_a_weight_of_one_row_or_column_may_be_quantized_beforehand(name, shape):
   x, w = jnp.ones((4, shape[0])), jnp.ones(shape)
   y = quantized_dot(x, quantize_weight(w, name), name)
   np.testing.assert_array_equal(y, quantized_dot(x, w, name))
@@ -37,7 +37,7 @@ def test_a_weight_quantized_with_another_scaling_is_refused():
     quantized_dot(jnp.ones((4, 16)), kernel, "switchback")
 
 
-# ---- What cannot be differentiated, traced or taken
+# ---- Second derivatives, export and arguments of the wrong type
 
 
 def _layer_norm_mlp(x, w, name):
@@ -52,7 +52,7 @@ def _layer_norm_dense(x, w, name):
 
 
 @pytest.mark.parametrize("function", [quantized_dot, _layer_norm_dense, _layer_norm_mlp])
-def test_gradients_of_gradients_are_refused_where_something_is_rounded(function):
+def test_gradients_of_gradients_are_refused_except_with_full(function):
   x, w = jnp.ones((4, 16)), jnp.eye(16)
 
   def gradient_norm(x, w, name):
@@ -64,7 +64,7 @@ def test_gradients_of_gradients_are_refused_where_something_is_rounded(function)
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_batch_of_any_size_is_exported(name):
+def test_a_symbolic_batch_can_be_exported(name):
   rows = jax.export.symbolic_shape("b, 16")
   w = jax.ShapeDtypeStruct((16, 32), jnp.float32)
   run = jax.jit(lambda x, w: quantized_dot(x, w, name))
@@ -80,6 +80,6 @@ def test_a_batch_of_any_size_is_exported(name):
     (jnp.ones((1, 1)), ["switchback"], r"a Recipe or the name of one, not \['switchback'\]"),
   ],
 )
-def test_what_is_no_array_and_no_recipe_is_named(x, recipe, message):
+def test_arguments_of_the_wrong_type_are_named(x, recipe, message):
   with pytest.raises(TypeError, match=message):
     quantized_dot(x, jnp.ones((1, 1)), recipe)

@@ -1,4 +1,4 @@
-"""`quantized_dot` over a mesh gives what it gives on one device, and gathers no activation."""
+"""`quantized_dot` on a mesh gives the numbers of one device and gathers no activation."""
 
 import math
 import re
@@ -27,7 +27,7 @@ def case_32():
 
 
 def sharded(case, layout, axis_type=AxisType.Auto):
-  """The case laid out on eight devices; dy as y comes out."""
+  """The case sharded over eight devices; dy is sharded as y."""
   shape, x_spec, w_spec = LAYOUTS[layout]
   mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(axis_type,) * 2)
   dy_spec = P(x_spec[0], *[None] * (case.x.ndim - 2), w_spec[1] if len(w_spec) > 1 else None)
@@ -47,7 +47,7 @@ def compare(name, split, alone):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_split_batch_gives_the_numbers_of_one_device_and_gathers_nothing(name):
+def test_a_split_batch_equals_one_device_and_gathers_nothing(name):
   case = case_32()
   alone = apply(*case, RECIPES[name])
   operands = sharded(case, "batch")
@@ -61,21 +61,21 @@ def test_a_split_batch_gives_the_numbers_of_one_device_and_gathers_nothing(name)
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("layout", ["K", "N"])
-def test_a_split_width_gives_the_numbers_of_one_device(name, layout):
+def test_a_split_width_equals_one_device(name, layout):
   case = case_32()
   split = layer(*sharded(case, layout), RECIPES[name])
   assert len(split.y.sharding.device_set) == 8
   compare(name, split, apply(*case, RECIPES[name]))
 
 
-def test_a_split_of_all_widths_gives_the_numbers_of_one_device():
+def test_splitting_both_widths_equals_one_device():
   case = case_32()
   split = layer(*sharded(case, "K and N"), SWITCHBACK)
   compare("switchback", split, apply(*case, SWITCHBACK))
 
 
 @pytest.mark.parametrize("name", ["switchback", "switchback_m"])
-def test_a_weight_split_over_the_batch_s_devices_is_gathered_in_int8(name):
+def test_a_weight_split_over_the_batch_devices_is_gathered_in_int8(name):
   case = make_case("bfloat16", m=256, k=64, n=128)
   operands = sharded(case, "fsdp")
   compiled = layer.lower(*operands, RECIPES[name]).compile()
@@ -87,7 +87,7 @@ def test_a_weight_split_over_the_batch_s_devices_is_gathered_in_int8(name):
 
 @pytest.mark.parametrize("layout", ["batch", "N", "fsdp"])
 @pytest.mark.parametrize("name", ["full", "switchback_m"])
-def test_in_explicit_mode_each_gradient_is_sharded_as_its_primal(name, layout):
+def test_in_explicit_mode_gradients_are_sharded_as_their_primals(name, layout):
   case = case_32()
   x, w, dy = sharded(case, layout, AxisType.Explicit)
   with jax.set_mesh(x.sharding.mesh):
@@ -98,7 +98,7 @@ def test_in_explicit_mode_each_gradient_is_sharded_as_its_primal(name, layout):
 
 
 @pytest.mark.parametrize("spec", [P("data"), P(), P("data", "model")], ids=str)
-def test_in_explicit_mode_an_addend_s_gradient_is_split_as_the_addend(spec):
+def test_in_explicit_mode_a_residual_s_gradient_is_sharded_as_the_residual(spec):
   case = case_32()
   x, w, dy = sharded(case, "N", AxisType.Explicit)
   residual = jax.device_put(np.ones_like(case.dy), NamedSharding(x.sharding.mesh, spec))
@@ -117,7 +117,7 @@ def test_in_explicit_mode_an_addend_s_gradient_is_split_as_the_addend(spec):
   assert_close((y, dx, d_residual), (alone.y + 1, alone.dx, case.dy), 1e-6)
 
 
-def test_explicit_mode_takes_a_batch_of_sequences():
+def test_explicit_mode_accepts_a_batch_of_sequences():
   case = case_32()
   alone = apply(*case, SWITCHBACK)
   case = Case(case.x.reshape(8, 4, -1), case.w, case.dy.reshape(8, 4, -1))

@@ -26,26 +26,26 @@ SWITCHBACK = RECIPES["switchback"]
 
 
 def int8_products(model, params) -> int:
-  """How many int8 matmuls the image tower's loss and gradient have."""
+  """The number of int8 matmuls in the image tower's loss and gradient."""
   jaxpr = jax.make_jaxpr(jax.grad(functools.partial(image_loss, model)))(params)
   return str(jaxpr).count("preferred_element_type=int32")
 
 
-def test_one_rule_for_all_is_the_recipe():
+def test_a_single_rule_for_all_layers_equals_the_recipe():
   params = random_params()
   by_rule = clip(recipe=RecipeRules.of({"*": "switchback"}))
   assert_same(image_gradient(by_rule, params), image_gradient(clip(recipe=SWITCHBACK), params))
 
 
 @pytest.mark.parametrize("block", [Block, FlaxBlock])
-def test_a_layer_and_a_linear_can_have_a_recipe_of_their_own(block):
+def test_a_block_or_a_linear_can_have_its_own_recipe(block):
   params, options = random_params(scan=False), {"scan": False, "block": block}
 
   def count(**rules):
     return int8_products(clip(recipe=RecipeRules.of(rules), **options), params)
 
   everywhere = count(**{"*": "switchback"})
-  # Forward and input gradient of four linears; Block has a product each of q, k and v.
+  # Forward and input gradient of four linears; Block computes q, k and v in separate products.
   of_a_layer = (6 if block is Block else 4) + 4
   assert everywhere == 3 * of_a_layer
   assert count(**{"*/fc1": "full", "*": "switchback"}) == everywhere - 2 * 3
@@ -54,7 +54,7 @@ def test_a_layer_and_a_linear_can_have_a_recipe_of_their_own(block):
 
 
 @pytest.mark.parametrize("pair", [("full", "switchback"), ("switchback_m", "full")], ids=str)
-def test_an_mlp_s_two_linears_can_differ(pair):
+def test_the_two_linears_of_an_mlp_can_have_different_recipes(pair):
   rng = np.random.default_rng(0)
   x, dy = rng.normal(size=(2, 12, 32)).astype(np.float32)
   w1, w2 = (rng.normal(size=s).astype(np.float32) / 6 for s in ((32, 64), (64, 32)))
@@ -68,15 +68,15 @@ def test_an_mlp_s_two_linears_can_differ(pair):
     h = nn.gelu(quantized_dot(n, w1, pair[0]), approximate=False)
     return x + quantized_dot(h, w2, pair[1])
 
-  found, expected = (
+  actual, expected = (
     jax.jit(lambda *a, f=f: (lambda y, back: (y, back(dy)))(*jax.vjp(f, *a)))(x, w1, w2)
     for f in (ours, apart)
   )
-  # Rounding to 8 bits of what is summed in another order; switchback_m's dw sees rounded inputs.
-  assert_close(found, expected, 2e-2)
+  # Sums in another order change some 8-bit roundings; switchback_m's dw uses rounded inputs.
+  assert_close(actual, expected, 2e-2)
 
 
-def test_kernels_are_quantized_once_as_their_rules_say():
+def test_quantize_weights_follows_the_rules():
   rules = RecipeRules.of({"*/fc1": "full", "*": "switchback"})
   params, model = random_params(), clip(recipe=rules)
   quantized = quantize_weights(params, rules)
@@ -89,19 +89,19 @@ def test_kernels_are_quantized_once_as_their_rules_say():
   )
 
 
-def test_shards_are_gathered_as_their_rules_say():
+def test_gather_parameters_follows_the_rules():
   rules = RecipeRules.of({"*/fc1": "full", "*": "switchback"})
   mesh, params = make_mesh(MeshConfig(data=1, fsdp=8)), random_params()
   gather = functools.partial(gather_parameters, options=BlockOptions(recipe=rules), mesh=mesh)
   specs = parameter_specs(params, mesh)
   run = jax.shard_map(gather, mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=False)
-  found = jax.eval_shape(run, params)
-  assert set(found["quantized"]["image"]["blocks"]) == {"qkv", "out", "fc2"}
-  shapes = jax.tree.map(lambda leaf: leaf.shape, (found["params"], params))
+  gathered = jax.eval_shape(run, params)
+  assert set(gathered["quantized"]["image"]["blocks"]) == {"qkv", "out", "fc2"}
+  shapes = jax.tree.map(lambda leaf: leaf.shape, (gathered["params"], params))
   assert shapes[0] == shapes[1]
 
 
-def test_a_run_starts_from_the_same_parameters_whatever_the_rules_of_its_layers():
+def test_rules_do_not_change_the_initial_state():
   rules = RecipeRules.of({"image/block_0/*": "full", "*": "switchback"})
   by_rule, by_recipe = (
     jax.eval_shape(make_init(CLIPTask(clip(recipe=recipe, scan=False)), optax.identity(), 0))
@@ -110,7 +110,7 @@ def test_a_run_starts_from_the_same_parameters_whatever_the_rules_of_its_layers(
   assert by_rule == by_recipe
 
 
-def test_rules_are_read_from_a_config():
+def test_rules_are_parsed_from_a_string():
   rules = {"*/fc1": "full", "*": "switchback"}
   assert parse_recipe("*/fc1=full, *=switchback") == RecipeRules.of(rules)
   assert parse_recipe("switchback") is SWITCHBACK
@@ -128,6 +128,6 @@ def test_rules_are_read_from_a_config():
     ("*/fc1=full, switchback", "'switchback' of .* must be a rule: a pattern, '=', a recipe"),
   ],
 )
-def test_rules_that_cannot_be_meant_are_named(rules, message):
+def test_invalid_rules_are_named(rules, message):
   with pytest.raises(ValueError, match=message):
     jax.eval_shape(clip(recipe=parse_recipe(rules)).init, jax.random.key(0), *pairs())

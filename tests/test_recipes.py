@@ -14,7 +14,7 @@ INT8_ROW, INT8_TENSOR = Spec(INT8, "rowwise"), Spec(INT8, "tensorwise")
 
 
 @pytest.mark.parametrize("name", reference.METHODS)
-def test_each_named_recipe_is_the_reference_s(name):
+def test_each_named_recipe_equals_the_reference_method(name):
   formats = {"int8": INT8, "e4m3": E4M3, "e5m2": E5M2}
   scalings = {"row": "rowwise", "tensor": "tensorwise"}
 
@@ -30,12 +30,12 @@ def test_each_named_recipe_is_the_reference_s(name):
   )
 
 
-def test_there_are_nine_and_no_two_are_equal():
+def test_the_nine_recipes_are_distinct():
   assert list(RECIPES) == list(reference.METHODS)
   assert len(set(RECIPES.values())) == 9
 
 
-def test_equality_is_by_value():
+def test_recipes_compare_by_value():
   twin = Recipe(fwd=(INT8_ROW, INT8_TENSOR), dgrad=(INT8_ROW, INT8_TENSOR), wgrad=None)
   assert twin == SWITCHBACK and hash(twin) == hash(SWITCHBACK)
   assert twin != SWITCHBACK_M
@@ -61,19 +61,19 @@ def test_a_recipe_is_frozen():
     SWITCHBACK.wgrad = (INT8_ROW, INT8_ROW)
 
 
-def test_the_repr_says_all():
+def test_the_repr_shows_every_field():
   text = repr(SWITCHBACK_M)
   for word in ("fwd", "dgrad", "wgrad=None", "int8", "rowwise", "tensorwise", "'quantized'"):
     assert word in text
 
 
-def test_a_name_stands_for_its_recipe():
+def test_as_recipe_accepts_a_name_or_a_recipe():
   assert as_recipe("switchback") is SWITCHBACK
   assert as_recipe(SWITCHBACK) is SWITCHBACK
 
 
 @pytest.mark.parametrize("unknown", ["int4", "", "SwitchBack"])
-def test_an_unknown_recipe_is_answered_with_the_known(unknown):
+def test_an_unknown_recipe_error_lists_the_known_ones(unknown):
   with pytest.raises(ValueError, match=f"{unknown!r}.*{', '.join(RECIPES)}"):
     as_recipe(unknown)
 
@@ -98,6 +98,6 @@ ROWS = (INT8_ROW, INT8_ROW)
     ({"dgrad": (INT8_ROW, Spec(INT8, "static")), "saved": "quantized"}, r"same.*static"),
   ],
 )
-def test_an_impossible_recipe_is_refused(fields, message):
+def test_an_invalid_recipe_is_refused(fields, message):
   with pytest.raises(ValueError, match=message):
     Recipe(**{"fwd": PAIR, "dgrad": PAIR, "wgrad": None} | fields)

@@ -1,4 +1,4 @@
-"""The drawn data set: the same everywhere, balanced, and its captions true."""
+"""The data set of drawn shapes: the same everywhere, balanced, with true captions."""
 
 import hashlib
 import io
@@ -42,8 +42,8 @@ def pixels(record):
   return np.asarray(Image.open(io.BytesIO(record["image"])))
 
 
-def test_it_is_the_same_in_every_process(tmp_path):
-  """Also without TensorFlow, and whatever Python's hash seed is."""
+def test_the_data_set_is_the_same_in_every_process(tmp_path):
+  """With any hash seed of Python, and without TensorFlow."""
   code = """
 import hashlib, io, json, sys
 import numpy as np
@@ -51,10 +51,10 @@ from PIL import Image
 from train.datasets.shapes import Shapes
 builder = Shapes(config="tiny", data_dir=sys.argv[1])
 builder.download_and_prepare(file_format="array_record")
-found = [builder.as_data_source("train")[i] for i in range(8)]
+examples = [builder.as_data_source("train")[i] for i in range(8)]
 assert "tensorflow" not in sys.modules
-pixels = hashlib.sha256(b"".join(e["image"].tobytes() for e in found)).hexdigest()
-print(json.dumps([pixels, [c.decode() for e in found for c in e["captions"]]]))
+pixels = hashlib.sha256(b"".join(e["image"].tobytes() for e in examples)).hexdigest()
+print(json.dumps([pixels, [c.decode() for e in examples for c in e["captions"]]]))
 """
   outputs = []
   for seed in ("1", "2"):
@@ -69,14 +69,14 @@ print(json.dumps([pixels, [c.decode() for e in found for c in e["captions"]]]))
   assert outputs[0] == outputs[1]
 
 
-def test_captions_are_those_of_version_1(builder):
-  """What the random numbers become must not change without a new version."""
-  found = itertools.islice(builder._generate_examples("train"), 100)
-  captions = "\n".join(caption for _, example in found for caption in example["captions"])
+def test_captions_equal_those_of_version_1(builder):
+  """A change of the drawn captions needs a new version."""
+  examples = itertools.islice(builder._generate_examples("train"), 100)
+  captions = "\n".join(caption for _, example in examples for caption in example["captions"])
   assert hashlib.sha256(captions.encode()).hexdigest()[:16] == "470882e3fc6d7ecb"
 
 
-def test_the_sizes_are_those_of_the_config(builder):
+def test_split_sizes_are_those_of_the_config(builder):
   assert {name: info.num_examples for name, info in builder.info.splits.items()} == {
     "train": 240,
     "val": 48,
@@ -86,7 +86,7 @@ def test_the_sizes_are_those_of_the_config(builder):
   assert (full.train, full.val, full.test) == (20_000, 1_000, 2_000)
 
 
-def test_no_image_is_in_two_splits_or_twice(examples):
+def test_all_images_are_distinct(examples):
   images = [pixels(record).tobytes() for split in SPLITS for record in examples[split]]
   assert len(set(images)) == len(images)
 
@@ -108,17 +108,19 @@ def test_train_and_val_have_one_object_or_two(examples):
     assert 0.4 < single < 0.8
 
 
-def test_every_caption_names_what_is_there(examples):
+def test_every_caption_names_the_objects(examples):
   for record in examples["train"] + examples["val"] + examples["test"]:
-    found = texts(record)
-    assert len(set(found)) == 5
-    named = [{word for word in caption.split() if word in (*COLOURS, *SHAPES)} for caption in found]
+    captions = texts(record)
+    assert len(set(captions)) == 5
+    named = [
+      {word for word in caption.split() if word in (*COLOURS, *SHAPES)} for caption in captions
+    ]
     assert all(words == named[0] for words in named)
     if record["label"] >= 0:
       assert named[0] == set(CLASSES[record["label"]].split())
 
 
-def test_a_single_object_has_its_colour_and_no_background_pixel_has_one(examples):
+def test_a_single_object_has_its_colour_and_no_other_palette_colour_occurs(examples):
   palette = np.array(list(COLOURS.values()), float)
   for record in examples["test"]:
     colour = list(COLOURS).index(CLASSES[record["label"]].split()[0])
@@ -128,7 +130,7 @@ def test_a_single_object_has_its_colour_and_no_background_pixel_has_one(examples
     assert np.delete(near, colour).sum() == 0
 
 
-# Which of the two a relation puts first in a caption: the one that is left of or above the other.
+# FORWARD words put the left or upper object first in a caption, BACKWARD words the other one.
 FORWARD = {
   "left": (" to the left of ", " left of ", " on the left side of "),
   "above": (" above ", " over ", " higher than "),
@@ -139,7 +141,7 @@ BACKWARD = {
 }
 
 
-def test_relations_are_true():
+def test_captions_state_the_true_relation():
   rng = np.random.default_rng(0)
   for _ in range(300):
     scene = shapes._pair(rng, int(rng.integers(len(CLASSES))))

@@ -1,6 +1,6 @@
-"""Within `jax.shard_map`, which checks by default which arrays vary from device to device.
+"""Layers within `jax.shard_map`, which by default checks which arrays vary over devices.
 
-The batch is split over four devices, and what is learned is on each: JAX sums its gradient.
+The batch is split over four devices; parameters are replicated, and JAX sums their gradients.
 """
 
 import functools
@@ -38,7 +38,7 @@ QUICK = {"xla_backend_optimization_level": 0}  # Nothing here is run twice.
 
 
 def case():
-  """What is learned, and tokens [B, L, K] of different size."""
+  """Parameters, and tokens [B, L, K] of different magnitude."""
   rng = np.random.default_rng(0)
   draw = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
   learned = {"w": draw(K, N) / 6, "w2": draw(N, K) / 7, "bias": draw(N), "norm": draw(2, K)}
@@ -46,7 +46,7 @@ def case():
 
 
 def gradients(forward, learned, x):
-  """What is made of tokens, y and dx, and the gradient of what is learned."""
+  """((y, dx), gradients of the parameters)."""
   y, backward = jax.vjp(forward, learned, x)
   d_learned, dx = backward(jax.tree.map(jnp.sin, y))
   return (y, dx), d_learned
@@ -67,7 +67,7 @@ def on_devices(forward, learned, x):
 
 
 def part_by_part(forward, learned, x):
-  """What each device makes of its tokens; gradients are summed."""
+  """Results for each device's tokens in turn, with summed parameter gradients."""
   body = functools.partial(gradients, forward, learned)
   parts = x.reshape(DEVICES, -1, *x.shape[1:])
   tokens, d_learned = run(lambda parts: jax.lax.map(body, parts), parts)
@@ -90,13 +90,13 @@ def layers(recipe, p, x):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_gradients_are_the_sum_of_those_of_each_device_s_tokens(name):
+def test_gradients_are_summed_over_each_device_s_tokens(name):
   given = functools.partial(layers, name), *case()
   assert_close(on_devices(*given), part_by_part(*given), 2e-6)
 
 
 @pytest.mark.parametrize("name", ["full", "switchback", "switchback_m", "fp8_switchback"])
-def test_a_layer_gives_the_numbers_of_one_device(name):
+def test_a_layer_equals_one_device(name):
   given = functools.partial(dot, name), *case()
   split, alone = on_devices(*given), on_one(*given)
   if name in INT8_SUMS:
@@ -105,12 +105,12 @@ def test_a_layer_gives_the_numbers_of_one_device(name):
 
 
 @pytest.mark.parametrize("name", ["llm_int8", "fp8_tensorwise", "switchback_e4m3_wgrad"])
-def test_a_scale_shared_by_tokens_is_that_of_a_device_s_own(name):
+def test_a_scale_shared_by_tokens_is_local_to_a_device(name):
   given = functools.partial(dot, name), *case()
   split, alone = on_devices(*given), on_one(*given)
   assert np.any(split[1]["w"] != alone[1]["w"])
   for a, b in zip(jax.tree.leaves(split), jax.tree.leaves(alone), strict=True):
-    # Half a step is 2**-4 of a value in e4m3 and 2**-3 in e5m2. Measured: 0.14, of fp8_tensorwise.
+    # Half a step is 2**-4 of a value in e4m3 and 2**-3 in e5m2. Measured: 0.14 in fp8_tensorwise.
     assert np.linalg.norm(a - b) <= 0.25 * np.linalg.norm(b)
 
 
@@ -119,7 +119,7 @@ def norm_of(p):
 
 
 def parameters(p):
-  """Of flax's layers, each of which takes its own."""
+  """Parameters for all of the Flax layers; each uses its own."""
   dense = {"kernel": p["w"], "bias": p["bias"]}
   second = {"kernel": p["w2"], "bias": p["norm"][1]}
   norm = norm_of(p)._asdict()
@@ -156,16 +156,16 @@ OPERATIONS = {
 }
 
 
-def test_each_operation_gives_the_numbers_of_one_device():
+def test_each_operation_equals_one_device():
   def forward(learned, x):
     return {name: operation(learned[name], x) for name, operation in OPERATIONS.items()}
 
   learned, x = case()
-  learned = dict.fromkeys(OPERATIONS, learned)  # Each has gradients of its own.
+  learned = dict.fromkeys(OPERATIONS, learned)  # Each operation has its own gradients.
   assert_close(on_devices(forward, learned, x), on_one(forward, learned, x), 1e-5)
 
 
-def test_kernels_on_shards_give_the_numbers_of_one_device(monkeypatch):
+def test_kernels_on_shards_equal_one_device(monkeypatch):
   given = functools.partial(layers, "switchback"), *case()
   alone = on_one(*given)
   backend = on_shards(Product())

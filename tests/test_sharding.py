@@ -28,7 +28,7 @@ from train.task import CLIPTask
 
 @pytest.fixture(scope="module", params=[True, False], ids=["scan", "unrolled"])
 def state(request):
-  """Shapes of the state of a tiny CLIP with all that is optional."""
+  """Shapes of the state of a tiny CLIP with all optional parameters."""
   options = BlockOptions(scan=request.param, zero_init_layer_scale=True, qk_norm=True)
   optimizer, _ = make_optimizer(OptimizerConfig(warmup_steps=1), 10)
   return jax.eval_shape(make_init(CLIPTask(CLIP(SIZES["tiny"], options)), optimizer, 0))
@@ -42,25 +42,25 @@ def specs(tree):
   ("config", "shape"),
   [((-1, 1), (8, 1)), ((-1, 4), (2, 4)), ((2, -1), (2, 4)), ((1, 8), (1, 8))],
 )
-def test_a_size_of_minus_one_takes_what_is_left(config, shape):
+def test_a_mesh_size_of_minus_one_takes_the_remaining_devices(config, shape):
   mesh = make_mesh(MeshConfig(data=config[0], fsdp=config[1]))
   assert (mesh.shape["data"], mesh.shape["fsdp"]) == shape
 
 
 @pytest.mark.parametrize("config", [(3, 2), (-1, 3), (-1, -1), (0, 8), (4, 1)])
-def test_a_mesh_that_is_not_all_devices_is_an_error(config):
+def test_a_mesh_that_does_not_use_all_devices_is_an_error(config):
   with pytest.raises(ValueError, match="does not make 8 devices"):
     make_mesh(MeshConfig(data=config[0], fsdp=config[1]))
 
 
-def test_every_parameter_has_a_rule_and_kernels_are_split(state):
-  found = specs(parameter_shardings(state.params, make_mesh(MeshConfig(data=2, fsdp=4))))
-  for name, spec in found.items():
+def test_every_parameter_has_a_rule_and_only_large_ones_are_split(state):
+  parameter_specs = specs(parameter_shardings(state.params, make_mesh(MeshConfig(data=2, fsdp=4))))
+  for name, spec in parameter_specs.items():
     large = name.endswith(("kernel", "proj", "token_embedding/embedding"))
     assert ("fsdp" in spec) == large, name
 
 
-def test_moments_live_with_their_parameters_and_counts_everywhere(state):
+def test_moments_are_sharded_as_their_parameters_and_the_rest_is_replicated(state):
   mesh = make_mesh(MeshConfig(data=2, fsdp=4))
   parameters = specs(parameter_shardings(state.params, mesh))
   for name, spec in specs(state_shardings(state, state.params, mesh)).items():
@@ -83,7 +83,7 @@ def test_an_axis_that_does_not_divide_is_named():
     parameter_shardings({"image": {"proj": jnp.zeros((12, 8))}}, mesh)
 
 
-def test_any_optax_state_is_covered(state):
+def test_the_state_of_any_optax_optimizer_is_sharded(state):
   mesh = make_mesh(MeshConfig(data=1, fsdp=8))
   optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
   moments = jax.eval_shape(optimizer.init, state.params)
@@ -93,7 +93,7 @@ def test_any_optax_state_is_covered(state):
   assert np.all([s.mesh == mesh for s in split])
 
 
-def test_an_8_bit_state_is_split_as_its_parameters(state):
+def test_an_8_bit_state_is_sharded_as_its_parameters(state):
   mesh = make_mesh(MeshConfig(data=1, fsdp=8))
   rowwise = Spec(jnp.int8, "rowwise")
 
@@ -101,10 +101,12 @@ def test_an_8_bit_state_is_split_as_its_parameters(state):
     scale = jax.ShapeDtypeStruct((*leaf.shape[:-1], 1), jnp.float32)
     return Quantized(jax.ShapeDtypeStruct(leaf.shape, jnp.int8), scale, rowwise)
 
-  found = specs(state_shardings({"mu": jax.tree.map(rounded, state.params)}, state.params, mesh))
+  state_specs = specs(
+    state_shardings({"mu": jax.tree.map(rounded, state.params)}, state.params, mesh)
+  )
   for name, spec in specs(parameter_shardings(state.params, mesh)).items():
-    assert found[f"mu/{name}/values"] == spec, name
-    assert found[f"mu/{name}/scale"] == PartitionSpec(*(*spec[:-1], None)[: len(spec)]), name
+    assert state_specs[f"mu/{name}/values"] == spec, name
+    assert state_specs[f"mu/{name}/scale"] == PartitionSpec(*(*spec[:-1], None)[: len(spec)]), name
 
 
 @pytest.mark.program
@@ -143,5 +145,5 @@ def test_a_step_gathers_kernels_in_int8_and_no_activation(accumulate, by):
   }
   assert kernels <= sizes
   assert not any(dtype in ("u8", "s32") for dtype, _ in sizes)  # images and texts
-  # Beside these the features, one of each example, and what is smaller.
+  # All other collectives are no larger than the features of the batch.
   assert {(t, n) for t, n in sizes - kernels - others if n > batch * embed_dim} == set()

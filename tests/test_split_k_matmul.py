@@ -1,4 +1,4 @@
-"""The weight gradient in several products: how many, and that they are the one."""
+"""The weight gradient as a sum of several products: their number and their sum."""
 
 import json
 import pathlib
@@ -29,9 +29,9 @@ def h200(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("parts", [1, 2, 3])
-def test_parts_add_up_to_the_product(parts, dtype):
+def test_split_products_add_up_to_the_whole(parts, dtype):
   rng = np.random.default_rng(0)
-  # Integers whose sums float32 and bfloat16 hold.
+  # Integers whose sums are exact in float32 and bfloat16.
   x, dy = (rng.integers(-2, 3, (24, width)).astype(np.float32) for width in (16, 8))
   got = split_k_matmul(jnp.bfloat16(x), jnp.bfloat16(dy), dtype, parts=parts)
   assert got.dtype == dtype
@@ -39,7 +39,7 @@ def test_parts_add_up_to_the_product(parts, dtype):
 
 
 @pytest.mark.parametrize("row", MEASURED, ids=lambda r: f"{r['layer']} {r['k']}x{r['n']}")
-def test_the_number_of_parts_is_near_the_fastest_that_was_measured(row, h200):
+def test_num_splits_is_near_the_fastest_measured(row, h200):
   times = row["milliseconds"]
   fastest = min(time for name, time in times.items() if name.startswith("bf16"))
   chosen = times[f"bf16 in {num_splits(row['tokens'], row['k'], row['n'])}"]
@@ -47,16 +47,16 @@ def test_the_number_of_parts_is_near_the_fastest_that_was_measured(row, h200):
   assert chosen <= times["bf16 in 1"]
 
 
-def test_vit_h_and_bigg_are_worth_it(h200):
+def test_vit_h_and_bigg_are_split(h200):
   assert num_splits(66048, 1280, 5120) == num_splits(66048, 5120, 1280) == 2
   assert num_splits(33024, 1664, 8192) > 1
 
 
-def test_few_tokens_stay_in_one(h200):
+def test_few_tokens_are_not_split(h200):
   assert [num_splits(tokens, 1280, 5120) for tokens in (0, 1024, 16382, 16384)] == [1, 1, 1, 2]
 
 
-def test_tokens_that_do_not_divide_stay_in_one(h200, monkeypatch):
+def test_indivisible_tokens_are_not_split(h200, monkeypatch):
   assert num_splits(66049, 1280, 5120) == 1
   monkeypatch.setattr(jax, "device_count", lambda: 5)
   assert num_splits(66048, 1280, 5120) == 1
@@ -71,16 +71,16 @@ def test_only_16_bit_operands_are_split(dtype, parts, h200):
 
 
 @pytest.mark.parametrize("chip", [Chip("8.0", 108), Chip("9.0", None)])
-def test_chips_without_measurements_take_one_product(chip, monkeypatch):
+def test_devices_without_measurements_do_not_split(chip, monkeypatch):
   monkeypatch.setattr(module, "target", lambda: chip)
   assert num_splits(66048, 1280, 5120) == 1
 
 
-def test_a_cpu_takes_one_product():
+def test_a_cpu_does_not_split():
   assert num_splits(66048, 1280, 5120) == 1
 
 
-def test_tokens_split_over_devices_stay_where_they_are():
+def test_tokens_sharded_over_devices_are_not_moved():
   mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))
   rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
   x, dy = (jax.ShapeDtypeStruct((48, width), jnp.float32, sharding=rows) for width in (16, 8))
@@ -94,14 +94,14 @@ def test_tokens_split_over_devices_stay_where_they_are():
   assert not any(moving in text for moving in ("all-gather", "all-to-all", "collective-permute"))
 
 
-def test_a_device_of_a_shard_map_splits_its_own_tokens(h200, monkeypatch):
+def test_within_shard_map_num_splits_ignores_the_device_count(h200, monkeypatch):
   monkeypatch.setattr(jax, "device_count", lambda: 5)
-  found = []
+  splits = []
 
   def local(x):
-    found.append(num_splits(66048, 1280, 5120))
+    splits.append(num_splits(66048, 1280, 5120))
     return x
 
   everywhere, mesh = jax.sharding.PartitionSpec(), jax.make_mesh((8,), ("data",))
   jax.shard_map(local, mesh=mesh, in_specs=everywhere, out_specs=everywhere)(jnp.zeros(8))
-  assert found == [2]
+  assert splits == [2]

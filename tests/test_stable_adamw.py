@@ -31,7 +31,7 @@ def reference(gradients, params, rates, decayed, decay_with):
 
 
 def random_gradients(shape, steps, seed=0):
-  """Gradients whose size changes a hundredfold now and then, so that RMS passes 1 and 2."""
+  """Gradients whose magnitude sometimes changes a hundredfold, so that RMS exceeds 1 and 2."""
   rng = np.random.default_rng(seed)
   sizes = np.exp(rng.choice([0.0, 2.0, 4.6], size=steps, p=[0.7, 0.2, 0.1]))
   return [np.float32(size * rng.normal(size=shape)) for size in sizes]
@@ -53,7 +53,7 @@ def trees(leaves):
 
 
 @pytest.mark.parametrize("decay_with", ["clipped", "plain"])
-def test_fifty_steps_are_those_of_the_algorithm_in_numpy(decay_with):
+def test_fifty_steps_equal_the_algorithm_in_numpy(decay_with):
   steps = 50
   schedule = optax.cosine_decay_schedule(0.02, steps)
   rates = [float(schedule(t)) for t in range(steps)]
@@ -74,7 +74,7 @@ def test_fifty_steps_are_those_of_the_algorithm_in_numpy(decay_with):
     for k, rms in tensor_rms(state).items():
       np.testing.assert_allclose(got[k], expected[k][t][0], rtol=2e-5, atol=1e-6, err_msg=k)
       np.testing.assert_allclose(rms, expected[k][t][1], rtol=1e-5, err_msg=k)
-  assert max(rms for _, rms in expected["matrix"]) > 2  # The clip was at work.
+  assert max(rms for _, rms in expected["matrix"]) > 2  # The update was clipped.
   assert {rms for _, rms in expected["no_gradient"]} == {0}
 
 
@@ -96,7 +96,7 @@ def test_bfloat16_is_computed_in_float32_and_rounded_once():
 
 
 @pytest.mark.parametrize("mu_dtype", [None, jnp.bfloat16, jnp.float32])
-def test_first_moment_has_mu_dtype_or_the_parameter_s_and_the_second_is_float32(mu_dtype):
+def test_mu_has_mu_dtype_or_the_parameter_s_and_nu_is_float32(mu_dtype):
   params = {"wide": jnp.ones(3), "narrow": jnp.ones(3, jnp.bfloat16)}
   *_, (_, state) = train(scale_by_stable_adam(mu_dtype=mu_dtype), params, [params] * 2)
   assert {k: m.dtype for k, m in state.mu.items()} == {
@@ -104,14 +104,14 @@ def test_first_moment_has_mu_dtype_or_the_parameter_s_and_the_second_is_float32(
     "narrow": mu_dtype or jnp.bfloat16,
   }
   assert {n.dtype for n in jax.tree.leaves((state.nu, state.rms))} == {np.dtype("float32")}
-  # As it was at the start, so that a scan may carry it.
+  # Dtypes equal those of the initial state, so that a scan can carry it.
   start = scale_by_stable_adam(mu_dtype=mu_dtype).init(params)
   assert jax.tree.map(jnp.result_type, state) == jax.tree.map(jnp.result_type, start)
 
 
 @pytest.mark.parametrize("decay_with", ["clipped", "plain"])
-def test_without_a_clip_it_is_adamw(decay_with):
-  # Gradients that shrink: the second moment is always above them, so that RMS stays below 1.
+def test_without_clipping_it_equals_adamw(decay_with):
+  # Gradients shrink: the second moment always exceeds their squares, so RMS stays below 1.
   shrinking = [g / 1.1**t for t, g in enumerate([random_gradients((16, 4), 1)[0]] * 50)]
   growing = random_gradients((16, 4), 50)
   params = jnp.asarray(np.random.default_rng(2).normal(size=(16, 4)), jnp.float32)
@@ -137,7 +137,7 @@ def test_rms_is_one_at_the_first_step_and_bounded_by_b2_ever_after(b2):
   assert max(rms) > 1.2
 
 
-def test_gradients_times_a_power_of_two_make_the_same_updates():
+def test_scaling_gradients_by_a_power_of_two_keeps_the_updates():
   gradients = random_gradients((7, 3), 10)
   updates = [
     [
@@ -170,7 +170,7 @@ def test_a_spike_after_small_gradients_moves_less_than_with_adam():
   assert adam / ours == pytest.approx(rms, rel=1e-3)
 
 
-def test_a_stack_of_layers_is_as_many_tensors():
+def test_stacked_layers_are_updated_as_separate_tensors():
   layers = [random_gradients((4, 3), 30, seed) for seed in range(3)]
   params = jnp.asarray(np.random.default_rng(4).normal(size=(3, 4, 3)), jnp.float32)
   apart = {str(i): g for i, g in enumerate(layers)}
@@ -188,7 +188,7 @@ def test_a_stack_of_layers_is_as_many_tensors():
   assert len(np.unique(rms)) == 3
 
 
-def test_sharded_leaves_have_the_rms_of_the_whole_tensor():
+def test_sharded_tensors_have_the_rms_of_the_whole_tensor():
   mesh = Mesh(np.array(jax.devices()[:8]), ("fsdp",))
   gradients = random_gradients((16, 4), 10)
   params = jnp.asarray(np.random.default_rng(5).normal(size=(16, 4)), jnp.float32)
@@ -201,7 +201,7 @@ def test_sharded_leaves_have_the_rms_of_the_whole_tensor():
     np.testing.assert_allclose(a_state[0].rms, b_state[0].rms, rtol=1e-6)
 
 
-def test_injected_hyperparameters_are_those_used():
+def test_injected_hyperparameters_are_used():
   params = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}
   gradients = [{"w": g, "b": g[0]} for g in random_gradients((3, 2), 5)]
 
@@ -252,7 +252,7 @@ def test_it_composes_with_multi_transform_masks_and_missing_leaves():
   assert tensor_rms(optax.adamw(1.0).init(params)) == {}
 
 
-def test_a_gradient_of_none_makes_an_update_of_none():
+def test_a_none_gradient_gives_a_none_update():
   params = {"a": jnp.ones(2), "b": jnp.ones(2)}
   tx = stable_adamw(0.1)
   updates, _ = tx.update({"a": jnp.ones(2), "b": None}, tx.init(params), params)
@@ -268,14 +268,14 @@ def test_the_state_survives_serialization():
   assert jax.tree.structure(restored) == jax.tree.structure(state)
 
 
-def test_a_nan_gradient_is_seen_in_the_update_and_the_rms():
+def test_a_nan_gradient_reaches_the_update_and_the_rms():
   gradient = jnp.asarray([1.0, np.nan, 1.0])
   tx = scale_by_stable_adam()
   updates, state = tx.update(gradient, tx.init(gradient))
   assert np.isnan(updates).all() and np.isnan(state.rms)
 
 
-def test_errors_name_what_would_be_right():
+def test_errors_name_the_right_value():
   with pytest.raises(ValueError, match=r"'paper'.*'clipped' or 'plain'"):
     stable_adamw(0.1, decay_with="paper")
   tx = stable_adamw(0.1, mask=lambda tree: jax.tree.map(lambda p: p.ndim > 1, tree))

@@ -22,18 +22,18 @@ from train.step import make_init, make_train_step, tensor_names
 from train.task import CLIPTask
 
 BATCH = 16
-# Of metrics, and of how far a tensor moved. Sums in another order turn some roundings to int8 the
-# other way; which ones, each CPU has its own.
+# Tolerances of metrics and of a tensor's update between meshes. Sums in another order flip some
+# roundings to int8; which ones depends on the CPU.
 METRIC_TOLERANCE = {"full": 2e-4, "switchback": 2e-2}
 UPDATE_TOLERANCE = {"full": 2e-4, "switchback": 0.15}
-# Of metrics and of a tensor's gradient, between a batch and its microbatches.
+# The tolerance of metrics and gradients between a batch and its microbatches.
 ACCUMULATE_TOLERANCE = {"full": 1e-5, "switchback": 2e-2, "switchback_m": 2e-2}
 MICRO = dataclasses.replace(
   SIZES["tiny"],
   vision=dataclasses.replace(SIZES["tiny"].vision, layers=2),
   text=dataclasses.replace(SIZES["tiny"].text, layers=2, context_length=8, vocab_size=32),
 )
-SHALLOW = dataclasses.replace(  # Unrolled, each layer is compiled again.
+SHALLOW = dataclasses.replace(  # Unrolled layers are compiled separately.
   MICRO,
   vision=dataclasses.replace(MICRO.vision, layers=1),
   text=dataclasses.replace(MICRO.text, layers=1),
@@ -42,7 +42,7 @@ SHALLOW = dataclasses.replace(  # Unrolled, each layer is compiled again.
 
 @functools.cache
 def compiled(data: int, fsdp: int, recipe: str, loss: str):
-  """The step on a mesh, its state, and names for what it checks."""
+  """(step, state, mesh, names of the tensors that the step checks)."""
   mesh = make_mesh(MeshConfig(data=data, fsdp=fsdp), jax.devices()[: data * fsdp])
   bias = {"init_logit_scale": 10.0, "init_logit_bias": -10.0} if loss == "siglip" else {}
   task = CLIPTask(clip(MICRO, recipe=recipe, **bias), LOSSES[loss])
@@ -58,7 +58,7 @@ def compiled(data: int, fsdp: int, recipe: str, loss: str):
 
 
 def make_state(task, optimizer, mesh):
-  """A state on a mesh, and its shardings. Drawn: half the time went into compiling `init`."""
+  """A random state on a mesh, and its shardings. Compiling `init` took half of the time."""
   abstract = jax.eval_shape(make_init(task, optimizer, seed=0))
   shardings = state_shardings(abstract, abstract.params, mesh)
   state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), abstract)
@@ -79,7 +79,7 @@ def batch(mesh):
 
 
 @pytest.mark.parametrize(("recipe", "loss"), [("full", "siglip"), ("switchback", "softmax")])
-def test_eight_devices_take_the_step_of_one(recipe, loss):
+def test_a_step_on_eight_devices_equals_a_step_on_one(recipe, loss):
   results = []
   for data, fsdp in ((1, 1), (2, 4)):
     step, state, mesh, _ = compiled(data, fsdp, recipe, loss)
@@ -97,7 +97,7 @@ def test_eight_devices_take_the_step_of_one(recipe, loss):
     assert np.linalg.norm(a - b) <= UPDATE_TOLERANCE[recipe] * np.linalg.norm(a)
 
 
-def test_a_step_names_the_first_tensor_that_is_not_finite():
+def test_a_step_names_the_first_non_finite_tensor():
   step, state, mesh, names = compiled(1, 1, "switchback", "softmax")
   broken = jax.tree_util.tree_map_with_path(
     lambda path, x: (
@@ -132,7 +132,7 @@ def accumulating(
   config=SHALLOW,
   **options,
 ):
-  """A task, its step in so many microbatches, whose optimizer keeps the gradients, and a state."""
+  """(task, step in microbatches, state, mesh); the optimizer's state is the gradients."""
   mesh = make_mesh(MeshConfig(data=data, fsdp=fsdp), jax.devices()[: data * fsdp])
   bias = {"init_logit_scale": 10.0, "init_logit_bias": -10.0} if loss == "siglip" else {}
   task = CLIPTask(clip(config, recipe=recipe, dtype=dtype, **bias, **options), LOSSES[loss])
@@ -175,7 +175,7 @@ def test_microbatches_change_no_metric_and_no_gradient(accumulate, recipe, loss,
 DROPPING = {"remat": "block", "patch_dropout": 0.5, "unroll": 0}  # Two tests share its step.
 
 
-def test_four_devices_accumulate_the_gradients_of_one():
+def test_gradients_accumulated_on_four_devices_equal_those_on_one():
   one, four = (gradients(2, *mesh, **DROPPING) for mesh in ((), (2, 2)))
   np.testing.assert_allclose(four[0]["loss"], one[0]["loss"], rtol=1e-5)
   assert_same_gradients(four[1], one[1], ACCUMULATE_TOLERANCE["full"])
@@ -186,7 +186,7 @@ def test_a_microbatch_drops_the_same_patches_forward_and_backward():
   key = jax.random.fold_in(jax.random.key(0), 0)
 
   def loss(params):
-    """Of both microbatches at once, without a loop."""
+    """The loss of both microbatches at once, without a loop."""
     outs = [
       task.apply(
         {"params": params},
@@ -206,7 +206,7 @@ def test_a_microbatch_drops_the_same_patches_forward_and_backward():
 
 
 def equations(jaxpr, loops=()):
-  """(equation, lengths of the loops around it) of a jaxpr and all that it calls."""
+  """(equation, lengths of the loops around it) of a jaxpr and its inner jaxprs."""
   for equation in jaxpr.eqns:
     yield equation, loops
     scan = (equation.params["length"],) if equation.primitive.name == "scan" else ()
@@ -214,7 +214,7 @@ def equations(jaxpr, loops=()):
       yield from equations(inner, loops + scan)
 
 
-def test_of_a_microbatch_the_features_alone_are_kept_and_gradients_summed_in_float32():
+def test_microbatches_save_only_features_and_sum_gradients_in_float32():
   _, step, state, mesh = accumulating(4, dtype=jnp.bfloat16, config=MICRO)
   scans = [
     equation

@@ -1,4 +1,4 @@
-"""The house: imports point one way, the public names are written out, files stay short."""
+"""The structure of the code: import order, public names, dependencies, length of files."""
 
 import ast
 import pathlib
@@ -11,7 +11,7 @@ import sbjax
 
 ROOT = pathlib.Path(__file__).parent.parent
 
-# A file imports from those before it, and from none of its own line.
+# A file imports only from lines before its own.
 ORDER = [
   ["sbjax.formats", "sbjax.device"],
   ["sbjax.quantize", "sbjax.partition"],
@@ -27,7 +27,7 @@ ORDER = [
   ["sbjax"],
   ["train"],
 ]
-# Within these packages files may import one another.
+# Files of one of these packages may import one another.
 PACKAGES = ("sbjax.pallas", "sbjax.models", "train")
 
 PUBLIC = [
@@ -56,7 +56,7 @@ def module(path):
 
 
 def rank(name):
-  """Where in ORDER a module stands: with the longest prefix that is listed."""
+  """The line of ORDER that lists the module's longest prefix."""
   ranks = {
     listed: i
     for i, line in enumerate(ORDER)
@@ -69,7 +69,7 @@ def rank(name):
 
 
 def imported(path):
-  """The modules a file imports, wherever in it: `from a import b` is a.b where b is a module."""
+  """The modules that a file imports anywhere; `from a import b` is a.b where b is a module."""
   for node in ast.walk(ast.parse(path.read_text())):
     if isinstance(node, ast.Import):
       yield from (alias.name for alias in node.names)
@@ -100,7 +100,7 @@ def test_nothing_imports_the_configs_the_tests_or_the_benchmarks():
       assert other.partition(".")[0] not in ("configs", "tests", "benchmarks"), path
 
 
-def test_only_a_task_and_its_evaluation_know_which_model_trains():
+def test_only_task_and_zero_shot_import_the_model():
   knowing = {
     module(path)
     for path in files("train")
@@ -109,7 +109,7 @@ def test_only_a_task_and_its_evaluation_know_which_model_trains():
   assert knowing == {"train.task", "train.zero_shot"}
 
 
-def test_the_public_names_are_there_and_written_out():
+def test_public_names_exist_and_are_in_all():
   missing = [name for name in PUBLIC if not hasattr(sbjax, name)]
   assert not missing
   assert set(PUBLIC) <= set(sbjax.__all__)
@@ -130,8 +130,8 @@ HEAVY = [
 ]
 
 
-def test_importing_sbjax_needs_jax_flax_optax_and_numpy_alone():
-  # Flax itself brings in orbax where that is installed; so it goes first.
+def test_importing_sbjax_needs_only_jax_flax_optax_and_numpy():
+  # Flax imports orbax where that is installed, so Flax is imported first.
   program = (
     "import sys, jax, flax.linen, flax.nnx, optax, numpy; before = set(sys.modules);"
     "import sbjax; print(*(set(sys.modules) - before))"

@@ -30,20 +30,20 @@ PLAIN = {"softmax": softmax_contrastive, "siglip": siglip}
 TILED = {"softmax": tiled_softmax, "siglip": tiled_siglip}
 AXES = ("data", "fsdp")
 BATCH, WIDTH = 232, 48
-# float64's relative error, at a scale of 100: of the loss, and in the norm of features' gradients.
+# Errors relative to float64 at a scale of 100: of the loss, and in norm of features' gradients.
 # Plain float32: 5e-8 and 1.4e-6 to 1.8e-6; one product of bfloat16: 2e-4 and 5e-3.
 BOUNDS = {None: (1e-6, 4e-6), "float16": (1e-6, 4e-6), "bfloat16": (3e-6, 4e-5)}
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-  """Several tiles a device in rows and columns, the last not full."""
+  """Gives each device several tiles of rows and columns, the last one partial."""
   monkeypatch.setattr(tiled_loss, "TILE", 1024)
   monkeypatch.setattr(tiled_loss, "COLUMNS", 100)
 
 
 def features(batch, seed=0, alike=0.5):
-  """Images and texts; own texts are among those that are like an image."""
+  """Images and texts; `alike` makes a text similar to its image."""
   x = np.random.default_rng(seed).normal(size=(2, batch, WIDTH))
   x[1] += alike * x[0]
   return (x / np.linalg.norm(x, axis=-1, keepdims=True)).astype(np.float32)
@@ -66,7 +66,7 @@ def with_products(name, products):
 
 @functools.cache
 def eight_devices(name, products):
-  """As the training step does: gradients of scalars are summed over devices by the caller."""
+  """The loss and gradients in a shard_map; as in training the caller sums scalars' gradients."""
   mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), AXES)
   rows, rest = P(AXES), (P(),) * len(scalars(name, 1))
   specs = (rows, rows, *rest)
@@ -93,16 +93,16 @@ DEVICES = {1: one_device, 8: eight_devices}
 
 
 def assert_close(got, wanted, rtol):
-  """Relative to the largest of an array."""
+  """Errors are relative to the largest element of each array."""
   for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
     np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * np.abs(b).max())
 
 
-# At a scale of 1e4 a logit's last digit is 1e-3, and so is a probability's relative error.
+# At a scale of 1e4 a logit's last bit is 1e-3, and so is a probability's relative error.
 @pytest.mark.parametrize(("scale", "rtol"), [(1, 3e-6), (20, 3e-6), (100, 2e-5), (1e4, 2e-3)])
 @pytest.mark.parametrize("devices", DEVICES)
 @pytest.mark.parametrize("name", TILED)
-def test_loss_and_gradients_are_the_plain_ones(name, devices, scale, rtol):
+def test_loss_and_gradients_equal_the_plain_ones(name, devices, scale, rtol):
   arguments = *features(BATCH), *scalars(name, scale)
   tiled, plain = DEVICES[devices](name, None), one_device(name, "plain")
   assert_close(tiled(*arguments), plain(*arguments), rtol)
@@ -110,14 +110,14 @@ def test_loss_and_gradients_are_the_plain_ones(name, devices, scale, rtol):
 
 @pytest.mark.parametrize("batch", [2, 211])
 @pytest.mark.parametrize("name", TILED)
-def test_any_batch_has_tiles(name, batch):
+def test_any_batch_size_can_be_tiled(name, batch):
   arguments = *features(batch, alike=0), *scalars(name, 20)
   assert_close(one_device(name, None)(*arguments), one_device(name, "plain")(*arguments), 3e-6)
 
 
 @pytest.mark.parametrize("products", BOUNDS)
 @pytest.mark.parametrize("name", TILED)
-def test_the_error_beside_float64_is_bounded(name, products):
+def test_the_error_against_float64_is_bounded(name, products):
   arguments = *features(BATCH), *scalars(name, 100)
   (loss, _), gradients = one_device(name, products)(*arguments)
   expected, expected_gradients = in_float64(name, *arguments)
@@ -128,8 +128,8 @@ def test_the_error_beside_float64_is_bounded(name, products):
 
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize(("devices", "products"), [(1, None), (8, None), (1, "float16")])
-def test_equal_and_opposite_pairs_stay_in_the_range_of_exp(devices, products, sign):
-  image = features(BATCH)[0] + np.float32(0.3)  # With the sign every logit is far from zero.
+def test_equal_and_opposite_pairs_do_not_overflow_exp(devices, products, sign):
+  image = features(BATCH)[0] + np.float32(0.3)  # Every logit is far from zero.
   image /= np.linalg.norm(image, axis=1, keepdims=True)
   for scale in (100, 1e4):
     arguments = image, sign * image, jnp.float32(scale)
@@ -141,8 +141,8 @@ def test_equal_and_opposite_pairs_stay_in_the_range_of_exp(devices, products, si
 
 
 @pytest.mark.parametrize("devices", DEVICES)
-def test_one_shift_and_the_largest_logits_give_the_same_sums(devices, monkeypatch):
-  monkeypatch.setattr(tiled_loss, "_LOWEST", math.inf)  # At this scale one shift fits all else.
+def test_shifting_by_the_largest_logits_gives_the_same_sums(devices, monkeypatch):
+  monkeypatch.setattr(tiled_loss, "_LOWEST", math.inf)  # Otherwise one shift fits at this scale.
   arguments = *features(BATCH), jnp.float32(100)
   tiled, plain = DEVICES[devices].__wrapped__("softmax", None), one_device("softmax", "plain")
   assert_close(tiled(*arguments), plain(*arguments), 2e-5)
@@ -154,15 +154,15 @@ def test_one_shift_and_the_largest_logits_give_the_same_sums(devices, monkeypatc
 )
 def test_a_shift_fits_only_where_all_pairs_are_in_range(scale, sign, fits):
   image, _ = features(8)
-  shift, found = tiled_loss._shift(image, sign * image, jnp.float32(scale), ())
-  assert bool(found) == fits
+  shift, is_in_range = tiled_loss._shift(image, sign * image, jnp.float32(scale), ())
+  assert bool(is_in_range) == fits
   assert scale - shift <= tiled_loss._HIGHEST + 1e-6 * scale
 
 
 @pytest.mark.parametrize(("devices", "products"), [(1, None), (8, None), (1, "float16")])
 @pytest.mark.parametrize("name", TILED)
-def test_of_equal_logits_the_first_counts_as_argmax_does(name, devices, products):
-  # Of few bits, so that every product is exact: texts are their image with some signs turned.
+def test_accuracy_breaks_ties_as_argmax_does(name, devices, products):
+  # Features have few bits, so that products are exact: texts are images with some signs flipped.
   rng = np.random.default_rng(0)
   image = rng.choice([-0.125, 0.125], size=(BATCH, WIDTH)).astype(np.float32)
   text = image * rng.choice([-1, 1], p=[0.3, 0.7], size=image.shape).astype(np.float32)
@@ -188,7 +188,7 @@ def test_a_cotangent_multiplies_all_gradients(name):
 
 
 @pytest.mark.parametrize("name", TILED)
-def test_the_loss_without_gradients_is_the_loss(name):
+def test_the_loss_without_gradients_equals_the_loss_with_them(name):
   arguments = *features(BATCH), *scalars(name, 20)
   assert_close(jax.jit(TILED[name])(*arguments), one_device(name, None)(*arguments)[0], 1e-6)
 
@@ -231,11 +231,11 @@ def test_no_array_is_larger_than_a_tile(name, devices, products, monkeypatch):
   )
   x = jax.ShapeDtypeStruct((batch, width), jnp.float32)
   compiled = jax.jit(run).lower(x, x, *scalars(name, 20)).compile()
-  # Where texts are split, three parts beside each other: more than a tile, in no case b * B.
+  # Split texts have three parts side by side: this may exceed a tile, but never b * B.
   bound = max(tile, 3 * batch * width)
   assert bound < batch * batch // devices
   assert largest_array(compiled.as_text()) <= bound
-  # A tile in float32, the parts of its gradient, what exp and masks leave on a CPU; the features'.
+  # Tiles in float32: logits, parts of their gradient, exp and masks on a CPU. Then the features.
   assert compiled.memory_analysis().temp_size_in_bytes <= 4 * (4 * tile + 12 * batch * width)
 
 
@@ -252,13 +252,13 @@ def test_no_array_is_larger_than_a_tile(name, devices, products, monkeypatch):
     (2048, 16384),
   ],
 )
-def test_a_tile_is_large_and_not_too_large(rows, columns, monkeypatch):
+def test_tile_shapes_divide_the_columns_and_have_bounded_size(rows, columns, monkeypatch):
   monkeypatch.undo()
   height, width = tile_shape(rows, columns)
   assert columns % width == 0
   assert height * width <= tiled_loss.TILE
   assert height == rows or height >= 1024
-  assert -(-rows // height) * height < rows + 128 * -(-rows // height)  # Few rows are filled in.
+  assert -(-rows // height) * height < rows + 128 * -(-rows // height)  # Few padding rows.
 
 
 def test_a_tile_of_a_large_batch_is_4096_by_16384(monkeypatch):
@@ -267,7 +267,7 @@ def test_a_tile_of_a_large_batch_is_4096_by_16384(monkeypatch):
 
 
 @pytest.mark.parametrize(("products", "bound"), [("float16", 2**-22), ("bfloat16", 2**-16)])
-def test_two_parts_are_nearly_the_whole_under_jit(products, bound):
+def test_two_parts_sum_to_the_whole_under_jit(products, bound):
   by = PRODUCTS[products]
   x = np.random.default_rng(0).uniform(-1, 1, (64, 48)).astype(np.float32)
   hi, lo = jax.jit(split, static_argnums=1)(x, by)
@@ -279,7 +279,7 @@ def test_two_parts_are_nearly_the_whole_under_jit(products, bound):
 
 
 @pytest.mark.parametrize(("products", "bound"), [("float16", 3e-7), ("bfloat16", 4e-6)])
-def test_three_products_are_the_product(products, bound):
+def test_three_products_sum_to_the_product(products, bound):
   by = PRODUCTS[products]
   x, y = features(97)
   parts = jax.jit(lambda x: split(x, by))

@@ -1,4 +1,4 @@
-"""The tokenizers: their row layout, and open_clip's ids from CLIP's vocabulary."""
+"""The tokenizers: their row layout, and ids equal to open_clip's for CLIP's vocabulary."""
 
 import html
 import importlib.util
@@ -25,7 +25,7 @@ CAPTIONS = [
   "there is a small yellow ring in the middle",
 ] * 5
 
-# What breaks tokenizers: cleaning, contractions, digits, marks, scripts, joined emoji.
+# Hard cases for tokenizers: cleaning, contractions, digits, marks, scripts, joined emoji.
 NASTY = [
   "",
   "   ",
@@ -63,7 +63,7 @@ def bpe():
   return make_tokenizer("bpe", CAPTIONS, 300)
 
 
-def test_rows_are_start_tokens_end_and_zeros(bpe):
+def test_rows_are_a_start_token_text_an_end_token_and_zeros(bpe):
   ids = bpe(["a red circle", "a"], 12)
   assert ids.dtype == np.int32
   assert ids.shape == (2, 12)
@@ -82,7 +82,7 @@ def test_end_token_survives_truncation(bpe):
 
 
 @pytest.mark.parametrize("text", ["a red circle", "never seen: ☃ über 42", "it isn't Brown"])
-def test_bpe_gives_back_any_text_in_lower_case(bpe, text):
+def test_bpe_decodes_to_the_text_in_lower_case(bpe, text):
   assert bpe.decode(bpe([text], 64)[0]) == text.lower()
 
 
@@ -137,7 +137,7 @@ def test_a_foreign_file_keeps_its_own_cleaning_and_special_tokens(tmp_path):
     (__file__, None, 0, "is not a tokenizer.json"),
   ],
 )
-def test_a_wrong_choice_is_named(spec, captions, size, message):
+def test_wrong_arguments_are_named(spec, captions, size, message):
   with pytest.raises(ValueError, match=message):
     make_tokenizer(spec, captions, size)
 
@@ -182,12 +182,12 @@ def test_clip_gives_golden_ids(clip, i):
 
 
 @pytest.mark.interop
-def test_clip_gives_back_words(clip):
+def test_clip_decodes_to_words(clip):
   assert clip.decode(clip(["A photo of  two Dogs, 12 ☃"], 20)[0]) == "a photo of two dogs , 1 2 ☃"
 
 
 @pytest.mark.interop
-def test_clip_by_path_is_the_same(clip):
+def test_clip_by_path_gives_the_same_ids(clip):
   installed = pathlib.Path(importlib.util.find_spec("open_clip").origin).parent
   by_path = make_tokenizer(str(installed / "bpe_simple_vocab_16e6.txt.gz"), None, 0)
   np.testing.assert_array_equal(by_path(NASTY, 77), clip(NASTY, 77))

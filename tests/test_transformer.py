@@ -1,4 +1,4 @@
-"""A stack of blocks: what may change its speed and memory, and changes nothing else."""
+"""A stack of blocks: options for speed and memory do not change its results."""
 
 import dataclasses
 import functools
@@ -58,7 +58,7 @@ def test_scanned_and_unrolled_layers_agree(options):
   )
 
 
-# Without scan every layer is compiled again.
+# Without scan each layer is compiled separately.
 SHALLOW = dataclasses.replace(
   MICRO,
   vision=dataclasses.replace(MICRO.vision, layers=1),
@@ -73,17 +73,19 @@ def with_params(scan, **options):
 
 
 @pytest.mark.parametrize(("scan", "block"), [(False, FlaxBlock), (True, Block)])
-def test_tokens_that_fill_up_the_blocks_change_nothing(monkeypatch, scan, block):
+def test_padding_tokens_change_nothing(monkeypatch, scan, block):
   model, params = with_params(scan, recipe=SWITCHBACK, block=block)
   run = functools.partial(value_and_image_gradient, model)
   expected = compiled(lambda params: run(params))(params)
   monkeypatch.setattr(sbjax.models.transformer, "length_for", lambda length, *_: length + 3)
-  found = compiled(lambda params: run(params))(params)  # Traced anew, so a second function.
-  jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), found, expected)
+  padded = compiled(lambda params: run(params))(params)  # Traced anew, so a second function.
+  jax.tree.map(
+    functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), padded, expected
+  )
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_no_gradient_comes_to_or_from_tokens_that_fill_up(causal):
+def test_padding_tokens_neither_give_nor_receive_gradients(causal):
   keys = jax.random.split(jax.random.key(0), 4)
   q, k, v, dy = (jax.random.normal(key, (2, 8, 3, 16)) for key in keys)
 
@@ -98,7 +100,7 @@ def test_no_gradient_comes_to_or_from_tokens_that_fill_up(causal):
   assert np.isfinite(y).all()
   for dx, expected_dx in zip(gradients, expected_gradients, strict=True):
     np.testing.assert_allclose(dx[:, :5], expected_dx, rtol=1e-4, atol=1e-5)
-  for dx in run(5, dy, q, k, v)[1]:  # Whatever comes back through their own output.
+  for dx in run(5, dy, q, k, v)[1]:  # Also with gradients of the padding tokens' own output.
     assert not dx[:, 5:].any()
 
 
@@ -116,7 +118,7 @@ def test_remat_changes_no_gradient(remat, scan):
   [({"unroll": 1}, False), ({"unroll": 2}, False), ({"unroll": 0}, True), ({"scan": False}, True)],
   ids=str,
 )
-def test_only_a_loop_keeps_xla_from_reusing_what_is_to_be_computed_again(options, barrier):
+def test_prevent_cse_is_set_only_without_a_loop(options, barrier):
   model = clip(remat="block", **options)
   params = random_params() if model.options.scan else unstack_blocks(random_params())
   jaxpr = str(jax.make_jaxpr(jax.grad(functools.partial(image_loss, model)))(params))
@@ -127,8 +129,8 @@ def test_only_a_loop_keeps_xla_from_reusing_what_is_to_be_computed_again(options
   ("remat", "recomputed"),
   [("block", 5), ("dots", 0), ("dots_and_residuals", 0), ("residuals", 4), ("attention_dots", 1)],
 )
-def test_remat_computes_again_only_the_linears_that_its_policy_drops(remat, recomputed):
-  """Of q, k, v, out, fc1, fc2: fc2's output is never needed again."""
+def test_remat_recomputes_only_the_linears_that_its_policy_drops(remat, recomputed):
+  """Linears are q, k, v, out, fc1 and fc2; fc2's output is never needed again."""
 
   def int8_dots(remat):
     model = clip(remat=remat, recipe=SWITCHBACK_M)
@@ -140,7 +142,7 @@ def test_remat_computes_again_only_the_linears_that_its_policy_drops(remat, reco
 
 
 @pytest.mark.parametrize("layer_scale", [True, False])
-def test_a_block_is_plain_flax_but_for_rounding(layer_scale):
+def test_a_block_equals_plain_flax_to_rounding(layer_scale):
   options, blocks = {"zero_init_layer_scale": layer_scale}, (Block, FlaxBlock)
   params = random_params(**options)
   assert shapes(block=FlaxBlock, **options) == shapes(**options)
@@ -152,7 +154,7 @@ def test_a_block_is_plain_flax_but_for_rounding(layer_scale):
 
 
 def image_gradient_of(model, once):
-  """A function of the parameters, whose kernels are quantized once, or at each use."""
+  """A gradient function of the parameters; kernels are quantized once, or at each use."""
 
   def loss(params):
     own = {"image": params["image"]}
@@ -166,10 +168,10 @@ def image_gradient_of(model, once):
 
 @pytest.mark.parametrize("scan", [True, False])
 @pytest.mark.parametrize("recipe", ["switchback", "switchback_m", "switchback_q"])
-def test_kernels_quantized_once_a_step_are_rounded_less_often(recipe, scan):
+def test_weights_quantized_once_a_step_are_rounded_less_often(recipe, scan):
   model, params = with_params(scan, recipe=RECIPES[recipe], remat="block")
-  # int8 comes out of a rounding: of a kernel in the forward pass, rematerialised, and in dgrad
-  # (which takes the forward's with switchback_m); or once.
+  # A kernel is rounded in the forward pass, in its rematerialization and in dgrad (which reuses the
+  # forward's with switchback_m), or only once.
   once, each = (
     str(jax.make_jaxpr(image_gradient_of(model, once))(params)).count(" round[")
     for once in (True, False)
@@ -178,13 +180,13 @@ def test_kernels_quantized_once_a_step_are_rounded_less_often(recipe, scan):
 
 
 @pytest.mark.parametrize(("recipe", "scan"), [("switchback_m", True), ("switchback_q", False)])
-def test_kernels_quantized_once_a_step_give_the_same_gradient(recipe, scan):
+def test_weights_quantized_once_a_step_give_the_same_gradient(recipe, scan):
   model, params = with_params(scan, recipe=RECIPES[recipe], remat="block")
   got, want = (compiled(image_gradient_of(model, once))(params)["image"] for once in (True, False))
   jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, want)
 
 
-def test_zero_init_layer_scale_starts_at_the_identity():
+def test_zero_init_layer_scale_makes_blocks_the_identity():
   outputs_at_start = outputs(clip(zero_init_layer_scale=True), initial_params())["block_outputs"]
   for blocks in outputs_at_start.values():
     assert np.all(blocks == blocks[0])
@@ -215,7 +217,7 @@ def test_zero_init_layer_scale_starts_with_finite_gradients(recipe):
   assert np.any(gradient["ls_1"]["gamma"])
 
 
-def test_qk_norm_makes_attention_blind_to_the_scale_of_q_and_k():
+def test_qk_norm_makes_attention_invariant_to_the_scale_of_q_and_k():
   model, params = clip(qk_norm=True), random_params(qk_norm=True)
 
   def scale_qk(path, leaf):
@@ -274,9 +276,9 @@ def test_batch_over_a_mesh_moves_no_activation_between_devices():
   jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, want)
 
 
-def test_kernels_to_quantize_are_found_by_a_recipe_s_name_or_missed_aloud():
+def test_quantize_weights_accepts_a_recipe_name_and_refuses_unknown_layers():
   params = {"image": {"block_0": {"fc1": {"kernel": jnp.ones((16, 16))}}}}
-  found, expected = (quantize_weights(params, r) for r in ("switchback", RECIPES["switchback"]))
-  jax.tree.map(np.testing.assert_array_equal, found, expected)
+  by_name, expected = (quantize_weights(params, r) for r in ("switchback", RECIPES["switchback"]))
+  jax.tree.map(np.testing.assert_array_equal, by_name, expected)
   with pytest.raises(ValueError, match="No kernel of qkv, out, fc1, fc2"):
     quantize_weights({"Dense_0": {"kernel": jnp.ones((16, 16))}}, "switchback")

@@ -1,4 +1,4 @@
-"""What only two GPUs can show: JAX_PLATFORMS=cuda,cpu python -m pytest tests/test_two_gpus.py"""
+"""Tests that need two GPUs: JAX_PLATFORMS=cuda,cpu python -m pytest tests/test_two_gpus.py"""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ STEPS = 3
 
 
 def losses(mesh_config: MeshConfig | None, by: str) -> list[float]:
-  """Of some steps of a narrow ViT-B/32 with two layers a tower."""
+  """Losses of some steps of a ViT-B/32 with small images and two layers a tower."""
   size = SIZES["B/32"]
   vision = dataclasses.replace(size.vision, layers=2, image_size=64)
   size = dataclasses.replace(size, vision=vision, text=dataclasses.replace(size.text, layers=2))
@@ -45,11 +45,11 @@ def losses(mesh_config: MeshConfig | None, by: str) -> list[float]:
     init = jax.jit(init, out_shardings=shardings)
     make_batch = jax.jit(make_batch, out_shardings=rows)
     options = {"in_shardings": (shardings, rows), "out_shardings": (shardings, None, None)}
-  step, state, batch, found = jax.jit(step, **options), init(), make_batch(), []
+  step, state, batch, losses_of_steps = jax.jit(step, **options), init(), make_batch(), []
   for _ in range(STEPS):
     state, metrics, _ = step(state, batch)
-    found.append(float(metrics["loss"]))
-  return found
+    losses_of_steps.append(float(metrics["loss"]))
+  return losses_of_steps
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +60,10 @@ def on_one():
 
 @pytest.mark.parametrize("by", ["shard_map", "jit"])
 @pytest.mark.parametrize("mesh", [MeshConfig(data=2, fsdp=1), MeshConfig(data=1, fsdp=2)], ids=str)
-def test_steps_are_those_of_one_gpu(on_one, mesh, by):
+def test_steps_on_two_gpus_equal_those_on_one(on_one, mesh, by):
   with jax.numpy_dtype_promotion("standard"):
-    found = losses(mesh, by)
-  np.testing.assert_allclose(found, on_one, rtol=1e-3)
+    on_two = losses(mesh, by)
+  np.testing.assert_allclose(on_two, on_one, rtol=1e-3)
   assert on_one[-1] < on_one[0]
 
 
@@ -87,7 +87,7 @@ def test_a_checked_shard_map_gives_the_gradients_of_one_gpu(recipe):
 
   mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
   specs = (P(), P("data"))
-  found = jax.jit(jax.shard_map(gradients, mesh=mesh, in_specs=specs, out_specs=specs))(learned, x)
-  for a, b in zip(*map(jax.tree.leaves, (found, jax.jit(gradients)(learned, x))), strict=True):
+  actual = jax.jit(jax.shard_map(gradients, mesh=mesh, in_specs=specs, out_specs=specs))(learned, x)
+  for a, b in zip(*map(jax.tree.leaves, (actual, jax.jit(gradients)(learned, x))), strict=True):
     a, b = np.float64(a), np.float64(b)
     assert np.linalg.norm(a - b) <= 1e-2 * np.linalg.norm(b)

@@ -1,4 +1,4 @@
-"""A program that hangs ends with a message; one that is slow, suspended or done does not."""
+"""The watchdog ends a hanging program with a message, but not a slow, suspended or ended one."""
 
 import os
 import re
@@ -72,15 +72,15 @@ def test_a_program_that_hangs_ends_and_says_where():
   assert "watchdog\n" not in err
 
 
-def test_it_ends_a_program_that_never_comes_back_to_python():
-  # One call of C, without the GIL: what a collective that waits for ever looks like.
+def test_a_program_stuck_in_c_is_ended():
+  # One call of C without the GIL, like a collective that waits for ever.
   blocked = "import ctypes; ctypes.CDLL(None).pause()"
   code, _, err = run(step=blocked)
   assert code == EXIT_CODE
   assert "the result of step 7" in err
 
 
-def test_a_file_system_that_hangs_holds_it_for_seconds_only():
+def test_a_hanging_file_system_delays_the_end_by_seconds_only():
   started = time.monotonic()
   code, _, err = run(last_good="threading.Event().wait()")
   assert code == EXIT_CODE
@@ -88,7 +88,7 @@ def test_a_file_system_that_hangs_holds_it_for_seconds_only():
   assert "the workdir does not answer" in err
 
 
-def test_the_first_process_stays_until_the_others_have_spoken():
+def test_the_first_process_lingers_after_its_message():
   process = start(process=0, linger=1.5)
   line = ""
   while "last good" not in line:
@@ -101,11 +101,11 @@ def test_the_first_process_stays_until_the_others_have_spoken():
 
 
 @pytest.mark.parametrize("parts", [{"seconds": 0}, {"seconds": 1.5}], ids=["off", "in time"])
-def test_a_program_that_is_in_time_goes_on(parts):
+def test_a_program_within_its_limit_continues(parts):
   assert run(step="time.sleep(0.7)", **parts) == (0, "started\ndone\n", "")
 
 
-def test_a_first_step_has_three_times_as_long_and_a_pause_its_own_limit():
+def test_the_first_step_has_three_times_the_limit_and_a_pause_its_own():
   first = "waits_for('the first', first=True)"
   assert run(step="time.sleep(1.2)", seconds=0.6, wait=first) == (0, "started\ndone\n", "")
   code, _, err = run(seconds=0.2, wait=first)
@@ -115,11 +115,11 @@ def test_a_first_step_has_three_times_as_long_and_a_pause_its_own_limit():
   assert "waited 0.2 s for an evaluation, and" in err and "--config.pause_timeout_seconds" in err
 
 
-def test_what_comes_after_the_watch_is_not_watched():
+def test_code_after_the_with_block_is_not_watched():
   assert run(step="pass", seconds=0.1) == (0, "started\ndone\n", "")
 
 
-def test_a_suspended_program_goes_on_where_it_was():
+def test_time_suspended_does_not_count():
   process = start(step="time.sleep(0.5)", seconds=1.2)
   assert process.stdout.readline() == "started\n"
   os.kill(process.pid, signal.SIGSTOP)
@@ -129,12 +129,12 @@ def test_a_suspended_program_goes_on_where_it_was():
   assert (process.returncode, out, err) == (0, "done\n", "")
 
 
-def test_another_wait_starts_at_zero():
+def test_each_wait_starts_from_zero():
   steps = "[(watch.waits_for(f'batch {i}'), time.sleep(0.1)) for i in range(20)]"
   assert run(step=steps, seconds=1) == (0, "started\ndone\n", "")
 
 
-def test_equal_threads_are_told_once():
+def test_threads_with_equal_stacks_are_described_once():
   over = threading.Event()
   threads = [threading.Thread(target=over.wait, name=f"worker-{i}") for i in range(3)]
   for thread in threads:

@@ -1,4 +1,4 @@
-"""The import of tar shards: what is read, what is skipped and counted, what is refused."""
+"""The import of tar shards: samples are read, skipped and counted, or refused."""
 
 import contextlib
 import gzip
@@ -24,7 +24,7 @@ def image_bytes(kind="jpeg", colour=(200, 30, 30), size=(8, 6)):
 
 
 def noisy_image_bytes(seed):
-  """A JPEG of which most bytes are pixels."""
+  """A JPEG whose bytes are mostly pixels."""
   file = io.BytesIO()
   pixels = np.random.default_rng(seed).integers(0, 256, (32, 32, 3), np.uint8)
   Image.fromarray(pixels).save(file, "jpeg", quality=95)
@@ -40,7 +40,7 @@ def write_shard(path, members, mode="w"):
 
 
 def pairs(count, first=0):
-  """Members of whole samples: a jpg and a txt each."""
+  """Members of complete samples, a jpg and a txt each."""
   for i in range(first, first + count):
     yield f"{i:06d}.jpg", image_bytes(colour=(i % 256, 0, 0))
     yield f"{i:06d}.txt", f"caption {i}".encode()
@@ -92,8 +92,8 @@ def test_images_keep_their_bytes_and_captions_their_order(config, folder):
     ],
   )
   builder = prepare(config)
-  found = records(builder)
-  assert [r["image"] for r in found] == [images[k] for k in ("jpeg", "png", "webp", "jpeg", "jpeg")]
+  rows = records(builder)
+  assert [r["image"] for r in rows] == [images[k] for k in ("jpeg", "png", "webp", "jpeg", "jpeg")]
   assert captions(builder) == [
     ["one caption"],
     ["first", "second"],
@@ -104,7 +104,7 @@ def test_images_keep_their_bytes_and_captions_their_order(config, folder):
   assert builder.info.metadata["skipped"] == {}
 
 
-def test_what_is_corrupt_is_skipped_and_counted_by_reason(config, folder, capsys):
+def test_corrupt_samples_are_skipped_and_counted_by_reason(config, folder, capsys):
   jpg, noise = image_bytes(), noisy_image_bytes(0)
   write_shard(
     folder / "a.tar",
@@ -144,7 +144,7 @@ def test_what_is_corrupt_is_skipped_and_counted_by_reason(config, folder, capsys
 
 
 @pytest.mark.parametrize("compress", [False, True])
-def test_a_truncated_shard_gives_what_came_before(config, folder, compress):
+def test_a_truncated_shard_gives_the_samples_before_the_cut(config, folder, compress):
   path = folder / ("a.tar.gz" if compress else "a.tar")
   members = [(f"{i}.jpg", noisy_image_bytes(i)) for i in range(20)]
   members = [m for i, m in enumerate(members) for m in (m, (f"{i}.txt", f"{i}".encode()))]
@@ -152,9 +152,9 @@ def test_a_truncated_shard_gives_what_came_before(config, folder, compress):
   whole = path.read_bytes()
   path.write_bytes(whole[: len(whole) // 2])
   builder = prepare(config)
-  found = captions(builder)
-  assert found == [[str(i)] for i in range(len(found))]
-  assert 8 <= len(found) <= 12
+  texts = captions(builder)
+  assert texts == [[str(i)] for i in range(len(texts))]
+  assert 8 <= len(texts) <= 12
   assert builder.info.metadata["damaged"] == [path.name]
 
 
@@ -162,20 +162,20 @@ def test_a_truncated_shard_gives_what_came_before(config, folder, compress):
   ("cut", "whole"),
   [(0, 2), (100, 2), (512, 2), (513, 3), (1024, 3), (1100, 3), (1536, 3), (1537, 4), (2048, 4)],
 )
-def test_every_member_that_came_whole_is_used(tmp_path, cut, whole):
+def test_every_complete_member_of_a_cut_shard_is_used(tmp_path, cut, whole):
   """Two samples of two members, each a header and a block; `cut` counts from the second sample.
 
-  At 2048 nothing is missing but the end mark.
+  At 2048 only the end mark is missing.
   """
   path = tmp_path / "a.tar"
   members = [("0.jpg", b"A"), ("0.txt", b"a"), ("1.jpg", b"B"), ("1.txt", b"b")]
   write_shard(path, members)
   path.write_bytes(path.read_bytes()[: 2048 + cut])
-  found, shard = [], tar_shards.samples(str(path))
+  read, shard = [], tar_shards.samples(str(path))
   with pytest.raises(tar_shards.DamagedShard, match=r"a\.tar"):
     for sample in shard:
-      found += sample.items()
-  assert found == [(name[2:], content) for name, content in members[:whole]]
+      read += sample.items()
+  assert read == [(name[2:], content) for name, content in members[:whole]]
 
 
 def test_a_damaged_shard_among_whole_ones_is_named(config, folder):
@@ -226,7 +226,7 @@ def test_cls_becomes_a_label(config, folder, names):
   assert builder.info.metadata["skipped"] == {"unreadable label": 1, "label out of range": 1}
 
 
-def test_nothing_usable_is_an_error_that_names_pattern_and_reasons(config, folder):
+def test_no_usable_sample_is_an_error_with_pattern_and_reasons(config, folder):
   write_shard(folder / "a.tar", [("0.jpg", image_bytes()), ("1.txt", b"x")])
   with pytest.raises(
     ValueError, match=r"No usable sample in .*\*\.tar\*.*1 no caption, 1 no image"
@@ -242,17 +242,17 @@ def test_a_pattern_that_matches_nothing_is_named(config, pattern):
     prepare(config)
 
 
-def test_the_import_is_done_once(config, folder, monkeypatch):
+def test_shards_are_imported_once(config, folder, monkeypatch):
   write_shard(folder / "a.tar", pairs(2))
   prepare(config)
   monkeypatch.setattr(webdataset, "_run", lambda jobs: pytest.fail("imported again"))
   assert len(captions(prepare(config))) == 2
-  config.train_shards = ""  # The name alone finds it, too.
+  config.train_shards = ""  # The name suffices.
   assert len(captions(prepare(config))) == 2
 
 
 @pytest.mark.parametrize("change", ["another shard", "another size", "labels"])
-def test_a_changed_import_under_the_same_name_is_noticed(config, folder, change):
+def test_changed_shards_or_features_under_the_same_name_are_refused(config, folder, change):
   write_shard(folder / "a.tar", pairs(2))
   prepare(config)
   if change == "another shard":
@@ -280,7 +280,7 @@ def test_an_interrupted_import_leaves_no_data_set(config, folder, monkeypatch):
   assert len(captions(prepare(config))) == 4
 
 
-def test_who_waited_for_another_import_uses_it(config, folder, monkeypatch):
+def test_a_process_that_waited_for_an_import_uses_it(config, folder, monkeypatch):
   write_shard(folder / "a.tar", pairs(2))
   alone, runs, run = prepared._only_one, [], webdataset._run
 
@@ -297,7 +297,7 @@ def test_who_waited_for_another_import_uses_it(config, folder, monkeypatch):
   assert len(runs) == 1
 
 
-def test_what_a_killed_import_left_is_removed(config, folder):
+def test_files_of_a_killed_import_are_removed(config, folder):
   write_shard(folder / "a.tar", pairs(1))
   left = folder.parent / "data" / "mine" / "incomplete.ABC_1.0.0"
   left.mkdir(parents=True)
@@ -306,7 +306,7 @@ def test_what_a_killed_import_left_is_removed(config, folder):
   assert not left.exists()
 
 
-def test_a_full_disk_is_an_os_error_that_names_the_place(config, folder, monkeypatch):
+def test_a_full_disk_is_an_os_error_with_the_directory(config, folder, monkeypatch):
   write_shard(folder / "a.tar", pairs(1))
 
   def write(self, path, examples):
@@ -320,8 +320,8 @@ def test_a_full_disk_is_an_os_error_that_names_the_place(config, folder, monkeyp
 def test_braces_expand_as_in_a_shell(tmp_path):
   for name in ("a-08", "a-09", "a-10", "b-x", "b-y", "c"):
     (tmp_path / f"{name}.tar").touch()
-  found = tar_shards.expand(str(tmp_path / "{a-{08..10},b-{x,z}}.tar"))
-  assert [os.path.basename(path) for path in found] == [
+  paths = tar_shards.expand(str(tmp_path / "{a-{08..10},b-{x,z}}.tar"))
+  assert [os.path.basename(path) for path in paths] == [
     "a-08.tar",
     "a-09.tar",
     "a-10.tar",
@@ -330,7 +330,7 @@ def test_braces_expand_as_in_a_shell(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["My data", "shapes", "a/b", ""])
-def test_a_name_that_cannot_be_one_is_refused(config, folder, name):
+def test_an_invalid_name_is_refused(config, folder, name):
   write_shard(folder / "a.tar", pairs(1))
   config.name = name
   with pytest.raises(ValueError, match=f"data.name='{name}' cannot name an import"):

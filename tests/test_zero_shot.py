@@ -21,21 +21,21 @@ KS = (1, 5, 10)
 
 
 def naive_recall(image_features, text_features, owners, ks=KS):
-  """Query by query, as it is defined; of equal candidates the first is nearer."""
-  found = {}
+  """Recall by its definition, query by query; of equal candidates the first ranks higher."""
+  scores = {}
   similarity = image_features @ text_features.T
   for k in ks:
     hits = [
       any(owners[m] == n for m in np.argsort(-similarity[n], kind="stable")[:k])
       for n in range(len(image_features))
     ]
-    found[f"image_to_text_recall@{k}"] = np.mean(hits)
+    scores[f"image_to_text_recall@{k}"] = np.mean(hits)
     hits = [
       owners[m] in np.argsort(-similarity[:, m], kind="stable")[:k]
       for m in range(len(text_features))
     ]
-    found[f"text_to_image_recall@{k}"] = np.mean(hits)
-  return found
+    scores[f"text_to_image_recall@{k}"] = np.mean(hits)
+  return scores
 
 
 def integers(*shape, seed=0):
@@ -44,9 +44,9 @@ def integers(*shape, seed=0):
 
 
 @pytest.mark.parametrize("images, texts", [(40, 130), (7, 6), (1, 3)])
-def test_recall_is_its_definition_with_ties_and_several_captions(images, texts):
+def test_recall_equals_its_definition_with_ties_and_several_captions(images, texts):
   image_features, text_features = integers(images, 6), integers(texts, 6, seed=1)
-  owners = np.random.default_rng(2).integers(0, images, texts)  # In no order, some without any.
+  owners = np.random.default_rng(2).integers(0, images, texts)  # Some images have no text.
   text_features += image_features[owners]
   expected = naive_recall(image_features, text_features, owners)
   assert recall(image_features, text_features, owners) == pytest.approx(expected, rel=1e-6)
@@ -54,7 +54,8 @@ def test_recall_is_its_definition_with_ties_and_several_captions(images, texts):
 
 def test_recall_of_known_features():
   image_features = np.eye(3, dtype=np.float32)
-  # Two captions each. Of image 0's one is nearer to image 1, of image 2's both are elsewhere.
+  # Two captions for each image. One of image 0's is nearer to image 1; both of image 2's are
+  # nearer to other images.
   text_features = np.float32(
     [[2, 0, 0], [0, 0.5, 0], [0, 2, 0], [0, 1, 0], [1, 0, 0], [0, 0.8, 0.6]]
   )
@@ -70,7 +71,7 @@ def test_recall_of_known_features():
   )
 
 
-def test_features_that_are_all_equal_recall_as_chance_does():
+def test_equal_features_have_the_recall_of_chance():
   ones = np.ones((100, 4), np.float32)
   scores = recall(ones, ones, np.arange(100))
   assert scores == pytest.approx(
@@ -78,7 +79,7 @@ def test_features_that_are_all_equal_recall_as_chance_does():
   )
 
 
-def test_recall_does_not_depend_on_the_chunks():
+def test_recall_does_not_depend_on_the_chunk_size():
   queries, candidates = integers(37, 5), integers(21, 5, seed=1)
   owners = np.arange(37) % 21
   whole = zero_shot._hits(queries, owners, candidates, np.arange(21), 10, chunk=37)
@@ -88,7 +89,7 @@ def test_recall_does_not_depend_on_the_chunks():
 
 
 @pytest.mark.parametrize("classes", [3, 5, 6, 20])
-def test_accuracy_is_the_share_of_images_whose_class_is_near(classes):
+def test_accuracy_is_the_share_of_images_whose_class_is_in_the_top_k(classes):
   features, classifier = integers(50, 4), integers(classes, 4, seed=1)
   labels = np.random.default_rng(2).integers(-1, classes, 50)
   order = np.argsort(-(features @ classifier.T), axis=1, kind="stable")[labels >= 0]
@@ -117,7 +118,7 @@ def test_a_class_is_the_mean_direction_of_its_prompts():
   np.testing.assert_allclose(classifier, [[0.5**0.5, 0, 0.5**0.5], [0, -1, 0]], rtol=1e-6)
 
 
-def test_a_template_without_a_place_for_the_name_is_an_error():
+def test_a_template_without_a_placeholder_is_an_error():
   with pytest.raises(ValueError, match=r"'a photo' has no \"\{\}\""):
     zero_shot_classifier(np.asarray, list, ["cat"], ["a photo of a {}", "a photo"])
 
@@ -140,7 +141,7 @@ NAMES, TEMPLATES = ["ab", "cd", "ef"], ["{}", "x {}"]
 
 
 def tokenize(texts):
-  """A letter a token."""
+  """Makes one token of each letter."""
   rows = [[*(ord(c) % 30 + 2 for c in text[:5]), 1, 0, 0, 0, 0, 0][:6] for text in texts]
   return np.array(rows, np.int32)
 
@@ -191,7 +192,7 @@ def expected(model, params, examples):
 
 
 @pytest.mark.parametrize("devices, fsdp", [(1, 1), (8, 2)])
-def test_evaluation_on_any_mesh_is_that_of_all_examples_at_once(
+def test_evaluation_on_any_mesh_equals_one_batch_of_all_examples(
   model, params, examples, expected, devices, fsdp
 ):
   mesh = make_mesh(MeshConfig(fsdp=fsdp), jax.devices()[:devices])
@@ -209,7 +210,7 @@ def test_evaluation_on_any_mesh_is_that_of_all_examples_at_once(
 
 
 @pytest.mark.parametrize("recipe", [FULL, SWITCHBACK, FP8_TENSORWISE])
-def test_the_padding_of_the_last_batch_changes_nothing(recipe):
+def test_padding_the_last_batch_changes_nothing(recipe):
   rng = np.random.default_rng(1)
   x, w = (np.float32(rng.normal(size=shape)) for shape in ((3, 16), (16, 8)))
   encode = jax.jit(lambda x: quantized_dot(x, w, recipe))
@@ -217,7 +218,7 @@ def test_the_padding_of_the_last_batch_changes_nothing(recipe):
   np.testing.assert_allclose(padded, encode(x / 100), rtol=1e-6, atol=1e-6)
 
 
-def test_batches_of_any_size_are_encoded_by_one_program(model):
+def test_batches_of_any_size_are_encoded_in_one_shape(model):
   shapes = []
 
   def encode(x):
@@ -233,7 +234,7 @@ def test_batches_of_any_size_are_encoded_by_one_program(model):
   )
 
 
-def test_only_what_the_data_tell_is_measured(examples):
+def test_only_metrics_that_the_data_support_are_measured(examples):
   fake = types.SimpleNamespace(
     image=lambda params, x: jnp.mean(x.astype(jnp.float32), (1, 2)),
     text=lambda params, x: x[:, :3].astype(jnp.float32),
@@ -245,9 +246,9 @@ def test_only_what_the_data_tell_is_measured(examples):
     return set(evaluate(fake, None, tokenize, batches, batch_size=4, **changes))
 
   classes = {"class_names": NAMES, "templates": TEMPLATES}
-  found = {f"{way}_recall@{k}" for way in ("image_to_text", "text_to_image") for k in KS}
-  assert metrics() == found
-  assert metrics(**classes) == found | {"zero_shot_top1"}
+  recalls = {f"{way}_recall@{k}" for way in ("image_to_text", "text_to_image") for k in KS}
+  assert metrics() == recalls
+  assert metrics(**classes) == recalls | {"zero_shot_top1"}
   assert metrics(**classes, retrieval=False) == {"zero_shot_top1"}
   assert metrics(examples={"captions": [[]] * 11}, **classes) == {"zero_shot_top1"}
   with pytest.raises(ValueError, match="split is empty"):

@@ -1,4 +1,4 @@
-"""Triton kernels without a GPU: run in Triton's interpreter, or compiled to machine code."""
+"""Triton kernels without a GPU: interpreted, or compiled to machine code."""
 
 import contextlib
 import dataclasses
@@ -24,13 +24,13 @@ SHARED_BYTES = {80: 166_912, 89: 101_376, 90: 232_448}  # The limit of a thread 
 
 @functools.cache
 def interpreted(name):
-  """A second copy of sbjax.pallas.<name> with kernels that are interpreted on numpy arrays."""
+  """A second copy of sbjax.pallas.<name> whose kernels are interpreted on numpy arrays."""
   pytest.importorskip("triton", reason="the extra `aot` is not installed")
   from triton.runtime import interpreter
 
-  # Triton's own truncates float32 to bfloat16 and does not round to fp8 as the chips do.
+  # Triton's version truncates float32 to bfloat16 and does not round to fp8 as GPUs do.
   interpreter._convert_float = _convert_float
-  # Triton's own calls a function for each element.
+  # Triton's version calls a function for each element.
   interpreter.ReduceOps.generic_reduce = _reduce
   with pytest.MonkeyPatch.context() as patch:
     patch.setenv("TRITON_INTERPRET", "1")  # Read by @triton.jit.
