@@ -2,12 +2,14 @@
 
   python -m benchmarks.card
 
-Ten minutes at most, on any NVIDIA GPU: matmuls, quantizers, attention, and one training step of a
-ViT-B/16. Prints a table and leaves card_<chip>.json: CONTRIBUTING.md says where to send it, and
-`python -m benchmarks.predict --card` reads it. Kernels are Mosaic's where they run, else Triton's;
---backend names another, and its file card_<chip>_<backend>.json.
-Each section has its part of the time and a process of its own; what fails says why in the table and
-in the file, and the rest goes on. `--tiny` runs all of it on a CPU, in sizes that mean nothing.
+Takes at most ten minutes on any NVIDIA GPU: matmuls, quantizers, attention, and a training step of
+ViT-B/16. Prints a table and writes card_<chip>.json: CONTRIBUTING.md says where to send it, and
+`python -m benchmarks.predict --card` reads it. Kernels are Mosaic's where they run, else Triton's.
+--backend selects another backend and writes card_<chip>_<backend>.json.
+
+Each section has a share of the time and its own process. If a section or a case fails, the table
+and the file give the reason, and the rest goes on. `--tiny` runs everything in tiny sizes, on a CPU
+too: a test, whose times mean nothing.
 """
 
 import argparse
@@ -24,7 +26,7 @@ from pathlib import Path
 from benchmarks.tables import CHIP, cards, last, read
 
 SHARES = {"matmul": 0.3, "quantize": 0.12, "attention": 0.13, "step": 0.45}  # Of the time.
-CASE = {  # What names a case of a section, in the result files too.
+CASE = {  # The keys that identify a case of a section, in the result files too.
   "matmul": ("m", "n", "k"),
   "quantize": ("operation", "format", "scaling", "rows", "width", "dtype"),
   "attention": ("batch", "length", "heads", "head_dim", "causal"),
@@ -85,7 +87,7 @@ def main() -> None:
 
 
 def run_section(command: list[str], seconds: float) -> dict:
-  """The rows that the section's process writes until it ends or its time does, and what failed."""
+  """Runs a section's process; returns the rows that it wrote before the end, and what failed."""
   started = time.monotonic()
   flags = os.environ.get("XLA_FLAGS", "")
   environment = os.environ | {
@@ -112,7 +114,7 @@ def run_section(command: list[str], seconds: float) -> dict:
   for line in lines:
     try:
       row = json.loads(line)
-    except json.JSONDecodeError:  # Cut off.
+    except json.JSONDecodeError:  # The end of the process cut this line off.
       continue
     if "case" in row:
       found["rows"].append(row)
@@ -134,7 +136,7 @@ def ended_with(code: int, complaint: str) -> str:
 
 
 def table(section: str, found: dict) -> list[str]:
-  """A line a case: plain JAX, sbjax and its gain here, and the same on the H200."""
+  """A line for each case: plain JAX, sbjax and its gain on this chip, then on the H200."""
   lines = [
     f"\n{section}, {UNITS[section]}",
     f"{'':34} {'plain JAX':>10} {'sbjax':>10} {'gain':>6}   {CHIP}: {'plain JAX':>10} {'sbjax':>10}"
@@ -163,7 +165,7 @@ def named(row: dict) -> str:
 
 
 def shown(section: str, row: dict) -> tuple[str, str, str]:
-  """Plain JAX's figure, ours, and how many times as fast that is; "-" for what is missing."""
+  """Plain JAX's figure, ours, and our speedup; "-" if one is missing."""
   figures = figures_of(section, row)
   plain, ours = (next((figures[n] for n in names if n in figures), None) for names in (PLAIN, OURS))
   gain = None
@@ -174,7 +176,7 @@ def shown(section: str, row: dict) -> tuple[str, str, str]:
 
 
 def figures_of(section: str, row: dict) -> dict[str, float]:
-  """By contender, in the section's unit."""
+  """The figures by contender, in the section's unit."""
   if section == "matmul":
     return row.get("tops", {})
   if section == "step":
@@ -188,7 +190,7 @@ def case(section: str, row: dict) -> tuple:
 
 
 def reference(section: str) -> dict[tuple, dict]:
-  """The H200's last row of each case: of the result files, and of cards where these have none."""
+  """The H200's last row of each case: from the result files, or from cards if they have none."""
   rows = cards(section) + (read(section) if section != "attention" else [])
   rows = [row for row in rows if row["chip"] == CHIP and all(key in row for key in CASE[section])]
   return {case(section, row): row for row in last(rows, *CASE[section])}
@@ -203,7 +205,7 @@ def in_words(device: dict) -> str:
 
 
 def slug(chip: str) -> str:
-  """a100-sxm4-80gb, of NVIDIA A100-SXM4-80GB."""
+  """The chip's name in a file name: NVIDIA A100-SXM4-80GB is a100-sxm4-80gb."""
   return re.sub(r"[^a-z0-9]+", "-", chip.removeprefix("NVIDIA ").lower()).strip("-")
 
 

@@ -1,10 +1,10 @@
-"""What benchmarks/card.py measures, a section in a process of its own.
+"""Measures one section of benchmarks/card.py.
 
   XLA_FLAGS=--xla_gpu_enable_triton_gemm=false python -m benchmarks.card_sections matmul \\
       --out rows.jsonl --seconds 100
 
-A kernel that a chip cannot run may take its process with it, so sections do not share one, and each
-row is written when it is measured. A contender that fails leaves its reason in the row's `failed`,
+A kernel that a chip cannot run may end its process, so each section has its own process, and each
+row is written as soon as it is measured. If a contender fails, the row's `failed` has the reason,
 and the others are raced without it.
 """
 
@@ -41,7 +41,7 @@ from train.step import make_init
 ROW, TENSOR = Spec(INT8, "rowwise"), Spec(INT8, "tensorwise")
 STEP_SIZE, SMALLEST_BATCH = "B/16", 8
 STEPPERS = ("flax", "switchback", "full")  # Of benchmarks/step.py.
-Cases = Iterator[tuple[str, Callable[[], dict]]]  # A case's name, and what measures it.
+Cases = Iterator[tuple[str, Callable[[], dict]]]  # A case's name, and a function to measure it.
 
 
 def main() -> None:
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def run(cases: Cases, emit, seconds: float) -> None:
-  """Emits a row a case, until there is no time for another as long as the longest."""
+  """Emits a row for each case, until the time left is shorter than the longest case took."""
   started, longest = time.monotonic(), 0.0
   for name, measure in cases:
     begun = time.monotonic()
@@ -78,14 +78,14 @@ def run(cases: Cases, emit, seconds: float) -> None:
       continue
     try:
       row = measure()
-    except Exception as error:  # Of whatever layer: the next case may do.
+    except Exception as error:  # From any layer: the next case may work.
       row = {"failed": {"case": reason(error)}}
     emit({"case": name} | row)
     longest = max(longest, time.monotonic() - begun)
 
 
 def choose_backend(name: str | None = None) -> tuple[Backend, dict[str, str]]:
-  """That of this name, or the first of Mosaic, Triton, XLA that runs; what those before it lack."""
+  """The named backend, or the first of Mosaic, Triton, XLA that runs; why earlier ones do not."""
   if name is not None:
     return get_backend(name), {}
   lacking = {}
@@ -99,7 +99,7 @@ def choose_backend(name: str | None = None) -> tuple[Backend, dict[str, str]]:
 
 def describe(device) -> dict:
   limit, said = memory_limit(device), provenance()
-  said.pop("command")  # The card has its own.
+  said.pop("command")  # The card names its own command.
   return said | {
     "compute_capability": compute_capability(device),
     "memory_gigabytes": round(limit / 1e9, 1) if limit else None,
@@ -107,14 +107,14 @@ def describe(device) -> dict:
 
 
 def memory_limit(device) -> int | None:
-  """The bytes that JAX may use of it, where that is known."""
+  """The bytes of device memory that JAX may use, or None if unknown."""
   return (device.memory_stats() or {}).get("bytes_limit")
 
 
 def timed(
   candidates: dict[str, tuple[Callable, list]], rounds: int = 5, seconds: float = 0.006
 ) -> tuple[dict[str, Contender], dict[str, str]]:
-  """Races the functions on their input sets; why those that do not run do not."""
+  """Races the functions on their input sets; also returns why those that failed did."""
   built, failed = {}, {}
   for name, (function, sets) in candidates.items():
     try:
@@ -137,7 +137,7 @@ def reason(error: Exception) -> str:
 
 
 def matmuls(ops: Backend, tiny: bool) -> Cases:
-  """Every matmul of CLIP's linear layers, by width: first at the fewer tokens."""
+  """Every matmul of CLIP's linear layers, for a few numbers of tokens and widths."""
   groups = [(64, 32)] if tiny else [(16384, 1280), (65536, 1280), (16384, 768), (16384, 4096)]
   operands = Operands(INT8, elements=2**24 if tiny else 2**29)
   for m, width in groups:
@@ -170,7 +170,7 @@ def matmul(operands: Operands, ops: Backend, m: int, n: int, k: int, tiny: bool)
 
 
 def quantizers(ops: Backend, tiny: bool) -> Cases:
-  """The activations of several widths, and a weight with both of its layouts."""
+  """Activations of several widths, and a weight in both layouts."""
   rows, widths = (64, (32,)) if tiny else (65536, (1280, 768, 4096))
   cases = [("quantize", ROW, rows, width, jnp.bfloat16, 3) for width in widths]
   cases += [("quantize", TENSOR, rows, widths[0], jnp.bfloat16, 5)]
@@ -182,7 +182,7 @@ def quantizers(ops: Backend, tiny: bool) -> Cases:
 
 
 def quantizer(ops, operation, spec, rows, width, dtype, bytes_each, tiny) -> dict:
-  """bytes_each: what an element costs at least: its reads and writes."""
+  """bytes_each: the fewest bytes that must be read and written for an element."""
   itemsize = jnp.dtype(dtype).itemsize
   count = 2 if tiny else max(2, round(400e6 / (rows * width * itemsize)))
   sets = [(jax.random.normal(jax.random.key(i), (rows, width), dtype),) for i in range(count)]
@@ -208,7 +208,7 @@ def quantizer(ops, operation, spec, rows, width, dtype, bytes_each, tiny) -> dic
 
 
 def attentions(ops: Backend, tiny: bool) -> Cases:
-  """Forward and backward, of an image tower and of a text tower."""
+  """Attention of image and text towers, forward and backward."""
   del ops
   shapes_BLHD = {"H/14 image": (64, 257, 16, 80), "B/16 image": (256, 197, 12, 64)}
   shapes_BLHD |= {"B/16 text": (256, 77, 8, 64)}
@@ -240,7 +240,7 @@ def attend(shape, causal: bool) -> dict:
 
 
 def steps(ops: Backend, tiny: bool) -> Cases:
-  """A training step, at the result files' batch or the largest of its halves that fits."""
+  """A training step at the result files' batch size, halved until it fits into memory."""
   named = None if ops.name == get_backend().name else ops.name
   size = "tiny" if tiny else STEP_SIZE
   batch_size, remat = (SMALLEST_BATCH, "none") if tiny else step.CASES[size]
@@ -254,7 +254,7 @@ def steps(ops: Backend, tiny: bool) -> Cases:
 
 
 def fitting_step(size: str, batch_size: int, remat: str, backend: str | None = None) -> dict:
-  """A step's row; where memory is too small, of half the batch."""
+  """A step's row; halves the batch while memory is too small."""
   while True:
     try:
       return train_step(size, batch_size, remat, backend)

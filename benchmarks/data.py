@@ -2,12 +2,12 @@
 
   python -m benchmarks.data [--open_clip]
 
-Two data sets: `shapes` (PNG of 48x48, to 48 pixels) and photos (JPEG of 500x375, to 224 pixels,
-made here of smooth noise). A row of results/data.jsonl for each and for each number of worker
-processes, where 0 is threads of this process. `--open_clip` adds rows of open_clip's loader of tar
-shards on the same photos, where it is installed. The contenders take turns, and the median counts.
-`images_per_cpu_second` is what one core does when it does nothing else: images over the processor
-time of all threads and processes. It is the figure to trust where others use the machine too.
+Two data sets: `shapes` (PNGs of 48x48, resized to 48 pixels) and photos (JPEGs of 500x375 made here
+from smooth noise, resized to 224 pixels). Adds a row to results/data.jsonl for each data set and
+number of worker processes; 0 uses threads of this process. `--open_clip` adds rows of open_clip's
+loader of tar shards on the same photos, if it is installed. Contenders run in turns, and medians
+are reported. `images_per_cpu_second` is the rate of one fully used core: images divided by the
+processor time of all threads and processes. Trust this figure if others use the machine too.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from train.tokenizer import make_tokenizer
 
 _RESULTS = pathlib.Path(__file__).parent / "results" / "data.jsonl"
 _PHOTOS = 512
-_SHARDS = "photos-{0..3}.tar"  # open_clip gives each worker shards of its own.
+_SHARDS = "photos-{0..3}.tar"  # Several, since open_clip does not share a shard between workers.
 
 
 def main() -> None:
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def _contenders(folder: str, options: argparse.Namespace) -> list:
-  """Pairs of what a row says and the function that measures it."""
+  """Pairs of a row's description and the function that measures it."""
   sets = {
     48: DataConfig(name="shapes", data_dir=folder),
     224: DataConfig(name="photos", data_dir=folder, root=folder, train_shards=_SHARDS),
@@ -113,7 +113,7 @@ def _measure_open_clip(shards: str, workers: int, options: argparse.Namespace) -
 
 
 def _write_photos(folder: pathlib.Path) -> None:
-  """Photos of the size that Flickr gives: 500x375, 80 kB."""
+  """Writes photos as large as Flickr's: 500x375, 80 kB."""
   rng = np.random.default_rng(0)
   for shard in range(4):
     with tarfile.open(folder / f"photos-{shard}.tar", "w") as tar:
@@ -141,7 +141,7 @@ def _circumstances() -> dict:
     "python": platform.python_version(),
     "cpu": _cpu_name(),
     "cores": os.cpu_count(),
-    "load": round(os.getloadavg()[0], 1),  # Well above `workers`: the machine was not quiet.
+    "load": round(os.getloadavg()[0], 1),  # Well above `workers`: others used the machine too.
   }
 
 

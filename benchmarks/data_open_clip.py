@@ -1,10 +1,10 @@
-"""open_clip's loader of tar shards, for benchmarks/data.py: prints its rate as JSON.
+"""Prints the rate of open_clip's loader of tar shards as JSON, for benchmarks/data.py.
 
   python -m benchmarks.data_open_clip --shards '/tmp/photos-{0..3}.tar' --workers 2
 
-The pipeline is open_clip's own (`get_wds_dataset`), with its transform of ViT-B-32 (224 pixels) and
-its tokenizer. Needs open_clip_torch, torchvision, pandas and webdataset<=0.2.86. Give at least one
-worker: in one process with the loop, torch's threads wait for each other.
+The pipeline is open_clip's own (`get_wds_dataset`), with its transform for ViT-B-32 (224 pixels)
+and its tokenizer. Needs open_clip_torch, torchvision, pandas and webdataset<=0.2.86. Use at least
+one worker: inside the process of the loop, torch's threads wait for each other.
 """
 
 import argparse
@@ -28,13 +28,13 @@ def main() -> None:
   import open_clip
   from open_clip_train.data import get_wds_dataset
 
-  warm_up = 2 * max(1, options.workers) + 2  # DataLoader makes two batches ahead in each worker.
+  warm_up = 2 * max(1, options.workers) + 2  # DataLoader prefetches two batches in each worker.
   samples = (warm_up + options.batches + 2 * max(1, options.workers)) * options.batch_size
   args = argparse.Namespace(
     train_data=options.shards,
     train_num_samples=samples,
     train_data_upsampling_factors=None,
-    dataset_resampled=True,  # Shards without end
+    dataset_resampled=True,  # Repeats shards without end.
     seed=0,
     batch_size=options.batch_size,
     workers=options.workers,
@@ -50,13 +50,15 @@ def main() -> None:
   print(json.dumps({**result, "versions": versions}))
 
 
-_DECLARED = []  # Operators stay declared as long as their library object lives.
+_DECLARED = []  # Keeps libraries alive: their operators are declared only that long.
 
 
 def import_torchvision() -> None:
-  """PyPI's torchvision, built against a CUDA torch, does not import beside a CPU torch: its
-  operators fail to load, and it then describes two that are not there. open_clip needs neither,
-  so declaring them is enough."""
+  """Imports torchvision, even a CUDA build beside a CPU build of torch.
+
+  PyPI's torchvision is such a build. Its operators then fail to load, and its import fails because
+  it refers to two of them. open_clip needs neither, so declaring them is enough.
+  """
   import torch
 
   try:

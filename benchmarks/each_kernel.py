@@ -3,8 +3,8 @@
   XLA_PYTHON_CLIENT_ALLOCATOR=platform XLA_FLAGS=--xla_gpu_enable_command_buffer= \\
       compute-sanitizer --tool memcheck --target-processes all python -m benchmarks.each_kernel
 
-The allocator gives each array memory of its own, so that the checker sees an access beyond it. The
-checker crashes in CUDA graphs, which XLA calls command buffers.
+This allocator gives each array its own memory, so that the checker detects accesses beyond an
+array. The checker crashes in CUDA graphs, which XLA calls command buffers.
 """
 
 import functools
@@ -32,11 +32,11 @@ def main() -> None:
 
 
 def tile_configs(name: str, dtype):
-  """`accumulate`, and a product in every tile config of the table."""
+  """Runs `accumulate`, and `scaled_matmul` in every tile config of the table."""
   if name == "mosaic":
     from sbjax.pallas import scaled_matmul_sm90 as product
 
-    # With few SMs each has several blocks.
+    # With few SMs, each SM computes several blocks.
     options = [{"config": config, "num_sms": 4} for config in product.tile_configs()]
   else:
     from sbjax.pallas import scaled_matmul_triton as product
@@ -53,7 +53,7 @@ def tile_configs(name: str, dtype):
 
 
 def matmuls(ops: Backend, dtype):
-  """The quantizers, and products with either scaling of w, with and without bias and residual."""
+  """Runs the quantizers, and matmuls for both scalings of w, also with bias and residual."""
   x = jax.random.normal(jax.random.key(0), (333, 464), jnp.bfloat16)
   w = jax.random.normal(jax.random.key(1), (464, 208))
   row, tensor = Spec(dtype, "rowwise"), Spec(dtype, "tensorwise")
@@ -65,7 +65,7 @@ def matmuls(ops: Backend, dtype):
 
 
 def row_operations(ops: Backend, dtype):
-  """Layer norm, GELU, their gradients, and sums over rows."""
+  """Runs layer norm, GELU, their gradients, and sums over rows."""
   spec, norm = Spec(dtype, "rowwise"), LayerNormParams(jnp.ones(464), jnp.zeros(464))
   x, dy, dx = (jax.random.normal(key, (333, 464), jnp.bfloat16)
                for key in jax.random.split(jax.random.key(2), 3))  # fmt: skip

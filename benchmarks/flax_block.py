@@ -1,8 +1,9 @@
 """The baseline of the step benchmarks: a transformer block of plain Flax layers.
 
-Its parameters are those of sbjax.models.transformer.Block. Layer norm, GELU and the residual
-connections are Flax's and XLA's own, each rounded to the compute dtype; linear layers follow the
-recipe, quantized one by one. `CLIP(config, options, block=FlaxBlock)`.
+It has the parameters of sbjax.models.transformer.Block. Layer norm, GELU and residual connections
+are not fused with the linear layers, and each rounds its result to the compute dtype. Each linear
+layer quantizes its operands by itself, as its recipe says. Usage: `CLIP(config, options,
+block=FlaxBlock)`.
 """
 
 import flax.linen as nn

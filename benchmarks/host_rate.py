@@ -1,4 +1,4 @@
-"""Images a second and a CPU-second of a loader, with all its threads and processes."""
+"""The rate of a data loader in images a second and images a CPU-second."""
 
 import multiprocessing
 import os
@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 
 def rate(take: Callable, images: int, warm_up: int, batches: int) -> dict:
-  """Calls `take` for `batches` batches of `images`, after `warm_up` that are not timed.
+  """Times `batches` calls of `take`, which makes `images` each, after `warm_up` untimed calls.
 
-  `images_per_cpu_second` says what a core does that does nothing else. Other programs on the
-  machine change it little; `images_per_second` is theirs as well.
+  `images_per_cpu_second` is the rate of one fully used core, counting all threads and processes.
+  Other programs on the machine change it little, but they slow down `images_per_second`.
   """
   began = time.perf_counter()
-  for _ in range(warm_up):  # What was made while processes started
+  for _ in range(warm_up):  # Takes the batches that were made while processes started.
     take()
   started, cpu = time.perf_counter(), _cpu_seconds()
   for _ in range(batches):

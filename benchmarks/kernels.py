@@ -1,4 +1,4 @@
-"""Where the time on a GPU goes: every kernel of a compiled function, and what it is for."""
+"""Profiles a compiled function on a GPU: the time of each kernel, by groups of purpose."""
 
 import re
 import statistics
@@ -12,7 +12,7 @@ import jax
 
 from benchmarks.timing import Contender
 
-# The first that matches a kernel's name, or where XLA says that its operation comes from.
+# A kernel belongs to the first group whose pattern matches its name or its operation's origin.
 GROUPS = {
   "between GPUs": r"nccl",
   "attention": r"sdpa|fmha|flash|cudnn",
@@ -34,17 +34,17 @@ class Kernel(NamedTuple):
 
 
 def kernels(function: Callable[[], object]) -> list[Kernel]:
-  """What ran on the first GPU while `function` was called, in its order; compile it before."""
+  """The kernels that run on the first GPU in a call of `function`, in order; compile it before."""
   with tempfile.TemporaryDirectory() as folder:
     with jax.profiler.trace(folder):
       jax.block_until_ready(function())
     (path,) = Path(folder).rglob("*.xplane.pb")
     planes = jax.profiler.ProfileData.from_file(str(path)).planes
-    found = []
+    listed = []
     for plane in planes:
       for line in plane.lines if plane.name.startswith("/device:GPU:0") else ():
         if line.name.startswith("Stream"):
-          found += [
+          listed += [
             Kernel(
               event.name,
               str(dict(event.stats).get("hlo_op", "")),
@@ -53,11 +53,11 @@ def kernels(function: Callable[[], object]) -> list[Kernel]:
             )
             for event in line.events
           ]
-    return sorted(found, key=lambda kernel: kernel.start)
+    return sorted(listed, key=lambda kernel: kernel.start)
 
 
 def kernel_seconds(one: Contender, *, calls: int = 10, ignored: str | None = None) -> float:
-  """What the kernels of a piece of its work take, but for those whose name has `ignored` in it."""
+  """The kernels' time for one input set, without kernels whose names match `ignored`."""
   jax.block_until_ready(one.call(one.sets))
   listed = kernels(lambda: [one.call(one.sets) for _ in range(calls)])
   counted = [k.milliseconds for k in listed if not (ignored and re.search(ignored, k.name))]
@@ -65,13 +65,13 @@ def kernel_seconds(one: Contender, *, calls: int = 10, ignored: str | None = Non
 
 
 def kernel_race(contenders: Sequence[Contender]) -> list[float]:
-  """`kernel_seconds` of each, for what takes microseconds: medians of five, taken in turns."""
+  """`kernel_seconds` of each, for work of microseconds: medians of five, measured in turns."""
   rounds = [[kernel_seconds(one, calls=2) for one in contenders] for _ in range(5)]
   return [statistics.median(times) for times in zip(*rounds, strict=True)]
 
 
 def idle(found: list[Kernel]) -> float:
-  """Milliseconds between the first and the last of them in which none runs."""
+  """Milliseconds between the first and the last kernel during which none runs."""
   total, end = 0.0, found[0].start
   for kernel in found:
     total += max(0.0, kernel.start - end)
@@ -80,12 +80,12 @@ def idle(found: list[Kernel]) -> float:
 
 
 def exposed(found: list[Kernel], pattern: str) -> float:
-  """Milliseconds in which kernels of that name run and no others do."""
+  """Milliseconds during which only kernels run whose names match `pattern`."""
   return idle([k for k in found if not re.search(pattern, k.name)]) - idle(found)
 
 
 def grouped(found: list[Kernel], origins: dict[str, str]) -> dict[str, float]:
-  """Milliseconds by group, for the kernels of a program with these `origins_of` its operations."""
+  """Milliseconds by group; `origins` are `origins_of` the compiled program."""
   times = defaultdict(float)
   for kernel in found:
     described = f"{kernel.name} {origins.get(kernel.operation, '')}"
@@ -95,11 +95,11 @@ def grouped(found: list[Kernel], origins: dict[str, str]) -> dict[str, float]:
 
 
 def origins_of(hlo: str) -> dict[str, str]:
-  """Where XLA says its operations come from: {operation: path of functions and modules}."""
-  found = {}
-  for line in hlo.splitlines():  # Some are megabytes long: they hold a kernel.
+  """The origins of a program's operations by XLA: {operation: path of functions and modules}."""
+  origins = {}
+  for line in hlo.splitlines():  # Not a regular expression: a line with a kernel has megabytes.
     name, equals, rest = line.partition(" = ")
     start = rest.rfind('op_name="') + len('op_name="')
     if equals and start >= len('op_name="'):
-      found[name.split()[-1].lstrip("%")] = rest[start : rest.index('"', start)]
-  return found
+      origins[name.split()[-1].lstrip("%")] = rest[start : rest.index('"', start)]
+  return origins

@@ -2,12 +2,12 @@
 
   XLA_FLAGS=--xla_gpu_enable_triton_gemm=false python -m benchmarks.linear
 
-Forward, input gradient and weight gradient of fc1 [dim, 4 dim] and fc2 [4 dim, dim] with every
-quantize, under one jit, as in figures 3, 4 (left) and 12 of Wortsman et al. 2023. Activations are
-bfloat16, weights float32 for every recipe, and nothing stands between the layers. The whole is
-timed by the clock; what each kernel in it takes, by JAX's profiler; and each operation of `full`
-and `switchback` once more by itself, for both layers together. There is one input set, where it is
-several times what the chip's cache holds; of weights by themselves there are four. Adds a line a
+Times forward, input gradient and weight gradient of fc1 [dim, 4 dim] and fc2 [4 dim, dim], with
+quantization, under one jit, as in figures 3, 4 (left) and 12 of Wortsman et al. 2023. Activations
+are bfloat16, weights are float32 for every recipe, and there is no activation function between the
+layers. The clock times the whole, and JAX's profiler each of its kernels. Each operation of `full`
+and `switchback` is also timed by itself, for both layers together. One input set is several times
+as large as the chip's cache; operations on weights have four sets. Adds a line for each
 (tokens, dim).
 """
 
@@ -29,7 +29,7 @@ from sbjax.split_k_matmul import split_k_matmul
 
 RECIPES = ("full", "switchback", "switchback_m", "switchback_q", "fp8_switchback")
 ROW, TENSOR = Spec(INT8, "rowwise"), Spec(INT8, "tensorwise")
-OPERATIONS = {  # Of a layer, as `full` and `switchback` have them.
+OPERATIONS = {  # The operations of a linear layer in `full` and `switchback`.
   "quantize x": lambda ops, a: ops.quantize(a.x, ROW),
   "quantize dy": lambda ops, a: ops.quantize(a.dy, ROW),
   "quantize w.T": lambda ops, a: ops.quantize_transposed(a.w, TENSOR),
@@ -42,12 +42,12 @@ OPERATIONS = {  # Of a layer, as `full` and `switchback` have them.
   "x.T dy": lambda ops, a: split_k_matmul(a.x, a.dy, a.w.dtype),
 }
 OF_W = ("quantize w.T", "quantize w", "cast w")
-# A weight gradient's parts are summed in a kernel of XLA's (sbjax/split_k_matmul.py).
+# A kernel of XLA's sums the parts of a split-K weight gradient (sbjax/split_k_matmul.py).
 MATMULS = f"{GROUPS['8-bit matmuls']}|{GROUPS['16-bit matmuls']}|^loop_reduce_fusion"
 
 
 class Layer(NamedTuple):
-  """What a linear layer's operations take: x [M, K], w [K, N] and dy [M, N], and made of those."""
+  """The operands of a linear layer's operations: x [M, K], w [K, N] and dy [M, N], also rounded."""
 
   x: jax.Array
   w: jax.Array
@@ -99,7 +99,7 @@ def measure(tokens: int, dim: int) -> dict:
 
 
 def by_itself(x, w1, w2, dy) -> dict[str, float]:
-  """Milliseconds of each operation, of fc1 and fc2 together: medians of three, taken in turns."""
+  """Milliseconds of each operation for fc1 and fc2 together: medians of three, in turns."""
   ops = get_backend(None)
   between = jax.random.normal(jax.random.key(0), (len(x), w1.shape[1]), x.dtype)
   layers = [layer(ops, x, w1, between), layer(ops, between, w2, dy)]
@@ -111,7 +111,7 @@ def by_itself(x, w1, w2, dy) -> dict[str, float]:
     )
     for name, run in OPERATIONS.items()
   }
-  race(list(contenders.values()), rounds=1, seconds=0.01)  # For how long one takes.
+  race(list(contenders.values()), rounds=1, seconds=0.01)  # `profile` needs a first estimate.
   rounds = [
     {
       name: sum(time for _, time in profile(one, seconds=0.03)) / len(one.sets)
@@ -133,7 +133,7 @@ def layer(ops, x, w, dy) -> Layer:
 
 
 def whole(recipe: str):
-  """dx, dw1 and dw2 of two layers, and y."""
+  """A function that returns y, dx, dw1 and dw2 of two layers."""
 
   def run(x, w1, w2, dy):
     def layers(x, w1, w2):
@@ -146,9 +146,9 @@ def whole(recipe: str):
 
 
 def profile(one: Contender, calls: int = 5, seconds: float = 0.2) -> list[tuple[str, float]]:
-  """Name and milliseconds of every kernel of a call, in their order: means over some calls.
+  """Name and milliseconds of every kernel of a call, in order: means over `calls` calls.
 
-  These come after `seconds` of the same work, so that the chip's clock is what it is in a race.
+  Runs the same work for `seconds` before, so that the chip's clock is the same as in a race.
   """
   before = int(seconds / (one.seconds * len(one.sets)))
 
@@ -164,10 +164,10 @@ def profile(one: Contender, calls: int = 5, seconds: float = 0.2) -> list[tuple[
   return [(k.name[:60], round(t, 4)) for k, t in zip(listed[:each], times, strict=True)]
 
 
-def share_of_quantizing(found) -> float:
-  """What all kernels but the matmuls take, of the whole: what a recipe's rounding costs."""
-  matmul = sum(time for name, time in found if re.search(MATMULS, name))
-  return round(1 - matmul / sum(time for _, time in found), 4)
+def share_of_quantizing(listed) -> float:
+  """The part of the time in kernels that are no matmuls: the cost of a recipe's rounding."""
+  matmul = sum(time for name, time in listed if re.search(MATMULS, name))
+  return round(1 - matmul / sum(time for _, time in listed), 4)
 
 
 if __name__ == "__main__":

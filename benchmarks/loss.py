@@ -2,9 +2,9 @@
 
   XLA_FLAGS=--xla_gpu_enable_triton_gemm=false python -m benchmarks.loss [--devices 2]
 
-Forward and backward, in tiles (train/tiled_loss.py) with two kinds of products, and plainly
-(train/loss.py), with the logits [B, B] in memory and products in float32. Adds lines to the
-results: one of the errors beside float64 at a batch of 2,048, and one for each batch and width.
+Times forward and backward in tiles (train/tiled_loss.py), with two kinds of products, and plain
+(train/loss.py), with the logits [B, B] in memory and products in float32. Adds a line to the
+results with the errors relative to float64 at a batch of 2,048, and one for each batch and width.
 """
 
 import argparse
@@ -21,13 +21,13 @@ from train import tiled_loss
 from train.loss import siglip, softmax_contrastive
 from train.tiled_loss import tiled_siglip, tiled_softmax
 
-LOSSES = {  # The plain one, the one in tiles, scale and bias as in training.
+LOSSES = {  # name: (plain loss, tiled loss, (scale, bias))
   "softmax": (softmax_contrastive, tiled_softmax, (100.0,)),
   "siglip": (siglip, tiled_siglip, (100.0, -20.0)),
 }
 CONTENDERS = {"tiled, float16": "float16", "tiled, bfloat16": "bfloat16", "plain": None}
-SMALL = 2048  # The batch of the errors.
-# What an H200 multiplies at: dense, NVIDIA's sheet.
+SMALL = 2048  # The batch size at which errors are measured.
+# Dense 16-bit operations a second, from NVIDIA's data sheet.
 PEAK = {"NVIDIA H200": 989.4e12}
 
 
@@ -61,7 +61,7 @@ def with_gradients(name: str, mesh: Mesh, contender: str):
   """A function of features and scalars: ((loss, metrics), gradients), ready for jit."""
   plain, tiled, scalars = LOSSES[name]
   numbers, products = tuple(range(2 + len(scalars))), CONTENDERS[contender]
-  if products is None:  # On several devices XLA gathers for it.
+  if products is None:  # On several devices XLA inserts the gather.
     return jax.value_and_grad(plain, numbers, has_aux=True)
   axes = ("data",) if mesh.size > 1 else ()
   function = functools.partial(tiled, products=products, axes=axes)
@@ -119,7 +119,7 @@ def measure(name: str, mesh: Mesh, batch: int, width: int, names: list[str], rou
 
 
 def errors(name: str, mesh: Mesh, batch: int, width: int, names: list[str]) -> dict:
-  """Relative to float64, of the loss, and of each gradient in its norm."""
+  """The relative error of the loss, and of each gradient by norm, against float64."""
   arguments = draw(name, mesh, batch, width)
   loss, gradients = in_float64(name, *(np.asarray(x) for x in arguments))
   found = {}
@@ -157,7 +157,7 @@ def draw(name: str, mesh: Mesh, batch: int, width: int):
 
 
 def in_float64(name: str, image, text, scale, bias=0.0):
-  """Loss and gradients by their formulas."""
+  """The loss and its gradients in float64, by their formulas."""
   image, text, scale, bias = (np.float64(x) for x in (image, text, scale, bias))
   products, own = image @ text.T, np.eye(len(image))
   logits = scale * products + bias

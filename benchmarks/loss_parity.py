@@ -1,13 +1,13 @@
-"""Does int8 train like 16 bits? The same steps under several recipes, losses side by side.
+"""Does int8 train like 16 bits? Compares the losses of the same steps under several recipes.
 
   python -m benchmarks.loss_parity --config=configs/clip_vit_b16.py --config.data.root=shards \\
       --workdir=runs/parity
 
-For each seed every variant starts from the same parameters and sees the same batches, crops and
-dropped patches; another seed has other parameters and another order of the batches. A variant is a
-recipe, named in sbjax.RECIPES, or a recipe and "unfused": benchmarks/flax_block.py. Writes
-one line a variant to benchmarks/results/loss_parity.jsonl, and prints what can be compared: how far
-the last losses of a variant are from the first variant's, and how far apart the seeds are.
+For each seed, all variants start from the same parameters and see the same batches, crops and
+dropped patches. Another seed has other parameters and another order of batches. A variant is a
+recipe of sbjax.RECIPES, or a recipe and "unfused", which uses benchmarks/flax_block.py. Adds a line
+for each variant to benchmarks/results/loss_parity.jsonl. Prints the difference between the last
+losses of each variant and of the first, and the standard deviation over seeds.
 """
 
 import dataclasses
@@ -65,13 +65,13 @@ def run_of(config: Config, variant: str, workdir: Path) -> Run:
 
 
 def draw(run: Run) -> list:
-  """The batches of all steps, in the memory of this machine."""
+  """The batches of all steps, in host memory."""
   iterator = data.train_iterator(run.config, run.builder, run.tokenizer, **run.task.example_sizes)
   return [next(iterator) for _ in range(_STEPS.value)]
 
 
 def measure(run: Run, variant: str, batches: list, states: dict) -> dict:
-  """The losses of the first steps from each seed, whose first state is kept in `states`."""
+  """The losses of a variant for each seed. `states` caches the initial state of each seed."""
   config, sharding = run.config, batch_sharding(run.mesh)
   step, losses, gradient_norms, seconds = jit_train_step(run), [], [], []
   for seed in range(_SEEDS.value):
@@ -111,7 +111,7 @@ def measure(run: Run, variant: str, batches: list, states: dict) -> dict:
 
 
 def compare(row: dict, base: dict) -> dict:
-  """What the curves have in common: means of their last quarters, and the distance between."""
+  """The means of the losses' last quarters, and their differences from those of `base`."""
   quarter = max(1, len(row["losses"][0]) // 4)
   last, others = (np.mean([one[-quarter:] for one in r["losses"]], axis=1) for r in (row, base))
   return {

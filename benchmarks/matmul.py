@@ -1,14 +1,14 @@
-"""Is the 8-bit matmul faster than XLA's, and how near to what the chip can do?
+"""Is the 8-bit matmul faster than XLA's, and how near is it to the chip's peak?
 
   XLA_FLAGS=--xla_gpu_enable_triton_gemm=false python -m benchmarks.matmul
 
-Every forward and dgrad matmul of CLIP's linear layers, with the scales in the time. `xla_int8` is
-the definition compiled by XLA with cuBLAS for the product. `xla_int8_triton` is XLA's own Triton
-kernel, autotuned, with the scales in a form that XLA puts into it (slow to compile, so
---triton_gemm asks for it; with small tiles it may be wrong, so its error is noted). The results are
-compared with xla_int8's, bit for bit, and in fp8 with a float32 product (`fp8_error`: a tensor core
-keeps fewer bits of a sum). Of small ones a line has the kernels' own time too: a few microseconds,
-of which a launch takes as many. Adds a line a shape to the results file.
+Times every forward and dgrad matmul of CLIP's linear layers, including the scales. `xla_int8` is
+the definition, compiled by XLA with cuBLAS for the product. `xla_int8_triton` is XLA's own Triton
+kernel, autotuned, with the scales in a form that XLA fuses. It is slow to compile, so it needs
+--triton_gemm. With small tiles it may be wrong, so its error is recorded. Our int8 results are
+compared with xla_int8's bit for bit, and our fp8 results with a float32 product (`fp8_error`),
+since a tensor core keeps fewer bits of a sum. Small matmuls take a few microseconds, as long as a
+launch, so their lines also have the kernels' own time. Adds a line for each shape to the results.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def main() -> None:
       rows.append(row)
       append(args.out, [row | provenance()])
       rates = "  ".join(f"{name} {rate:.0f}" for name, rate in row["tops"].items())
-      # What a tensor core cuts off of K random products adds up as the root of K.
+      # Truncation errors of a tensor core over K random products grow with the root of K.
       is_near = row["fp8_error"] <= 2**-7 * max(1, (k / 4096) ** 0.5)
       equal = "equal" if row["equal_to_xla_int8"] and is_near else "NOT EQUAL"
       print(f"{m:6} x {n:5} x {k:5} {layer:15} {rates}  {equal}", flush=True)
@@ -98,7 +98,7 @@ def bf16_matmul(lhs, rhs):
 
 
 def fusible_int8_matmul(lhs, rhs):
-  """The scales one after the other: XLA fuses that with its Triton product, not their product."""
+  """Multiplies by one scale after the other: XLA's Triton kernel fuses this, not their product."""
   total = jax.lax.dot_general(
     lhs.values, rhs.values, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32
   )
@@ -106,7 +106,7 @@ def fusible_int8_matmul(lhs, rhs):
 
 
 def error(y, lhs, rhs, rows: int = 256) -> float:
-  """The largest of the first rows, as a part of their largest value; 2^-9 is bfloat16's."""
+  """The largest error in the first rows, relative to their largest value; bfloat16's is 2^-9."""
 
   @jax.jit
   def largest(y, lhs, rhs):

@@ -1,14 +1,14 @@
-"""Does a run on several GPUs, in one process or in several, learn what it learns on one?
+"""Does a run on several GPUs, in one process or in several, have the losses of a run on one?
 
   python -m benchmarks.meshes --ways 1x1 2x1 1x2 2x1:2 1x2:2
   python -m benchmarks.meshes --ways 1x1 2x1 1x2 -- --config=configs/flickr8k_gpu.py \\
       --config.data.root=path/to/flickr8k --config.steps=50 --config.log_every=1
 
-Trains each way, DATAxFSDP[:PROCESSES], one after the other, and compares the losses that are logged
-with the first way's. What stands behind `--` are flags of train.main; without them it is the
-quickstart's tiny CLIP at 32 pixels for 20 steps. --platform=cpu runs anywhere, slowly. Exits with 1
-where losses differ by more than a hundredth: sums in another order turn some roundings the other
-way. Adds a line to results/scaling.jsonl.
+Trains each of the --ways, DATAxFSDP[:PROCESSES], one after the other, and compares their logged
+losses with those of the first. Flags after `--` go to train.main; the default is the quickstart's
+tiny CLIP at 32 pixels for 20 steps. --platform=cpu runs anywhere, slowly. Exits with 1 if losses
+differ by more than a hundredth; smaller differences are expected, since sums in another order
+change some roundings. Adds a line to results/scaling.jsonl.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def way(text: str) -> tuple[str, int, int, int]:
-  """Its name, and the sizes: data, fsdp, processes."""
+  """Parses DATAxFSDP[:PROCESSES] into (text, data, fsdp, processes)."""
   match = re.fullmatch(r"(\d+)x(\d+)(?::(\d+))?", text)
   if not match:
     raise argparse.ArgumentTypeError(f"{text!r} must be DATAxFSDP or DATAxFSDP:PROCESSES.")
@@ -80,7 +80,7 @@ def way(text: str) -> tuple[str, int, int, int]:
 
 
 def largest_difference(losses: list[float], expected: list[float]) -> float:
-  """Relative, of losses of the same steps."""
+  """The largest relative difference between the losses of the same steps."""
   return max(abs(a - b) / b for a, b in zip(losses, expected, strict=True))
 
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from sbjax.quantize import Quantized, Spec
 
 WIDTHS = (768, 1024, 1280, 1664, 4096)
-# As lhs [tokens, K] with rhs [N, K]: forward, then the same layer's input gradient.
+# (N, K) of each layer's forward matmul, lhs [tokens, K] with rhs [N, K]. Its dgrad has (K, N).
 LAYERS = {
   "qkv": lambda width: (3 * width, width),
   "out": lambda width: (width, width),
@@ -17,18 +17,18 @@ DISTRIBUTION = "8-bit values of a normal distribution, standard deviation 30 of 
 
 
 def shapes(widths=WIDTHS) -> dict[tuple[int, int], str]:
-  """(N, K) of every forward and dgrad matmul, with the first layer's name that has it."""
-  found = {}
+  """(N, K) of every forward and dgrad matmul, with the name of the first layer that has it."""
+  names = {}
   for width in widths:
     for layer, of in LAYERS.items():
       n, k = of(width)
-      found.setdefault((n, k), f"{layer} {width}")
-      found.setdefault((k, n), f"{layer} dgrad {width}")
-  return found
+      names.setdefault((n, k), f"{layer} {width}")
+      names.setdefault((k, n), f"{layer} dgrad {width}")
+  return names
 
 
 class Operands:
-  """Draws once, then cuts operands out of that: a new shape costs no new random numbers."""
+  """Draws values once and slices all operands from them, so a new shape needs no new draw."""
 
   def __init__(self, dtype, elements: int = 2**31 + 2**28):
     @jax.jit
@@ -38,12 +38,12 @@ class Operands:
     self._values = jnp.concatenate([draw(jax.random.key(i)) for i in range(elements // 2**24)])
 
   def sets(self, m: int, n: int, k: int, megabytes: int = 200):
-    """Two input sets or more, of so many megabytes with their results: row-wise lhs, one scale."""
+    """At least two sets (rowwise lhs, tensorwise rhs), with their results of about `megabytes`."""
     count = max(2, round(megabytes * 1e6 / (m * k + n * k + 2 * m * n)))
     return [self._one(i, m, n, k) for i in range(count)]
 
   def _one(self, i, m, n, k):
-    # An odd number of values apart, as K is even: else rows of one would be rows of the other.
+    # The starts differ by an odd number. K is even, so lhs and rhs have no rows in common.
     starts = [(i * 2**22 + j * (2**21 + 1)) % (self._values.size - size)
               for j, size in enumerate((m * k, n * k))]  # fmt: skip
     lhs, rhs = (
@@ -58,5 +58,5 @@ class Operands:
 
 
 def tops(m: int, n: int, k: int, seconds: float) -> float:
-  """10^12 operations a second, two for each product."""
+  """10^12 operations a second; a multiply-add counts as two."""
   return 2 * m * n * k / seconds / 1e12

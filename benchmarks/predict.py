@@ -1,4 +1,4 @@
-"""Will my model gain? What 8 bits are expected to give at a width and a number of tokens.
+"""Will my model gain? Predicts the speedup of 8 bits at a width and a number of tokens.
 
   python -m benchmarks.predict --width 1280 --tokens 65536 --chip "NVIDIA H200"
   python -m benchmarks.predict --width 1024 --tokens 32768 --card card_l40.json
@@ -6,20 +6,20 @@
 
 The gain of recipe `switchback` over bfloat16, from the result files:
 
-- a linear layer [width, mlp_ratio * width] with its gradients: a sum of kernels that were measured
-  one by one, in matmul.jsonl and quantize.jsonl. The weight gradient is not there: it is taken to
-  last as long as the mean of the two other products in bfloat16.
-- an MLP's two linear layers: linear.jsonl, measured whole at mlp_ratio 4. Another ratio changes it
-  as it changes the sum of kernels.
-- a whole step: step.jsonl, by the image tower's width and tokens a batch, over plain Flax. With few
-  sizes of a chip: the nearest, changed as the H200's changes from there.
+- A linear layer [width, mlp_ratio * width] with its gradients: a sum of kernels that were measured
+  one by one, in matmul.jsonl and quantize.jsonl. They lack the weight gradient; its time is assumed
+  to be the mean of the other two products in bfloat16.
+- An MLP's two linear layers: linear.jsonl, measured as a whole at mlp_ratio 4. For another ratio,
+  the gain is multiplied by the ratio of the two sums of kernels.
+- A whole step: step.jsonl, by the image tower's width and tokens a batch, over plain Flax. If few
+  sizes were measured on a chip: the nearest one's gain, scaled as the H200's gain changes.
 
-A measured size gives the measured figure. Between sizes it is interpolated, in the logarithms of
-sizes and gains, so it is between its neighbours. Beyond them it is the nearest's, without bounds.
-Bounds are the largest error that `--check` finds by predicting what was measured: of the H200's
-five steps, each from the other four, 3.7% (2.4% in the mean); of its twelve MLPs, each from the
-others, 4.4% (2.2%); of the same, each as a sum of kernels, 7.1% (2.4%), which bounds such sums on
-other chips too, where nothing checked them. Other models than CLIP, and other recipes, may differ.
+A measured size has its measured gain. Between sizes the gain is interpolated, in the logarithms of
+sizes and gains. Outside them it is the nearest size's gain, without bounds. Bounds are the largest
+error that `--check` finds when it predicts measured gains: for the H200's five steps, each from the
+other four, 3.7% (2.4% in the mean); for its twelve MLPs, each from the others, 4.4% (2.2%); for the
+same MLPs, each as a sum of kernels, 7.1% (2.4%). The last also bounds sums of kernels on other
+chips, where it was not checked. Models other than CLIP, and other recipes, may differ.
 """
 
 import argparse
@@ -33,13 +33,13 @@ from benchmarks.tables import CHIP, card_rows, last, read
 from sbjax.models.sizes import SIZES
 
 BASES, OURS = ("flax", "flax_loop"), ("switchback", "switchback_loop")
-Points = dict[tuple, float]  # What was measured, by sizes.
+Points = dict[tuple, float]  # Measured figures by sizes.
 
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
   gain: float
-  error: float | None  # A part of the gain; 0 where it was measured, None where nothing bounds it.
+  error: float | None  # Relative to the gain; 0 if measured, None if there is no bound.
   how: str
 
   def __str__(self):
@@ -50,11 +50,11 @@ class Estimate:
 
 
 class Chip:
-  """What was measured of a chip: rows of the result files, or of a card."""
+  """A chip's measurements, from rows of the result files or of a card."""
 
   def __init__(self, name: str, rows: Callable[[str], list[dict]]):
     def of_chip(section, *keys):
-      # A case that failed on a card has a reason, and no sizes.
+      # On a card, a failed case has a reason instead of sizes.
       there = [row for row in rows(section) if row["chip"] == name and set(keys) <= set(row)]
       return last(there, *keys)
 
@@ -80,7 +80,7 @@ class Chip:
       for row in of_chip("linear", "dim", "tokens")
     }
     self.steps, self.models = {}, {}
-    for row in rows("step"):  # The last of a size counts.
+    for row in rows("step"):  # The last row of a size counts.
       if row["chip"] == name and (gain := gain_of_step(row)):
         vision = SIZES[row["size"]].vision
         at = (vision.width, row["batch_size"] * (vision.patches + 1))
@@ -135,7 +135,7 @@ def predict(
 
 
 def weights(points: Points, at: tuple) -> dict[tuple, float]:
-  """The measured points around `at` and the part of each, an axis after the other."""
+  """The measured points around `at` and their interpolation weights, one axis after another."""
   if not at:
     return {(): 1.0}
   values = sorted({point[0] for point in points})
@@ -159,13 +159,13 @@ def interpolate(points: Points, at: tuple) -> float:
 
 
 def is_inside(points: Points, at: tuple) -> bool:
-  """Whether each size is between the smallest and the largest that was measured."""
+  """Whether each size is between the smallest and the largest measured size."""
   axes = list(zip(*points, strict=True))
   return all(min(axis) <= size <= max(axis) for axis, size in zip(axes, at, strict=True))
 
 
 def is_between(points: Points, at: tuple) -> bool:
-  """Whether the sizes of the points around `at` are so on both of its sides: none was clamped."""
+  """Whether the points around `at` enclose it in every size, so that no size was clamped."""
   around = weights(points, at).items()
   return all(
     math.isclose(math.log(size), sum(w * math.log(p[i]) for p, w in around), abs_tol=1e-9)
@@ -183,7 +183,7 @@ def short(size: float) -> str:
 
 
 def estimate(points: Points, at: tuple, names: tuple[str, ...], error: float | None) -> Estimate:
-  """The measured gain, one between its neighbours, or the nearest with a word that it is that."""
+  """The gain at `at`: measured, interpolated, or that of the nearest size, as `how` says."""
   gain = interpolate(points, at)
   if at in points:
     return Estimate(gain, 0.0, "measured")
@@ -230,7 +230,7 @@ def of_mlp(chip: Chip, h200: Chip, width: int, tokens: int, mlp_ratio: float) ->
 
 
 def of_layers(chip: Chip, h200: Chip, tokens: int, layers) -> Estimate | None:
-  """For linear layers [K, N]: the time of their kernels in bfloat16 over that in `switchback`."""
+  """For linear layers [K, N]: their kernels' time in bfloat16 over the time in `switchback`."""
   points = chip.products["xla_bf16"]
   if not points:
     return None
@@ -250,12 +250,12 @@ def of_layers(chip: Chip, h200: Chip, tokens: int, layers) -> Estimate | None:
 
 
 def place(m: int, n: int, k: int) -> tuple:
-  """Where a product is among the measured: its N / K, the smaller of both, and its rows."""
+  """A matmul's coordinates for interpolation: N / K, the smaller of N and K, and its rows."""
   return n / k, min(n, k), m
 
 
 def products_of(tokens: int, layers) -> list[tuple]:
-  """The places of the forward products and of the input gradients' among the measured."""
+  """The coordinates (`place`) of the forward matmuls and of the input gradients'."""
   return [at for k, n in layers for at in (place(tokens, n, k), place(tokens, k, n))]
 
 
@@ -272,7 +272,8 @@ def sum_of_kernels(chip: Chip, tokens: int, layers) -> float:
         full += sum(pair) + sum(pair) / 2
         ours += sum(pair) / 2  # The weight gradient, in both.
     if chip.quantizers:
-      # Read in 16 bits and written in 8: x and dy; w is float32, in two layouts, or cast once.
+      # x and dy are read in 16 bits and written in 8. w is float32: quantized to two layouts in
+      # `switchback`, cast once in bfloat16.
       ours += sum(
         3e-12 * tokens * width / interpolate(chip.quantizers, (width,)) for width in (k, n)
       )
@@ -282,7 +283,7 @@ def sum_of_kernels(chip: Chip, tokens: int, layers) -> float:
 
 
 def check_steps(chip: Chip) -> dict[tuple, tuple[float, float]]:
-  """Each measured step's gain, and the one predicted from the other sizes."""
+  """Each measured step's gain, and its prediction from the other sizes."""
   return leave_one_out(chip.steps)
 
 
@@ -298,7 +299,7 @@ def leave_one_out(points: Points) -> dict[tuple, tuple[float, float]]:
 
 
 def check_sums(chip: Chip) -> dict[tuple, tuple[float, float]]:
-  """The gain of each MLP measured whole, and that of its kernels' sum."""
+  """Each measured MLP's gain, and its prediction from the sum of its kernels."""
   return {
     (width, tokens): (gain, sum_of_kernels(chip, tokens, [(width, 4 * width), (4 * width, width)]))
     for (width, tokens), gain in chip.mlps.items()
@@ -306,7 +307,7 @@ def check_sums(chip: Chip) -> dict[tuple, tuple[float, float]]:
 
 
 def worst(checked: dict[tuple, tuple[float, float]]) -> float:
-  """The largest error, as a part of what was measured."""
+  """The largest error, relative to the measurement."""
   return max(abs(predicted / measured - 1) for measured, predicted in checked.values())
 
 
@@ -330,7 +331,7 @@ def report(chip: Chip) -> list[str]:
 
 
 def gain_of_step(row: dict) -> float | None:
-  """The fastest of plain Flax over the fastest of ours."""
+  """The time of the fastest plain Flax over that of our fastest."""
   times = {
     n: one["milliseconds"]
     for n, one in row.get("contenders", {}).items()

@@ -2,12 +2,11 @@
 
   python -m benchmarks.quantize
 
-Bytes read and written a second, beside a device copy's in the same run, by the kernels' own time:
-one takes less than 0.1 ms, and what lies between two when nothing else is queued is not its speed.
-`milliseconds` has the time from call to call as well, and in lines without `kernel_milliseconds`
-the rates are by that. `differing` counts the numbers that are not the definition's on a CPU, where
-divisions are exact. Adds lines to the results; docs/studies/mosaic_quantizer.md has what `mosaic`
-was in older ones.
+Reports bytes read and written a second, next to a device copy in the same run. The rates use the
+kernels' own time: a kernel takes less than 0.1 ms, and gaps between launches are not its speed.
+`milliseconds` is the time from call to call; lines without `kernel_milliseconds` have rates by that
+time. `differing` counts results that differ from the definition on a CPU, where divisions are
+exact. Adds lines to the results; docs/studies/mosaic_quantizer.md describes `mosaic` in older ones.
 """
 
 import argparse
@@ -46,7 +45,7 @@ def main() -> None:
 
 
 def measure(operation, spec, rows, width, dtype, bytes_each) -> dict:
-  """bytes_each: what an element costs at least: its reads and writes."""
+  """bytes_each: the fewest bytes that must be read and written for an element."""
   count = max(2, round(400e6 / (rows * width * jnp.dtype(dtype).itemsize)))
   sets = [(jax.random.normal(jax.random.key(i), (rows, width), dtype),) for i in range(count)]
   ours, xla = (getattr(get_backend(name), operation) for name in (None, "xla"))
@@ -76,7 +75,7 @@ def measure(operation, spec, rows, width, dtype, bytes_each) -> dict:
 
 
 def described(operation: str, spec: Spec, rows: int, width: int, dtype) -> dict:
-  """What a line says of its case."""
+  """A line's description of its case."""
   return {
     "operation": operation,
     "format": spec.dtype.name,

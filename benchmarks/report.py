@@ -2,9 +2,9 @@
 
   python -m benchmarks.report
 
-Reads benchmarks/results/{step,open_clip,matmul,quantize,linear,scaling}.jsonl; where a case
-was measured more than once on a chip, the last line counts. Writes the tables between markers, and
-a plot of CHIP for each file.
+Reads benchmarks/results/{step,open_clip,matmul,quantize,linear,scaling}.jsonl. If a case was
+measured more than once on a chip, the last line counts. Writes the tables between markers, and a
+plot of CHIP's results for each file.
 """
 
 import math
@@ -22,7 +22,7 @@ from benchmarks.tables import RESULTS, last, read
 
 README = RESULTS.parent.parent / "README.md"
 PERFORMANCE, SCALING = (README.parent / "docs" / name for name in ("performance.md", "scaling.md"))
-CHIP = "NVIDIA H200"  # What was measured on another has a line that says so.
+CHIP = "NVIDIA H200"  # Rows of other chips name their chip.
 MARKERS = "<!-- {}: made by python -m benchmarks.report -->", "<!-- end of {} -->"
 
 
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def write(name: str, lines: list[str], page: Path = PERFORMANCE) -> None:
-  """Puts the lines between a page's markers of that name."""
+  """Replaces the lines between a page's markers of that name."""
   begin, end = (marker.format(name) for marker in MARKERS)
   before, rest = page.read_text().split(begin)
   _, after = rest.split(end)
@@ -65,18 +65,18 @@ def write(name: str, lines: list[str], page: Path = PERFORMANCE) -> None:
 
 
 def has_triton(row) -> bool:
-  """Whether XLA's Triton kernel was raced: few lines have it. A note says what is older."""
+  """Whether a line has XLA's Triton kernel; few do. Older lines, with a note, do not count."""
   return "xla_int8_triton" in row["tops"] and "note" not in row
 
 
 def by_chip(rows) -> tuple[list[dict], list[dict]]:
-  """Those of CHIP, and the others."""
+  """The rows of CHIP, and the rows of other chips."""
   ours = [row for row in rows if row["chip"] == CHIP]
   return ours, [row for row in rows if row["chip"] != CHIP]
 
 
 def name_of(chip: str) -> str:
-  """H100, of NVIDIA H100 80GB HBM3."""
+  """A chip's short name: NVIDIA H100 80GB HBM3 is H100."""
   return chip.removeprefix("NVIDIA ").split()[0]
 
 
@@ -89,7 +89,7 @@ def tokens_of(rows) -> str:
 
 
 def width_of(row) -> int:
-  """CLIP's, of the layer that a matmul is of."""
+  """The width of the CLIP that has this matmul's layer."""
   return int(row["layer"].split()[-1])
 
 
@@ -98,16 +98,16 @@ def widths_of(rows) -> str:
 
 
 def ratio(rows, *over: str) -> str:
-  """Geometric mean and range of our int8 rate over another, or over the best of some."""
+  """Geometric mean and range of our int8 rate over another's, or over the best of several."""
   return mean_and_range(
     row["tops"]["ours_int8"] / max(row["tops"][one] for one in over) for row in rows
   )
 
 
 def mean_and_range(ratios) -> str:
-  """The geometric mean, and between which they are."""
-  found = list(ratios)
-  return f"**{statistics.geometric_mean(found):.2f}x** ({min(found):.2f} to {max(found):.2f})"
+  """The geometric mean and the range of ratios."""
+  ratios = list(ratios)
+  return f"**{statistics.geometric_mean(ratios):.2f}x** ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 def step_table(step, elsewhere) -> list[str]:
@@ -176,7 +176,7 @@ def table(matmul, elsewhere, raced, quantize, linear) -> list[str]:
 
 
 def plot_step(rows) -> None:
-  """Where the time goes, a bar a contender, as long as its step is beside the first one's."""
+  """A bar for each contender, split by kernel groups; its length is relative to the first's."""
   bars = {}
   for row in rows:
     first = next(iter(row["contenders"].values()))["milliseconds"]
@@ -199,7 +199,7 @@ def plot_step(rows) -> None:
 
 
 def plot_matmul(rows, raced) -> None:
-  """Rates of the last lines, and of `xla_int8_triton` in the lines that have it."""
+  """Rates from the last line of each case; `xla_int8_triton` is from `raced`."""
   fused = {(row["m"], row["n"], row["k"]): row["tops"]["xla_int8_triton"] for row in raced}
   tokens = sorted({row["m"] for row in rows if row["m"] >= 4096})
   figure, axes = plt.subplots(1, len(tokens), figsize=(5 * len(tokens), 5), sharex=True)

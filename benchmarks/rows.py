@@ -1,11 +1,11 @@
-"""Do layer norm, GELU and what they are fused with run at the speed of memory?
+"""Do layer norm, GELU and the operations fused with them run at the speed of memory?
 
   python -m benchmarks.rows
 
-Forward and backward, at the widths of CLIP's blocks: bytes read and written a second, beside a
-device copy's in the same run, and XLA's definition of the same. What counts is the kernels' own
-time: some write where their operands are, which XLA copies here, where it would not in a model.
-Adds lines to the results.
+Reports bytes read and written a second, forward and backward, at the widths of CLIP's blocks, next
+to a device copy and XLA's definition in the same run. Only the kernels' own time counts: some
+kernels write in place, and XLA copies their operands here, which it would not do in a model. Adds
+lines to the results.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from sbjax.quantize import Spec
 
 WIDTHS = (512, 768, 1024, 1280, 1664)  # Of layer norm; GELU's are four times these.
 INT8_ROW = Spec(INT8, "rowwise")
-# name: (operation of a backend, as a function of rows, which rows, bytes an element).
+# name: (function of a backend, layer norm parameters and operands; operands; bytes an element).
 OPERATIONS = {
   "norm_quantize": (lambda ops, norm, x: ops.norm_quantize(x, norm, INT8_ROW), 1, 3),
   "norm_backward": (lambda ops, norm, x, dn, dx: ops.norm_backward(x, norm, dn, dx), 3, 10),
@@ -63,7 +63,7 @@ def measure(operation: str, rows: int, width: int) -> dict:
   for name, backend in (("xla", "xla"), ("ours", None)):
     ops = get_backend(backend)
     contenders[name] = contender(lambda *arrays, ops=ops: run(ops, norm, *arrays), sets)
-  copies = "(?i)copy|memcpy"  # XLA's, of operands.
+  copies = "(?i)copy|memcpy"  # XLA's copies of operands.
   seconds = {
     name: kernel_seconds(one, ignored=None if name == "copy" else copies)
     for name, one in contenders.items()

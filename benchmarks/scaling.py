@@ -1,14 +1,14 @@
-"""How fast are several GPUs of one machine, beside one?
+"""How fast are several GPUs of one machine, compared with one?
 
   python -m benchmarks.scaling
 
-Whole training steps as train.main compiles them, in the cases of ROWS: on each GPU by itself, on
-`data` x `fsdp` GPUs, and plain Flax (recipe "full" in benchmarks/flax_block.py) on the same GPUs.
-Each case is a process. The processes of a row compile at the same time, plain Flax's after the
-others have run, and are then timed in turns, while the others wait. Adds a line a row to
-results/scaling.jsonl: milliseconds, images a second, efficiency (images a second over those of so
-many single GPUs, the mean of two), memory, compile time, where the time goes, and the collectives
-of the compiled step by kind and dtype.
+Times whole training steps as train.main compiles them, in the cases of ROWS: on each GPU by itself,
+on `data` x `fsdp` GPUs, and plain Flax (recipe "full" in benchmarks/flax_block.py) on the same
+GPUs. Each case has its own process. The processes of a row compile at the same time and are then
+timed in turns, while the others wait; plain Flax's start when the rest have ended. Adds a line for
+each row to results/scaling.jsonl: milliseconds, images a second, efficiency, memory, compile time,
+time by kernel groups, and the collectives of the compiled step by kind and dtype. Efficiency is
+images a second over the number of GPUs times those of a single GPU, the mean of two.
 """
 
 import argparse
@@ -103,14 +103,14 @@ def main() -> None:
 
 
 def _on_meshes(cases, meshes):
-  """The cases of one device, and each kind of the others on all of the meshes."""
+  """The cases of one device, and each kind of case on each of the meshes."""
   kinds = dict.fromkeys(dataclasses.replace(c, data=1, fsdp=1, gpus="") for c in cases)
   on = [dataclasses.replace(k, data=d, fsdp=f) for k in kinds for d, f in meshes]
   return [c for c in cases if c.devices == 1] + on
 
 
 def run_row(cases: list[Case]) -> list[dict]:
-  """What each case measured, in its own process; `error` where it did not end well."""
+  """Runs each case in its own process; returns its measurements, or its `error`."""
   children = [_start(case) for case in cases]
   started = time.perf_counter()
   for child in children:
@@ -144,11 +144,11 @@ def _start(case: Case) -> dict:
     **os.environ,
     "XLA_FLAGS": flags.strip(),
     "CUDA_VISIBLE_DEVICES": case.gpus or ",".join(map(str, range(case.devices))),
-    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # The processes of a row are there at once.
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # The processes of a row share the GPUs.
     "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.97",
   }
   command = [sys.executable, "-m", "benchmarks.scaling", "--case"]
-  errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # As long as the process.
+  errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # Open as long as the process runs.
   process = subprocess.Popen(
     [*command, json.dumps(dataclasses.asdict(case))],
     env=environment,
@@ -179,7 +179,7 @@ def _read(child: dict, kind: str, seconds: float):
 
 
 def measure(case: Case) -> None:
-  """Compiles a case, waits for its turn, times it; prints "compiled" and "result" with JSON."""
+  """Compiles a case, waits for its turn and times it; prints "compiled" and "result" with JSON."""
   xla_flags.set_flags()
   import jax
 
@@ -257,7 +257,7 @@ def measure(case: Case) -> None:
 def collectives(hlo: str) -> dict[str, dict[str, list[float]]]:
   """{kind: {dtype: [megabytes, how many arrays]}} of a compiled program, on each device.
 
-  Bytes are those of the whole array: of what is gathered, summed, or summed and split.
+  Bytes are those of the whole array that is gathered, summed, or summed and scattered.
   """
   found = defaultdict(lambda: defaultdict(lambda: [0.0, 0]))
   for kind, dtype, elements in moved(hlo):
@@ -286,7 +286,7 @@ def moved(hlo: str) -> list[tuple[str, str, int]]:
 
 
 def _group_size(attributes: str) -> int:
-  """How many devices share a collective, as XLA writes it: in three ways."""
+  """The number of devices in a collective's group; XLA writes groups in three ways."""
   if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", attributes):
     return len(listed[1].split(","))
   if named := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", attributes):

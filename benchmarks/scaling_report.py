@@ -13,10 +13,10 @@ from train.sharding import parameter_axes, path_name
 from train.step import make_init
 from train.task import CLIPTask
 
-# Bytes a second that a device sends: two H200s sum 400 MB at 281 GB/s by NVLink; PCIe 4.0 x16 as
-# users report it.
+# Bytes a second that a device sends. NVLink: measured on two H200s that sum 400 MB. PCIe 4.0 x16:
+# as users report it.
 LINKS = {"NVLink": 281e9, "PCIe": 20e9}
-WAYS = {  # name: (bytes a parameter that is summed, bytes of a kernel's parameter that is gathered)
+WAYS = {  # name: (bytes to sum a kernel's parameter, bytes to gather it; None: not gathered)
   "data, float32": (4, None),
   "data, bfloat16": (2, None),
   "fsdp, int8 gathered, float32 summed": (4, 1),
@@ -52,7 +52,7 @@ def table(rows: list[dict]) -> list[str]:
 
 
 def _over_flax(case, cases):
-  """Images a second over those of the fastest plain Flax on the same mesh."""
+  """Images a second relative to the fastest plain Flax on the same mesh."""
   mesh = (case["data"], case["fsdp"])
   flax = [
     c["images_per_second"] for c in cases if not c["fused"] and (c["data"], c["fsdp"]) == mesh
@@ -61,7 +61,7 @@ def _over_flax(case, cases):
 
 
 def plot(rows: list[dict], path) -> None:
-  """A panel a model: a bar a case, and a dotted line where the single GPUs together would be."""
+  """A panel for each model: a bar for each case, and a dotted line at perfect scaling."""
   figure, axes = plt.subplots(2, -(-len(rows) // 2), figsize=(9, 5), squeeze=False)
   for axis, row in zip(axes.flat, rows, strict=False):
     cases = [case for case in row["cases"] if "milliseconds" in case]
@@ -91,7 +91,7 @@ def _label(case: dict) -> str:
 
 
 def parameters(size: str) -> dict[str, int]:
-  """How many parameters of a CLIP are in kernels of blocks, in others that are split, and else."""
+  """A CLIP's parameter counts: kernels of blocks, others that are split, and those kept whole."""
   state = jax.eval_shape(make_init(CLIPTask(CLIP(SIZES[size])), optax.identity(), 0))
   found = {"kernels": 0, "split": 0, "whole": 0}
   for path, leaf in jax.tree_util.tree_leaves_with_path(state.params):
@@ -105,8 +105,9 @@ def parameters(size: str) -> dict[str, int]:
 def sent(size: str, devices: int, summed: int, gathered: int | None) -> float:
   """Bytes that each device sends in a step.
 
-  An array of S bytes takes S (n - 1) / n to gather or to sum and scatter, and twice that to sum on
-  all devices. What is no block's kernel is summed and gathered in float32.
+  To gather an array of S bytes, or to sum and scatter it, takes S (n - 1) / n; to sum it on all
+  devices takes twice that. All parameters but the blocks' kernels are summed and gathered in
+  float32.
   """
   count, share = parameters(size), (devices - 1) / devices
   others = count["split"] + count["whole"]
@@ -117,7 +118,7 @@ def sent(size: str, devices: int, summed: int, gathered: int | None) -> float:
 
 
 def prediction(milliseconds: dict[str, float]) -> list[str]:
-  """What the links cost where nothing is hidden, for one GPU's milliseconds by size."""
+  """The cost of communication if none of it overlaps, given one GPU's milliseconds by size."""
   lines = [
     "| model | way | GB that each of 2, 4, 8 GPUs sends | NVLink: ms | efficiency |"
     " PCIe: ms | efficiency |",
@@ -136,7 +137,7 @@ def prediction(milliseconds: dict[str, float]) -> list[str]:
 
 
 def one_gpu(rows: list[dict]) -> dict[str, float]:
-  """Milliseconds of the first GPU by itself, by size."""
+  """Milliseconds of a step on the first GPU by itself, by size."""
   found = {}
   for row in rows:
     for case in row["cases"]:

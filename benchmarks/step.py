@@ -3,12 +3,12 @@
   XLA_FLAGS=--xla_gpu_enable_triton_gemm=false XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 \\
       python -m benchmarks.step
 
-Images and texts through both towers, loss, backward, StableAdamW on float32 parameters, as
-train.main compiles it, for each row of CASES. All contenders of a row train the same parameters in
-turns, on one batch of random pixels and tokens. The baseline is recipe "full" in plain
-Flax (benchmarks/flax_block.py), compiled by XLA, with cuDNN's attention and, as all,
-split_k_matmul: layers in a loop or unrolled, whichever of those raced is faster. Adds a line a row:
-time, images a second, memory, compile time, MFU, and where the time goes.
+Times a step as train.main compiles it, for each row of CASES: both towers, loss, backward, and
+StableAdamW on float32 parameters. All contenders of a row train the same parameters in turns, on
+one batch of random pixels and tokens. The baseline is recipe "full" in plain Flax
+(benchmarks/flax_block.py), compiled by XLA. Like all contenders it uses cuDNN's attention and
+split_k_matmul. Its layers are in a loop or unrolled, whichever is faster. Adds a line for each row:
+time, images a second, memory, compile time, MFU, and time by kernel groups.
 """
 
 import argparse
@@ -40,7 +40,7 @@ CASES = {  # size: images a batch, remat
   "B/32": (1024, "none"),
   "bigG/14": (128, "block"),
 }
-CONTENDERS = {  # name: recipe, block, layers compiled in a piece (0: all)
+CONTENDERS = {  # name: recipe, block, how many layers are compiled together (0: all)
   "flax": ("full", FlaxBlock, 0),
   "flax_loop": ("full", FlaxBlock, 1),
   "full": ("full", Block, 0),
@@ -80,7 +80,7 @@ def measure(size: str, names: list[str], rounds: int, folder: str | None) -> dic
   tasks = {}
   for name in names:
     tasks[name] = task_of(name, config, remat)
-  # The parameter tree is the same for all of them, so that one state serves.
+  # All tasks have the same parameter tree, so they can share one state.
   state = jax.jit(make_init(tasks[names[0]], optimizer, seed=0))()
   batch = draw(config, batch_size)
   steps, found = {}, {}
@@ -135,7 +135,7 @@ def task_of(name: str, config: CLIPConfig, remat: str, backend: str | None = Non
 
 
 def compiled(task, optimizer, state, batch):
-  """The step, and what compiling it told: seconds, gigabytes."""
+  """The compiled step, with its compile time and memory."""
   step = jax.jit(make_train_step(task, optimizer, 0), donate_argnums=0)
   started = time.perf_counter()
   step = step.lower(state, batch).compile()
@@ -158,10 +158,10 @@ def draw(config: CLIPConfig, batch_size: int):
 
 
 def race(steps, state, batch, rounds: int):
-  """Seconds of each step, taken in turns, three steps at a time; the state; the last losses."""
+  """Times contenders in turns, three steps at a time: seconds a step, the state, last losses."""
   times, losses, order = {name: [] for name in steps}, {}, list(steps.items())
   for i in range(rounds + 1):
-    random.shuffle(order)  # Who follows one that heats the chip starts at a lower clock.
+    random.shuffle(order)  # A contender that runs after a hot one starts at a lower clock.
     for name, step in order:
       started = time.perf_counter()
       for _ in range(3):
@@ -174,9 +174,9 @@ def race(steps, state, batch, rounds: int):
 
 
 def profile(step, state, batch, steps: int = 4):
-  """The kernels of a step amid others, and the state after them.
+  """The kernels of the last of some steps, and the state after them.
 
-  Their times do not add up to the step's by the clock: a chip that has just rested is faster.
+  Their times do not add up to the measured step time: a chip that was idle before is faster.
   """
 
   def run():

@@ -6,15 +6,15 @@ FLAX, OURS = ("flax", "flax_loop"), ("switchback", "switchback_loop")
 
 
 def best(contenders: dict, names) -> dict:
-  """The fastest of those that were there."""
-  found = [contenders[name] for name in names if name in contenders]
-  if not found:
+  """The fastest of the named contenders that were measured."""
+  measured = [contenders[name] for name in names if name in contenders]
+  if not measured:
     raise SystemExit(f"The last line has none of {names}: {list(contenders)}. Measure it again.")
-  return min(found, key=lambda one: one["milliseconds"])
+  return min(measured, key=lambda one: one["milliseconds"])
 
 
 def short_table(steps: list[dict], open_clip: list[dict]) -> list[str]:
-  """README's: a line a size, largest first as `steps` are."""
+  """README's table: a line for each size, in the order of `steps`."""
   lines = [
     "| one training step | images | plain Flax, bf16 | `switchback` | over Flax | over open_clip |",
     "|---|---|---|---|---|---|",
@@ -49,7 +49,7 @@ def open_clip_table(rows: list[dict]) -> list[str]:
 
 
 def plot(steps: list[dict], open_clip: list[dict], path) -> None:
-  """Milliseconds of a step as a part of plain Flax's: a group a model, a bar a contender."""
+  """Step times relative to plain Flax: a group for each model, a bar for each contender."""
   clip = {row["size"]: row["milliseconds"] for row in open_clip}
   bars = {"plain Flax, bf16": [], "open_clip, compiled, bf16": [], "sbjax, switchback": []}
   for row in steps:

@@ -1,4 +1,4 @@
-"""Reads the result files: a line a measurement, of which a case's last on a chip counts."""
+"""Reads the result files. Each line is a measurement; the last of a case on a chip counts."""
 
 import json
 from pathlib import Path
@@ -10,17 +10,17 @@ CHIP = "NVIDIA H200"  # The chip that most was measured on.
 def read(name: str) -> list[dict]:
   rows = [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
   for row in rows:
-    if row.get("remat") == "full":  # As older rows call it.
+    if row.get("remat") == "full":  # The name in older rows.
       row["remat"] = "block"
   return rows
 
 
 def last(rows, *keys) -> list[dict]:
-  """The last of each case, in the order of the file."""
-  found = {}
+  """The last row of each case, in the order of the file."""
+  latest = {}
   for row in reversed(rows):
-    found.setdefault(tuple(row[key] for key in keys), row)
-  return list(reversed(found.values()))
+    latest.setdefault(tuple(row[key] for key in keys), row)
+  return list(reversed(latest.values()))
 
 
 def card_rows(path: Path, section: str) -> list[dict]:
@@ -30,7 +30,7 @@ def card_rows(path: Path, section: str) -> list[dict]:
 
 
 def cards(section: str) -> list[dict]:
-  """The rows of all cards among the result files, but those of a backend that was named."""
+  """The rows of all cards among the result files, without cards made with --backend."""
   paths = sorted(RESULTS.glob("card_*.json"))
   return [
     row

@@ -1,8 +1,8 @@
-"""Honest times on a GPU: contenders take turns, each sees fresh data, the median counts.
+"""Times functions on a GPU: contenders take turns on data outside the cache, and medians count.
 
-A contender is a function of one input set. One call under `jax.jit` runs it on every set in turn
-(more bytes than the chip's cache holds), several calls are queued before the host waits, and the
-contenders are timed round after round, so that a clock that drifts drifts for all.
+A contender is a function of one input set. One call under `jax.jit` runs it on all sets in turn,
+which are larger than the chip's cache. Several calls are queued before the host waits. Contenders
+are timed in turns, round after round, so that a drifting clock affects all of them.
 """
 
 import dataclasses
@@ -18,19 +18,19 @@ from pathlib import Path
 
 import jax
 
-# Where a result was measured some may not be there.
+# Some of these may not be installed.
 _PACKAGES = ("jaxlib", "jax-cuda13-plugin", "triton", "jax-triton")
 
-TRITON_GEMM = "xla_gpu_enable_triton_gemm"  # Off, cuBLAS multiplies in what XLA compiles.
+TRITON_GEMM = "xla_gpu_enable_triton_gemm"  # If off, XLA uses cuBLAS for matmuls.
 
 
 @dataclasses.dataclass
 class Contender:
-  """A compiled function and what it is timed on: one call does `len(sets)` pieces of work."""
+  """A compiled function and the input sets that it is timed on: one call runs all of them."""
 
   call: Callable
   sets: Sequence
-  times: list[float] = dataclasses.field(default_factory=list)  # Seconds a piece of work.
+  times: list[float] = dataclasses.field(default_factory=list)  # Seconds for one input set.
 
   @property
   def seconds(self) -> float:
@@ -38,20 +38,20 @@ class Contender:
 
 
 def contender(function: Callable, sets: Sequence, **compiler_options) -> Contender:
-  """Compiles `function` over all input sets; `compiler_options` are XLA's, for this one alone."""
+  """Compiles `function` over all input sets; `compiler_options` are XLA's, only for this one."""
   jitted = jax.jit(lambda sets: [function(*one) for one in sets])
   return Contender(jitted.lower(sets).compile(compiler_options or None), sets)
 
 
 def race(contenders: Sequence[Contender], *, rounds: int = 7, seconds: float = 0.02) -> None:
-  """Fills `times` of each: `rounds` measurements of about `seconds` each, taken in turns."""
+  """Fills `times` of each contender: `rounds` measurements of about `seconds` each, in turns."""
   calls = []
   for one in contenders:
     jax.block_until_ready(one.call(one.sets))
     calls.append(max(1, int(seconds / max(_timed(one, 2), 1e-7)) + 1))
   order = list(zip(contenders, calls, strict=True))
   for _ in range(rounds):
-    random.shuffle(order)  # Who follows one that heats the chip starts at a lower clock.
+    random.shuffle(order)  # A contender that runs after a hot one starts at a lower clock.
     for one, n in order:
       one.times.append(_timed(one, n) / len(one.sets))
 
@@ -65,7 +65,7 @@ def _timed(one: Contender, calls: int) -> float:
 
 
 def provenance() -> dict:
-  """What every result line says of itself: chip, versions, command."""
+  """The chip, versions and command, for every result line."""
   flags = [f"XLA_FLAGS='{os.environ['XLA_FLAGS']}'"] if os.environ.get("XLA_FLAGS") else []
   module = sys.modules["__main__"].__spec__.name
   return {

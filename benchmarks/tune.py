@@ -1,14 +1,14 @@
-"""Which tile config is fastest for which shape? Makes a matmul kernel's table.
+"""Finds the fastest tile config for each shape and writes a matmul kernel's tuning table.
 
   python -m benchmarks.tune
   python -m benchmarks.tune --kernel triton --out my_device.jsonl
 
-The kernel is the one that `backend=None` takes here: Mosaic's on Hopper, else Triton's.
+The default kernel is that of `backend=None`: Mosaic's on Hopper, else Triton's.
 SBJAX_TUNING=my_device.jsonl makes the library use a table of your own (sbjax/pallas/tuning.py).
 
 Every candidate runs at every shape of CLIP's linear layers with int8 normals, and the fastest goes
-into the table. Rows of other devices and sizes stay there. At few rows there are other candidates,
-and the kernels' own time counts.
+into the table. Rows of other devices and sizes stay unchanged. Matmuls with few rows have other
+candidates and are compared by the kernels' own time.
 
 Adds a line for each shape to benchmarks/results/tuning.jsonl: the rates of the fastest candidate
 (`tops`), of the rule's (`rule_tops`), of XLA at few rows (`xla_tops`), and of every candidate
@@ -79,7 +79,7 @@ def main() -> None:
     for n, k in shapes(args.widths):
       try:
         result = {"kernel": kernel} | tune_one(operands.sets(m, n, k, megabytes=100), m, n, k)
-      except RuntimeError as error:  # For instance out of memory, which other sizes may not be.
+      except RuntimeError as error:  # For example out of memory; other sizes may fit.
         print(f"{m:6} x {n:5} x {k:5}  left out: {error}", flush=True)
         continue
       write(out, result | {"device": jax.devices()[0].device_kind})
@@ -105,7 +105,7 @@ def tune(sets, m: int, n: int, k: int) -> dict:
   """The fastest candidate, and the rates of all."""
 
   def build(config):
-    # A jit of its own lowers it once for all sets.
+    # The inner jit lowers the kernel once for all sets.
     run = jax.jit(lambda lhs, rhs: scaled_matmul(lhs, rhs, jnp.bfloat16, config=config))
     return contender(run, sets)
 

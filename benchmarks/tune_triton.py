@@ -1,7 +1,7 @@
-"""Which tile config is fastest for the Triton matmul; benchmarks/tune.py has the command.
+"""Finds the fastest tile config of the Triton matmul; benchmarks/tune.py has the command.
 
-A candidate counts if it compiles, runs, and gives the definition's bits. Others are listed with the
-reason, because the device's shared memory and registers decide which blocks fit.
+A candidate counts if it compiles, runs, and has the same bits as the definition. Others are listed
+with the reason: the device's shared memory and registers limit the blocks.
 """
 
 import concurrent.futures
@@ -80,11 +80,11 @@ def compiled(candidates: list[TileConfig], sets) -> list[Contender | str]:
   """Each candidate, or why it does not compile."""
 
   def build(config):
-    # A jit of its own lowers it once for all sets.
+    # The inner jit lowers the kernel once for all sets.
     run = jax.jit(lambda lhs, rhs: product.scaled_matmul(lhs, rhs, jnp.bfloat16, config=config))
     try:
       return contender(run, sets)
-    except Exception as error:  # Triton's, ptxas's or XLA's: each has classes of its own.
+    except Exception as error:  # Triton, ptxas and XLA each have their own exceptions.
       return reason(error)
 
   with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -97,7 +97,7 @@ def compiled(candidates: list[TileConfig], sets) -> list[Contender | str]:
 
 
 def check(one: Contender, expected) -> Contender | str:
-  """The candidate, or what is wrong with it."""
+  """The candidate, or the reason why it does not count."""
   try:
     differing = int((one.call(one.sets)[0] != expected).sum())
   except Exception as error:
@@ -106,7 +106,7 @@ def check(one: Contender, expected) -> Contender | str:
 
 
 def measured(contenders: list[Contender], few: bool) -> list[float]:
-  """Seconds of each; at few rows, where a launch takes as long, the kernels' own time."""
+  """Seconds of each; at few rows only the kernels' own time, since a launch takes as long."""
   if few:
     return kernel_race(contenders)
   race(contenders, rounds=5, seconds=0.004)

@@ -1,10 +1,10 @@
-"""ViT-B/32 with the set-up of Wortsman et al. 2023 (https://arxiv.org/abs/2304.13013), in int8.
+"""ViT-B/32 in int8, set up as in Wortsman et al. 2023 (https://arxiv.org/abs/2304.13013).
 
   python -m train.main --config=configs/clip_vit_b32.py --config.data.root=path/to/laion2b \\
       --workdir=runs/clip_vit_b32
 
-The paper trained it on 16 A100s, 1,024 images each, to 41.7 % zero-shot accuracy on ImageNet in
-16 bits. data.root holds webdataset shards; data.train_shards says which.
+The paper trained it in 16 bits on 16 A100s, 1,024 images each, to 41.7 % zero-shot accuracy on
+ImageNet. data.root is the folder of webdataset shards; data.train_shards is a pattern of names.
 """
 
 from train.config import Config, DataConfig, MeshConfig, ModelConfig, OptimizerConfig
@@ -16,7 +16,7 @@ def get_config() -> Config:
       size="B/32",
       recipe="switchback",
       patch_dropout=0.5,
-      unroll=0,  # layers compiled in a piece: a third more images a second on an H200
+      unroll=0,  # compiles all layers together: a third more images a second on an H200
     ),
     data=DataConfig(
       name="laion2b_en",

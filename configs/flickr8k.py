@@ -4,7 +4,7 @@
       --workdir=runs/flickr8k
 
 data.root is the folder with flickr8k-train-*.tar.gz and flickr8k-test-*.tar.gz (96 px JPEGs with
-captions). Sized for 2 CPU cores, within 20 minutes; docs/performance.md has what it reaches.
+captions). It takes up to 20 minutes on 2 CPU cores; docs/performance.md has its accuracy.
 """
 
 from train.config import Config, DataConfig, ModelConfig, OptimizerConfig
@@ -27,7 +27,7 @@ def get_config() -> Config:
       eval_shards="flickr8k-test-*.tar.gz",
       eval_split="eval",
       tokenizer_vocab_size=4096,
-      crop_scale=(0.4, 1.0),  # few photos: more variety than the paper's 0.9
+      crop_scale=(0.4, 1.0),  # the paper's 0.9 gives too little variety with so few photos
       flip=True,
     ),
     optimizer=OptimizerConfig(

@@ -1,4 +1,4 @@
-"""configs/flickr8k.py with a larger model and finer patches, for five minutes on a GPU.
+"""configs/flickr8k.py with a larger model and smaller patches; takes five minutes on a GPU.
 
   python -m train.main --config=configs/flickr8k_gpu.py --config.data.root=path/to/flickr8k \\
       --workdir=runs/flickr8k_gpu

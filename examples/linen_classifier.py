@@ -2,8 +2,8 @@
 
   python examples/linen_classifier.py
 
-Recognises the direction of noisy stripes in 16 x 16 images. Needs no data, and on a
-CPU less than half a minute. RECIPE = "full" trains the same parameters in the compute dtype.
+Recognises the direction of noisy stripes in 16 x 16 images. Needs no data and takes less than half
+a minute on a CPU. RECIPE = "full" trains the same parameters in the compute dtype.
 """
 
 import sys
@@ -25,20 +25,20 @@ class Classifier(nn.Module):
 
   @nn.compact
   def __call__(self, images):  # [B, 16, 16]
-    # A layer that takes a dot_general stays itself: its parameters keep their names.
+    # A layer with a dot_general argument stays as it is, and its parameters keep their names.
     patches = nn.Dense(
       self.width, dtype=DTYPE, dot_general=quantized_dot_general(RECIPE), name="patches"
     )
     x = patches(images.reshape(-1, 4, 4, 4, 4).swapaxes(2, 3).reshape(-1, 16, 16))
-    # Flax names a layer by its class, unless `name` says otherwise: SwitchBackDense_0, not Dense_0.
+    # Without `name` Flax names a layer by its class: SwitchBackDense_0 instead of Dense_0.
     y = SwitchBackDense(4 * self.width, recipe=RECIPE, dtype=DTYPE, name="fc1")(nn.LayerNorm()(x))
     x = x + SwitchBackDense(self.width, recipe=RECIPE, dtype=DTYPE, name="fc2")(nn.gelu(y))
-    # The last layer is small and makes the logits, so it stays in full precision.
+    # The last layer is small and computes the logits, so it stays in full precision.
     return nn.Dense(CLASSES, name="head")(x.mean(axis=1))
 
 
 def batch(key):
-  """Images [B, 16, 16] of stripes in one of four directions, and which direction [B]."""
+  """Images [B, 16, 16] of stripes in one of four directions, and the directions [B]."""
   direction, phase, noise = jax.random.split(key, 3)
   labels = jax.random.randint(direction, (BATCH,), 0, CLASSES)
   angle = (labels * (jnp.pi / CLASSES))[:, None, None]

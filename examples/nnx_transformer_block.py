@@ -2,8 +2,8 @@
 
   python examples/nnx_transformer_block.py
 
-One causal block learns to repeat the first half of a sequence. Needs no data, and on a CPU less
-than half a minute. RECIPE = "full" trains the same parameters in the compute dtype.
+One causal block learns to repeat the first half of a sequence. Needs no data and takes less than
+half a minute on a CPU. RECIPE = "full" trains the same parameters in the compute dtype.
 """
 
 import sys
@@ -21,11 +21,11 @@ VOCABULARY, HALF, WIDTH, STEPS, BATCH = 16, 8, 64, 60, 64
 
 
 class Block(nnx.Module):
-  """x + MLP(norm(x)) after x + attention(norm(x)), as in a pre-norm transformer."""
+  """A pre-norm block: x + attention(norm(x)), then x + MLP(norm(x))."""
 
   def __init__(self, width, heads, *, rngs):
     self.norm1, self.norm2 = nnx.LayerNorm(width, rngs=rngs), nnx.LayerNorm(width, rngs=rngs)
-    # Flax's attention takes a product for each of its linear layers.
+    # Flax's attention takes a dot_general for its input layers and one for its output layer.
     product = quantized_dot_general(RECIPE)
     options = {"qkv_dot_general": product, "out_dot_general": product, "dtype": DTYPE}
     self.attention = nnx.MultiHeadAttention(heads, width, decode=False, rngs=rngs, **options)
@@ -54,7 +54,7 @@ def step(model, optimizer, key):
   ids = jnp.tile(jax.random.randint(key, (BATCH, HALF), 0, VOCABULARY), (1, 2))
 
   def loss_of(model):
-    logits = model(ids[:, :-1])[:, HALF - 1 :]  # The second half can be known.
+    logits = model(ids[:, :-1])[:, HALF - 1 :]  # Only the second half can be predicted.
     return optax.softmax_cross_entropy_with_integer_labels(logits, ids[:, HALF:]).mean()
 
   loss, gradients = nnx.value_and_grad(loss_of)(model)

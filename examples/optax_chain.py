@@ -2,9 +2,9 @@
 
   python examples/optax_chain.py
 
-Fits a small network. At step 100 the targets grow tenfold, gradients jump, and the second moment
-still describes the small ones. The printed RMS then exceeds 1, and StableAdamW divides the learning
-rate of that tensor by it. Needs no data, and on a CPU a few seconds.
+Fits a small network. At step 100 the targets grow tenfold and the gradients jump, but the second
+moment still describes the earlier gradients. The printed RMS then exceeds 1, and StableAdamW
+divides that tensor's learning rate by it. Needs no data and takes a few seconds on a CPU.
 """
 
 import sys
@@ -20,13 +20,13 @@ STEPS, JUMP, BATCH = 300, 100, 256
 
 
 def decays(params):
-  """Which parameters decay: matrices do, vectors (biases, norms) do not."""
+  """The weight decay mask: matrices decay, vectors (biases, norms) do not."""
   return jax.tree.map(lambda p: p.ndim > 1, params)
 
 
 schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-2, warmup_steps=20, decay_steps=STEPS)
 optimizer = optax.chain(
-  optax.zero_nans(),  # Any other transform, before or after.
+  optax.zero_nans(),  # Other transforms can come before or after.
   stable_adamw(schedule, b1=0.9, b2=0.99, weight_decay=0.1, mask=decays),
 )
 

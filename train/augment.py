@@ -1,16 +1,18 @@
-"""An example's picture as pixels for CLIP: decoded, cropped and resized, on the host.
+"""Turns an example's picture into pixels for CLIP on the host: decode, crop, resize.
 
-Training draws a crop from the size in the picture's header, and then decodes. A grey or RGB JPEG
-takes the fast way: libjpeg-turbo (simplejpeg) decodes to Pillow's bits, and a resizer with vector
-instructions (cykooz_resizer) computes the same antialiased bicubic. Pillow's crop and resize differ
-from it by 0.1 to 0.25 of 255 levels on average, by one at the 99th percentile, and by 17 at most:
-at hard edges, where both cut off overshoots between their two passes. Either is 0.25 to 0.3 levels
-from the exact sum, most of it rounding. Everything else, and evaluation, is Pillow's.
+Training reads the picture's size from its header and draws the crop before it decodes. Grey and RGB
+JPEGs take a fast path. libjpeg-turbo (simplejpeg) decodes them to the same bits as Pillow. A
+resizer with vector instructions (cykooz_resizer) computes the same antialiased bicubic filter. Its
+pixels differ from Pillow's crop and resize by 0.1 to 0.25 of 255 levels on average, by one at the
+99th percentile, and by 17 at most. The largest differences are at hard edges, where both resizers
+clip overshoots between their two passes. Both are 0.25 to 0.3 levels from the exact sum, mostly by
+rounding. Pillow handles all other images, and evaluation.
 
-A crop of at least four times the size it is resized to is decoded at 1/2, 1/4 or 1/8 of the
-picture's size, by as many frequencies of its blocks, so that it keeps twice the pixels a side. That
-takes 0.3 to 0.7 of the time and moves 0.3 to 1 levels on average (28 at most). With a crop's pixels
-all used it would be 1 to 4 levels (67).
+If a crop has at least four times the target's pixels a side, the JPEG is decoded at 1/2, 1/4 or 1/8
+of its size from the lower frequencies of its blocks. The reduced crop has at least twice the
+target's pixels a side. This takes 0.3 to 0.7 of the time and changes pixels by 0.3 to 1 levels on
+average (28 at most). Reducing further, to between one and two times the target's pixels, would
+change them by 1 to 4 levels (67).
 """
 
 import dataclasses
@@ -38,7 +40,7 @@ class RandomCrop:
   flip: bool
 
   def __call__(self, example: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-    # What is drawn, and in which order, does not depend on how the image is decoded.
+    # The random draws and their order do not depend on how the image is decoded.
     jpeg_size = _jpeg_size(example["image"])
     image = None if jpeg_size else _decode(example)
     box = _random_box(*(jpeg_size or image.size), self.crop_scale, rng)
@@ -53,7 +55,7 @@ class RandomCrop:
 
 @dataclasses.dataclass(frozen=True)
 class CentreCrop:
-  """The shorter side scaled to the size, then the middle: open_clip's evaluation transform."""
+  """Scales the shorter side to the size and crops the centre: open_clip's evaluation transform."""
 
   image_size: int
 
@@ -79,7 +81,7 @@ def _random_box(
 ) -> tuple[int, int, int, int]:
   """(left, top, right, bottom) with a share of the area in `scale` and a ratio of 3/4 to 4/3.
 
-  torchvision's RandomResizedCrop: ten draws, then the largest allowed box in the middle.
+  As torchvision's RandomResizedCrop: ten attempts, then the largest allowed box at the centre.
   """
   for _ in range(10):
     area = width * height * rng.uniform(*scale)
@@ -94,14 +96,14 @@ def _random_box(
 
 
 def _jpeg_size(image: bytes) -> tuple[int, int] | None:
-  """(width, height) of a grey or RGB JPEG; None of any other image."""
+  """(width, height) of a grey or RGB JPEG; None for any other image."""
   if not image.startswith(b"\xff\xd8"):
     return None
   try:
     height, width, colours, _ = simplejpeg.decode_jpeg_header(image)
   except ValueError:
     return None
-  # Of an image that is too large, Pillow has a word to say.
+  # Pillow warns of images that are too large, or refuses them.
   usual = colours in ("YCbCr", "Gray", "RGB") and width * height <= Image.MAX_IMAGE_PIXELS
   return (width, height) if usual else None
 
@@ -109,15 +111,15 @@ def _jpeg_size(image: bytes) -> tuple[int, int] | None:
 def _crop_jpeg(
   image: bytes, full: tuple[int, int], box: tuple[int, int, int, int], size: int
 ) -> np.ndarray | None:
-  """`box` of a JPEG with `full` (width, height) as [size, size, 3]; None where it is damaged."""
+  """`box` of a JPEG of `full` (width, height) as [size, size, 3]; None if the JPEG is damaged."""
   left, top, right, bottom = box
   reduced = _reduction(right - left, bottom - top, size)
   width, height = (math.ceil(side / reduced) for side in full)
   try:
     pixels = simplejpeg.decode_jpeg(image, "RGB", min_width=width, min_height=height)
   except ValueError:
-    return None  # Pillow decodes some of these, and says of the others why not.
-  # As Pillow's crop does, this keeps pixels beyond the box out of the filter.
+    return None  # Pillow decodes some of these, and reports why it cannot decode the others.
+  # Like Pillow's crop, this keeps pixels outside the box out of the filter.
   left, top, right, bottom = (side / reduced for side in box)
   x, y = math.floor(left), math.floor(top)
   pixels = pixels[y : math.ceil(bottom), x : math.ceil(right)]
@@ -130,12 +132,12 @@ def _crop_jpeg(
 
 
 def _reduction(width: int, height: int, size: int) -> int:
-  """How many pixels a side to decode as one, of a crop that is to become [size, size]."""
+  """The factor by which to reduce a crop of width x height while decoding: 1, 2, 4 or 8."""
   return max((n for n in (2, 4, 8) if min(width, height) >= 2 * size * n), default=1)
 
 
 class _Local(threading.local):
-  """A resizer for each thread: one of them serves one call at a time."""
+  """One resizer for each thread, because a resizer serves one call at a time."""
 
   def __init__(self):
     self.resizer = cykooz_resizer.Resizer()

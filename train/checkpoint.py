@@ -1,9 +1,9 @@
 """Checkpoints that a killed run resumes from exactly.
 
-One step holds the training state (orbax, written in the background) and a JSON record: the
+A checkpoint holds the training state (orbax, written in the background) and a JSON record with the
 position of the data iterator and a checksum of every array. The position is the same in every
-process, since all take the same steps. A step that is incomplete, unreadable or does not match
-its checksums is put aside and the one before it is used.
+process, since all take the same steps. A checkpoint that is incomplete, unreadable or does not
+match its checksums is renamed to damaged-<step>, and the one before it is used.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ class Checkpointer:
 
   def save(self, step: int, state, data: dict) -> None:
     """Starts to write the state after `step` steps; it may be donated as soon as this returns."""
-    self.wait()  # orbax would, too; what is being written needs room as well.
+    self.wait()  # orbax would wait too. The unfinished write has to be on disk to measure space.
     self._check_space(step, sum(x.nbytes for x in jax.tree.leaves(state)))
     record = {"data": data, "checksums": _checksums(state)}
     self._reporting(
@@ -53,20 +53,20 @@ class Checkpointer:
     )
 
   def wait(self) -> None:
-    """Returns when all that was saved is on disk."""
+    """Returns when all checkpoints are on disk."""
     self._reporting(self._manager.wait_until_finished)
 
   def restore(self, like) -> Restored | None:
-    """The newest step that is whole, laid out as `like` (shapes with shardings), or None.
+    """The newest undamaged checkpoint, laid out as `like` (shapes with shardings), or None.
 
     Raises:
-      RunError: there are checkpoints, and none of them can be read into `like`.
+      RunError: there are checkpoints, but none of them can be read into `like`.
     """
     reasons = []
     for step in sorted(self._manager.all_steps(), reverse=True):
       try:
         restored = self._restore(step, like)
-      except Exception as error:  # Damage shows as anything: a missing file, a codec, a shape.
+      except Exception as error:  # Damage raises many types: a missing file, a codec, a shape.
         reasons.append(f"step {step}: {_first_line(error)}")
         continue
       for reason in reasons:
@@ -90,8 +90,8 @@ class Checkpointer:
       step,
       args=ocp.args.Composite(state=ocp.args.StandardRestore(like), record=ocp.args.JsonRestore()),
     )
-    found = _checksums(items.state)
-    wrong = [name for name, value in items.record["checksums"].items() if found[name] != value]
+    sums = _checksums(items.state)
+    wrong = [name for name, value in items.record["checksums"].items() if sums[name] != value]
     if wrong:
       raise ValueError(f"checksum of {wrong[0]} ({len(wrong)} arrays in all)")
     return Restored(step, items.state, items.record["data"])
@@ -116,7 +116,7 @@ class Checkpointer:
       ) from error
 
   def _check_space(self, step: int, needed: int) -> None:
-    """Said before, a full disk is one sentence; orbax's threads fail in many."""
+    """Raises one clear error before the write: on a full disk, each of orbax's threads fails."""
     free = shutil.disk_usage(self.directory).free
     if free < needed:
       raise RunError(
@@ -126,14 +126,14 @@ class Checkpointer:
       )
 
   def describe_last_good(self) -> str:
-    """Names the newest step on disk, when what is being written is there."""
+    """Waits for the current write, then names the newest checkpoint on disk."""
     with contextlib.suppress(Exception):
       self._manager.wait_until_finished()
     return self._newest()
 
   def describe_newest_on_disk(self) -> str:
-    """As `describe_last_good`, of what is there by now: waits for no write and no process."""
-    # orbax gives a step its name when it is complete.
+    """As `describe_last_good`, but waits neither for a write nor for other processes."""
+    # orbax renames a checkpoint's directory to its step when it is complete.
     steps = [int(path.name) for path in self.directory.iterdir() if path.name.isdecimal()]
     return f"step {max(steps)} in {self.directory}" if steps else "none"
 
@@ -143,7 +143,7 @@ class Checkpointer:
 
 
 def _first_line(error: Exception) -> str:
-  """What went wrong: of a long line its ends, which name the kind and the cause."""
+  """The error's type and first line; a long line is cut in the middle, as its ends say most."""
   line = next(iter(str(error).strip().splitlines()), "")
   line = f"{line[:120]} ... {line[-180:]}" if len(line) > 310 else line
   return f"{type(error).__name__}: {line}" if line else type(error).__name__
@@ -151,7 +151,7 @@ def _first_line(error: Exception) -> str:
 
 @jax.jit
 def _bit_sums(leaves):
-  """For each array the sum of its bits as unsigned integers, modulo 2**32: exact in any order."""
+  """The checksum of each array: the sum of its elements' bits modulo 2**32, in any order."""
 
   def bit_sum(x):
     unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]

@@ -1,7 +1,7 @@
-"""The command line that training and evaluation share: a config file, flags over it, a workdir.
+"""The command line of training and evaluation: a config file, flags that override it, a workdir.
 
-Any field of the config is a flag: --config.optimizer.learning_rate=1e-3. What a user can mend
-ends in one message; --debug shows its traceback.
+Any field of the config is a flag: --config.optimizer.learning_rate=1e-3. Errors that a user can fix
+are printed as one message; --debug shows their traceback.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ def run(job) -> None:
 def _run(job, argv) -> None:
   if len(argv) > 1:
     sys.exit(f"Arguments must be flags: {' '.join(argv[1:])}. Did you mean --config.{argv[1]}?")
-  # orbax tells every file it writes, and each of its threads what we are told by an exception.
+  # orbax logs every file that it writes, and its threads log errors that are raised here as well.
   logging.set_verbosity(logging.FATAL)
   sys.excepthook = _excepthook
   xla_flags.set_flags()
@@ -52,7 +52,7 @@ def _run(job, argv) -> None:
 
 
 def _excepthook(kind, error, traceback) -> None:
-  # When a write fails, tensorstore reports the others to an event loop that orbax has closed.
+  # When one write fails, tensorstore reports the rest to an event loop that orbax has closed.
   if not (kind is RuntimeError and str(error) == "Event loop is closed"):
     sys.__excepthook__(kind, error, traceback)
 
@@ -64,7 +64,7 @@ def _describe(error: Exception) -> str:
 
 
 def _parse_flags(argv):
-  """Parses flags; a wrong one is named, with the right one if there is a similar name."""
+  """Parses flags; an error names the unknown field and those with similar names."""
   flags.mark_flags_as_required(["config", "workdir"])
   try:
     return app.parse_flags_with_usage(argv)

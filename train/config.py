@@ -1,7 +1,7 @@
 """A run is one `Config`, written out in a file of `configs/` and changed by flags.
 
 Every field always exists; an empty string or a zero means "off" where the comment says so.
-`check` is called once, after the flags were applied.
+`check` is called once, after the flags are applied.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ class ModelConfig:
   image_size: int = 0  # pixels; 0: the size's own
   patch_size: int = 0  # pixels; 0: the size's own
   context_length: int = 0  # 0: the size's own
-  # A key of sbjax.RECIPES, or rules by the path of a linear: "*/fc1=full, *=switchback".
+  # A key of sbjax.RECIPES, or rules by the path of a linear layer: "*/fc1=full, *=switchback".
   recipe: str = "switchback"
   backend: str = ""  # "xla", "mosaic", "triton"; "" chooses
   dtype: str = "bfloat16"  # compute dtype; parameters are float32
@@ -23,13 +23,13 @@ class ModelConfig:
   qk_norm: bool = False
   patch_dropout: float = 0.0  # fraction of patches dropped in training
   scan: bool = True  # one compiled block, scanned over the layers
-  unroll: int = 1  # layers of a scan compiled in a piece; 0: all, faster on a GPU
+  unroll: int = 1  # how many layers of a scan are compiled together; 0: all, faster on a GPU
   remat: str = "none"  # "none", "block", or a key of sbjax.models.transformer.REMAT_POLICIES
 
 
 @dataclasses.dataclass(kw_only=True)
 class DataConfig:
-  name: str = "shapes"  # a TFDS data set; for shards, a name for the import
+  name: str = "shapes"  # a TFDS data set; with train_shards, the name to import them under
   data_dir: str = ""  # where prepared data sets live; "": TFDS's own default
   # Tar shards to import under `name` (globs or {000..099} ranges, relative to root). "": none.
   root: str = ""
@@ -41,8 +41,8 @@ class DataConfig:
   image_key: str = "image"
   text_key: str = "captions"  # a Text or Sequence(Text) feature; "": captions from labels
   label_key: str = ""  # a ClassLabel feature; "": no zero-shot classification
-  # Prompts for class names, "{}" where the name goes: zero-shot ensembles, and the
-  # captions of data that has labels only.
+  # Prompts with "{}" for a class name: for zero-shot classification, and as captions of data
+  # that has only labels.
   templates: Sequence[str] = ("a photo of a {}.",)
   tokenizer: str = "bpe"  # "bpe": train one on the captions; "clip"; a path to a
   # tokenizer.json or to CLIP's bpe_simple_vocab_16e6.txt.gz
@@ -68,9 +68,9 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(kw_only=True)
 class MeshConfig:
-  data: int = -1  # -1: what the other axis leaves
+  data: int = -1  # -1: all devices divided by fsdp
   fsdp: int = 1  # parameters and optimizer state are split over this axis
-  gradient_dtype: str = "float32"  # in which devices add up kernels' gradients; or "bfloat16"
+  gradient_dtype: str = "float32"  # or "bfloat16": dtype of kernels' gradients between devices
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -81,7 +81,7 @@ class Config:
   mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
   loss: str = "softmax"  # or "siglip"
   batch_size: int = 16384  # over all devices
-  accumulate: int = 1  # microbatches of a batch: the memory of one, the loss over all of them
+  accumulate: int = 1  # microbatches a batch: takes the memory of one, the loss is over all
   steps: int = 20_000
   seed: int = 0
   log_every: int = 50
@@ -90,17 +90,17 @@ class Config:
   checkpoint_every: int = 1000  # 0: only at the end
   checkpoint_keep: int = 3
   wandb_project: str = ""  # "": no Weights & Biases
-  # A run that waits longer ends, and says for what (train/watchdog.py). 0: it waits forever.
+  # A run that waits longer ends with a message (train/watchdog.py). 0: it waits forever.
   step_timeout_seconds: int = 600  # for a step or its batch; three times that for the first
   pause_timeout_seconds: int = 3600  # for an evaluation or a checkpoint
-  profile_steps: str = ""  # "a:b": workdir/profile holds a trace of the steps a to b. "": none
+  profile_steps: str = ""  # "a:b": writes a trace of steps a to b to workdir/profile; "": off
 
   def to_dict(self) -> dict:
-    """The fields as JSON has them."""
+    """The fields as nested dictionaries, for JSON."""
     return dataclasses.asdict(self)
 
   def profiled(self) -> tuple[int, int] | None:
-    """The first and the last step of `profile_steps`; None where it is empty.
+    """The first and the last step of `profile_steps`; None if it is empty.
 
     Raises:
       ValueError: it is not two steps of this run.
@@ -117,7 +117,7 @@ class Config:
     return first, last
 
   def check(self) -> None:
-    """Raises a ValueError that names the first field with a value that cannot be."""
+    """Raises a ValueError that names the first field with an invalid value."""
     for name in (
       "batch_size", "accumulate", "steps", "log_every", "eval_batch_size", "checkpoint_keep",
     ):  # fmt: skip

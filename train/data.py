@@ -1,9 +1,9 @@
 """Image-text batches: prepared data sets, read at random by grain.
 
-The stream is a function of (seed, position): epoch after epoch a new permutation of the data, cut
-into batches of `config.batch_size` (a remainder is left out, so no batch holds a pair twice), each
-dealt out to the processes. Neither workers nor processes change what a batch holds, and the place
-in it is one number: a run resumes exactly, on another machine too.
+The stream is a function of (seed, position). Each epoch is a new permutation of the data, cut into
+batches of `config.batch_size`; the remainder is dropped, so no batch holds a pair twice. Each batch
+is split over the processes. The number of workers or processes does not change the batches, and the
+position is one number, so a run resumes exactly, even on another machine.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ __all__ = [
 
 
 def class_names(config: Config, builder: tfds.core.DatasetBuilder) -> list[str] | None:
-  """Names of the classes in label order; None where the config names no label."""
+  """Names of the classes in label order; None if the config names no label."""
   key = config.data.label_key
   return list(feature(builder, key).names) if key else None
 
@@ -79,11 +79,11 @@ def train_iterator(
     grain.MapDataset.source(examples)
     .seed(config.seed)
     .shuffle()
-    # Before the deal, so that the random numbers go with the position in the stream.
+    # Before the split over processes, so that random numbers depend on the position only.
     .random_map(RandomCrop(image_size, tuple(config.data.crop_scale), config.data.flip))
     .slice(slice(count // batch_size * batch_size))
     .batch(batch_size // process_count, batch_fn=_Tokenize(tokenizer, context_length))
-    # In the order of processes the shares are the rows of the one-process batch.
+    # In the order of processes, their shares are the rows of the batch of a single process.
     .slice(slice(process_index, None, process_count))
     .repeat()
   )
@@ -116,12 +116,13 @@ def eval_batches(
 def prefetch_to_device(
   iterator: grain.DatasetIterator, put: Any, size: int
 ) -> Iterator[tuple[Any, dict[str, Any]]]:
-  """(batch on its devices, the state of `iterator` after that batch), `size` batches ahead.
+  """Yields (batch on its devices, the state of `iterator` after it), prefetched by `size` batches.
 
-  A thread fetches and puts. Its errors are raised here; closing ends it, and `iterator`.
+  A thread fetches batches and copies them to devices. Its errors are raised here. Closing the
+  generator ends the thread and closes `iterator`.
 
   Args:
-    iterator: gives this process's part of each batch.
+    iterator: gives this process's share of each batch.
     put: the jax.sharding.Sharding of the global batch, or a function of the host's batch.
     size: batches ahead; 0: no thread.
   """
@@ -135,7 +136,7 @@ def prefetch_to_device(
 
 
 def check_split(builder: tfds.core.DatasetBuilder, split: str) -> None:
-  """Raises a ValueError that names the splits there are, if this is none of them."""
+  """Raises a ValueError that lists the splits of the data set if `split` is not one of them."""
   if split.partition("[")[0] not in builder.info.splits:  # "train[:90%]" is a split, too.
     there = ", ".join(builder.info.splits)
     raise ValueError(f"{builder.info.full_name} has no split {split!r}: it has {there}.")
@@ -148,7 +149,7 @@ class _Examples:
     check_split(builder, split)
     self._config, self._split = config, split
     self._names = class_names(config, builder)
-    # The records as they are stored: tfds takes longer to decode one than ArrayRecord to read it.
+    # Raw records: tfds takes longer to decode a record than ArrayRecord takes to read it.
     self._records = builder.as_data_source(split).data_source
 
   def __len__(self) -> int:
@@ -179,7 +180,7 @@ def _prompts(config: Config, name: str) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class _Tokenize:
-  """Stacks images, and makes token ids of the captions of the batch."""
+  """Makes a batch: stacks the images and tokenizes the captions."""
 
   tokenizer: Tokenizer
   context_length: int
@@ -200,12 +201,12 @@ def _stack(examples: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _threads(ahead: int) -> grain.ReadOptions:
-  """Threads of this process, each of which makes a batch; `ahead` batches wait."""
+  """Reads with threads of this process, one batch a thread, up to `ahead` batches ahead."""
   return grain.ReadOptions(num_threads=min(ahead, os.cpu_count() or 1), prefetch_buffer_size=ahead)
 
 
 class _Batches(grain.DatasetIterator):
-  """Iterates an endless MapDataset of batches; the state is the number of batches given."""
+  """Iterates over an endless MapDataset of batches; its state is the number of batches given."""
 
   def __init__(self, batches: grain.MapDataset, workers: int, ahead: int):
     super().__init__()
@@ -224,7 +225,7 @@ class _Batches(grain.DatasetIterator):
       return batches.to_iter_dataset(_threads(self._ahead))
     if not flags.FLAGS.is_parsed():  # grain's workers read flags; absl's `app.run` parses them.
       flags.FLAGS.mark_as_parsed()
-    # One thread in each worker: the workers are the parallelism.
+    # One thread in each worker is enough, since the workers run in parallel.
     return batches.to_iter_dataset(_threads(1)).mp_prefetch(
       grain.MultiprocessingOptions(
         num_workers=self._workers,
@@ -237,7 +238,7 @@ class _Batches(grain.DatasetIterator):
     self.start_prefetch()
     batch = next(self._iterator)
     self._given += 1
-    # Out of the workers' shared memory, which grain frees when its array dies, and late at exit.
+    # Copies out of the workers' shared memory. grain frees that with its arrays: late, at exit.
     return {name: np.array(values) for name, values in batch.items()} if self._workers else batch
 
   def get_state(self) -> dict[str, int]:
@@ -248,15 +249,15 @@ class _Batches(grain.DatasetIterator):
     self._given = state["batches"]
 
   def close(self) -> None:
-    """Ends the threads or processes; `next` would start them again."""
+    """Ends the threads or processes; `next` starts them again."""
     if self._iterator is not None:
       self._iterator.close()
       self._iterator = None
 
 
 def _leave_the_accelerator(worker: int, workers: int) -> None:
-  """A worker has no use for the GPU, should anything in it ask JAX for a device."""
-  import jax  # Here: grain has imported it anyway, and this file has no other use for it.
+  """Keeps JAX in a worker off the GPU."""
+  import jax  # Not at the top: workers start faster; here grain has imported it anyway.
 
   jax.config.update("jax_platforms", "cpu")
 
@@ -266,14 +267,14 @@ class _ToSharding:
   sharding: Any
 
   def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, Any]:
-    import jax  # Here: workers import this file, and start faster without.
+    import jax  # Not at the top: workers import this file, and start faster without JAX.
 
     put = jax.make_array_from_process_local_data
     return {name: put(self.sharding, values) for name, values in batch.items()}
 
 
 class _OnDevice(grain.DatasetIterator):
-  """`put` of each batch."""
+  """Applies `put` to each batch."""
 
   def __init__(self, iterator: grain.DatasetIterator, put: Callable):
     super().__init__(iterator)

@@ -1,5 +1,5 @@
-"""What a user can mend: `main` prints such an error as one message, without a traceback."""
+"""Errors that a user can fix: `main` prints them as one message, without a traceback."""
 
 
 class RunError(Exception):
-  """A run cannot go on; the message says what stands in the way and what would be right."""
+  """A run cannot go on; the message gives the reason and the remedy."""

@@ -1,4 +1,4 @@
-"""Scores the newest checkpoint of a run, on any data set: --config.data.name=cifar10 and the like.
+"""Scores the newest checkpoint of a run, on any data set, such as --config.data.name=cifar10.
 
 python -m train.evaluate --config=configs/quickstart.py --workdir=runs/quickstart
 """
@@ -15,7 +15,7 @@ from train.run import make_run
 
 
 def evaluate_checkpoint(config: Config, workdir: Path) -> dict[str, float]:
-  """Scores the newest checkpoint in `workdir`; prints them and writes them beside it as JSON."""
+  """Scores the newest checkpoint in `workdir`, prints the scores and writes them there as JSON."""
   if not (workdir / "checkpoints").is_dir():
     raise RunError(f"{workdir} holds no checkpoints: train there first, or mend --workdir.")
   run = make_run(config, workdir)

@@ -1,8 +1,8 @@
-"""Floating-point operations of a training step, and how many a chip can do."""
+"""Floating-point operations of a training step, and the peak rates of GPUs."""
 
 from sbjax.models.sizes import CLIPConfig
 
-# Of bfloat16 a second, dense, from NVIDIA's sheets. A chip that is not here gets no MFU.
+# Dense bfloat16 operations a second, from NVIDIA's data sheets. Other devices get no MFU.
 BF16_PEAK = {
   "NVIDIA H200": 989.4e12,
   "NVIDIA H100 80GB HBM3": 989.4e12,
@@ -12,10 +12,10 @@ BF16_PEAK = {
 
 
 def model_flops(config: CLIPConfig, batch_size: int, patch_dropout: float = 0.0) -> float:
-  """Of a step: 6 for each weight and token, 12 * length * width for each token's attention.
+  """Operations of a step: 6 for each weight and token, 12 * length * width for a token's attention.
 
-  Patches that are dropped are embedded, and go no further. What remat or microbatches compute
-  again is not counted.
+  Dropped patches count in the patch embedding only. Recomputation by remat or microbatches does not
+  count.
   """
   vision, text = config.vision, config.text
   kept = max(1, int(vision.patches * (1 - patch_dropout))) + 1

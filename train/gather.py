@@ -1,8 +1,8 @@
-"""Parameters inside a `jax.shard_map`: a device computes with all of them, and keeps its shards.
+"""Gathers parameters inside a `jax.shard_map`, where each device holds only its shards of them.
 
-Every layer's kernel is gathered by itself, and its gradient is scattered as soon as it is made:
-beside its shards a device holds 8 bits a parameter, and the gradients in flight. Microbatches and
-rematerialised blocks share the kernels that were gathered once.
+Each layer's kernel is gathered separately, and its gradient is scattered as soon as it is computed.
+So a device holds its shards, 8 bits a parameter, and the gradients in flight. Microbatches and
+rematerialised blocks reuse the gathered kernels.
 """
 
 import jax
@@ -21,13 +21,14 @@ def gather_parameters(
 ) -> dict:
   """The variables of a model's `apply` from this device's shards of its parameters.
 
-  Differentiable: gradients are summed over all devices of the mesh, and each keeps its shards.
+  Differentiable: gradients are summed over all devices of the mesh, and each device gets those of
+  its shards.
 
   Args:
     params: as `train.sharding.parameter_shardings` splits them over the mesh.
     options: those of the model.
-    gradient_dtype: in which devices add up the gradients of the blocks' kernels; others are
-      summed in float32.
+    gradient_dtype: dtype in which gradients of the blocks' kernels are summed over devices; other
+      gradients are summed in float32.
   """
   gathered, quantized = {}, {}
   for path, x in flatten_dict(params).items():

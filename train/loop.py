@@ -1,6 +1,6 @@
-"""The training loop: batches in, checkpoints and measurements out, until the last step or a signal.
+"""The training loop: steps, evaluations and checkpoints until the last step or a signal.
 
-The host stays one step ahead: it reads a step's metrics after it has started the next one.
+The host runs one step ahead: it reads a step's metrics after it has started the next step.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ class Stopped(RunError):
 
 
 def train(config: Config, workdir: Path) -> dict:
-  """Runs, or continues, the run that `config` describes; returns the contents of result.json.
+  """Starts or continues the run that `config` describes; returns the contents of result.json.
 
   Several processes share `workdir`; only the first writes and returns the result.
   """
@@ -69,7 +69,7 @@ def train(config: Config, workdir: Path) -> dict:
 
 
 def _train(run: Run, workdir: Path, watchdog: Watchdog) -> None:
-  """Goes from the newest checkpoint, or step 0, to the last step and its checkpoint."""
+  """Trains from the newest checkpoint, or step 0, to the last step and its checkpoint."""
   config, checkpointer = run.config, run.checkpointer
   iterator = data.train_iterator(
     config,
@@ -110,7 +110,7 @@ def _steps(
   watchdog: Watchdog,
   tracer: Tracer,
 ) -> None:
-  """Takes the steps after `start`."""
+  """Runs the steps after `start`."""
   config, checkpointer = run.config, run.checkpointer
   train_step = jit_train_step(run)
   batches = data.prefetch_to_device(iterator, batch_sharding(run.mesh), config.data.prefetch)
@@ -184,13 +184,13 @@ def _due(step: int, every: int) -> bool:
 
 
 class _Meter:
-  """Reads the metrics of the step before, stops if a tensor is not finite, and times the steps."""
+  """Reads the previous step's metrics, raises if a tensor is not finite, and times the steps."""
 
   def __init__(self, run: Run, state, recorder: Recorder):
     self._run, self._recorder = run, recorder
     self._names = tensor_names(state.params, run.task)
     self._flops = run.task.flops(run.config.batch_size)
-    # 0 where it is not known.
+    # 0 if the device is not listed.
     self._peak_flops = run.mesh.size * BF16_PEAK.get(jax.devices()[0].device_kind, 0)
     self._pending = None
     self._first = True
@@ -200,7 +200,7 @@ class _Meter:
     self._since, self._steps, self._waited = time.perf_counter(), 0, 0.0
 
   def push(self, step, metrics, finite, waited) -> None:
-    self._waited += waited  # Now, within the time that ends when the step before is read.
+    self._waited += waited  # First: the clock of the previous step still runs.
     pending, self._pending = self._pending, (step, metrics, finite)
     self._read(pending)
 
@@ -261,14 +261,14 @@ class _Meter:
 
 
 def _largest_of_all_processes(*values: float) -> list[float]:
-  """Each value's largest. All processes call it at the same place among their steps."""
+  """The maximum of each value over processes. All of them must call this after the same step."""
   if jax.process_count() == 1:
     return list(values)
   return multihost_utils.process_allgather(np.array(values, np.float32)).max(axis=0).tolist()
 
 
 def _peak_bytes() -> int:
-  """The most that was in use so far of one of this process's devices; 0 where none counts it."""
+  """The peak memory use of this process's devices, the largest of them; 0 if none reports it."""
   stats = (device.memory_stats() or {} for device in jax.local_devices())
   return max(each.get("peak_bytes_in_use", 0) for each in stats)
 
@@ -279,7 +279,7 @@ class Signals:
   def __enter__(self):
     self._signum = 0
     self._before = {}
-    with contextlib.suppress(ValueError):  # Not in the main thread: then nobody sends us any.
+    with contextlib.suppress(ValueError):  # Only the main thread can handle signals.
       for signum in (signal.SIGTERM, signal.SIGINT):
         self._before[signum] = signal.signal(signum, self._receive)
     return self
@@ -297,7 +297,7 @@ class Signals:
     return int(np.max(multihost_utils.process_allgather(np.int32(self._signum))))
 
   def _receive(self, signum, _frame):
-    if self._signum:  # The second one does what it would have done without us.
+    if self._signum:  # The second signal goes to the previous handler.
       signal.signal(signum, self._before[signum])
       signal.raise_signal(signum)
     self._signum = signum
@@ -317,7 +317,7 @@ def describe(run: Run, recorder: Recorder, start: int) -> None:
 
 
 def _result(run: Run, workdir: Path, seconds: float) -> dict:
-  """The last metrics and scores, and what they were measured on."""
+  """The last metrics and scores, with the recipe, device and jax version of the run."""
   records = read_metrics(workdir / "metrics.jsonl")
   scores = [r for r in records if any(name.startswith("eval/") for name in r)]
   losses = [r for r in records if "loss" in r]
@@ -334,7 +334,7 @@ def _result(run: Run, workdir: Path, seconds: float) -> dict:
 
 
 def write_json(path: Path, value: dict) -> None:
-  """Writes whole or not at all."""
+  """Replaces the file at once, so that it is never partly written."""
   partial = path.with_suffix(".partial")
   partial.write_text(json.dumps(value, indent=2) + "\n")
   partial.replace(path)

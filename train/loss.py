@@ -1,9 +1,10 @@
-"""Contrastive losses over a batch of B image-text pairs: image i belongs to text i alone.
+"""Contrastive losses over a batch of B image-text pairs: image i belongs only to text i.
 
 Both take L2-normalised features [B, E] of the *global* batch and the factor on their dot products
-(not its logarithm), and return the mean loss of a pair and metrics, all float32. They are plain
-jnp, the definition: with features sharded over the batch XLA gathers one side's [B, E], and each
-device holds its rows of the [B, B] logits. Training computes them in tiles (`LOSSES`).
+(not its logarithm). They return the mean loss of a pair and metrics, all float32. These are the
+definitions, in plain jnp: if the features are sharded over the batch, XLA gathers one side's
+[B, E], and each device holds its rows of the [B, B] logits. Training computes the same losses in
+tiles (`LOSSES`).
 """
 
 import jax
@@ -18,7 +19,7 @@ def softmax_contrastive(
   """CLIP's symmetric cross-entropy (Radford et al. 2021, https://arxiv.org/abs/2103.00020)."""
   image_features, text_features = _float32(image_features, text_features)
   logits = logit_scale * _dot_products(image_features, text_features)
-  # The diagonal, from what a device has: jnp.diagonal would gather it from all.
+  # The diagonal, computed from a device's own rows: jnp.diagonal would gather all devices' logits.
   pairs = logit_scale * jnp.sum(image_features * text_features, axis=1)
   texts_of_image = jax.nn.logsumexp(logits, axis=1)
   images_of_text = jax.nn.logsumexp(logits, axis=0)
@@ -43,8 +44,8 @@ def siglip(
   return loss, {"accuracy": _accuracy(logits)}
 
 
-# By the config's name, of what CLIP returns for this device's rows of the batch: in tiles. `axes`
-# are the mesh axes that the batch is split over inside jax.shard_map, see train/tiled_loss.py.
+# The tiled losses by their names in a config, as functions of CLIP's outputs for this device's rows
+# of the batch. `axes`: the mesh axes that split the batch inside jax.shard_map (tiled_loss.py).
 LOSSES = {
   "softmax": lambda out, axes=(): tiled_softmax(
     out["image_features"], out["text_features"], out["logit_scale"], axes=axes
@@ -69,5 +70,5 @@ def _dot_products(image_features, text_features):
 
 
 def _accuracy(logits):
-  """Share of the images whose own text has the highest logit of the batch."""
+  """The fraction of images whose own text has the highest logit in the batch."""
   return jnp.mean((jnp.argmax(logits, axis=1) == jnp.arange(logits.shape[0])).astype(jnp.float32))

@@ -1,6 +1,6 @@
-"""Explains out of memory in one message: how much was asked for, and which fields take less.
+"""Explains an out-of-memory error: how much was asked for, and which config fields save memory.
 
-XLA's own is a line amid hundreds on its allocator, and names none of the config's fields.
+XLA's own message is one line among hundreds about its allocator and names no config fields.
 """
 
 import contextlib
@@ -15,8 +15,8 @@ from train.config import Config
 from train.errors import RunError
 from train.run import Run
 
-# XLA's words on a GPU, on a TPU, and on a CPU. RESOURCE_EXHAUSTED is also raised for a kernel with
-# too much shared memory, and for a message that is too long.
+# XLA's messages on a GPU, a TPU and a CPU. The status RESOURCE_EXHAUSTED alone is not enough: it is
+# also raised for a kernel with too much shared memory, and for a message that is too long.
 _OUT_OF_MEMORY = re.compile(r"out of memory|failed to allocate|exceeded hbm capacity", re.I)
 _ASKED = re.compile(r"allocat\w*\D{0,40}?(\d+(?:\.\d+)?) ?([KMGTP]?i?B\b|bytes)", re.I)
 _UNITS = {"b": 1, "bytes": 1} | {
@@ -27,7 +27,7 @@ _UNITS = {"b": 1, "bytes": 1} | {
 
 
 def is_out_of_memory(error: Exception) -> bool:
-  """Whether a device had no room; XLA and its allocators say so in words only."""
+  """Whether a device ran out of memory; only the error's text tells."""
   return isinstance(error, jax.errors.JaxRuntimeError) and bool(_OUT_OF_MEMORY.search(str(error)))
 
 
@@ -35,7 +35,7 @@ def is_out_of_memory(error: Exception) -> bool:
 def explained(run: Run, during: Callable[[], str]) -> Iterator[None]:
   """Turns an out-of-memory error into a RunError that says what would help.
 
-  `during` names the work that was going on.
+  during: returns the name of the current work.
   """
   try:
     yield
@@ -46,7 +46,7 @@ def explained(run: Run, during: Callable[[], str]) -> Iterator[None]:
 
 
 def explain(text: str, run: Run, during: str, device) -> str:
-  """Describes an error with that text, and the fields that would help, the likeliest first.
+  """The message for an error with this text; the fields most likely to help come first.
 
   device: a jax.Device, for its kind and `memory_stats()`.
   """
@@ -76,9 +76,9 @@ def explain(text: str, run: Run, during: str, device) -> str:
 
 
 def asked_bytes(text: str) -> int | None:
-  """The bytes of the allocation that failed; None where the text does not say."""
-  found = _ASKED.search(text)
-  return int(float(found[1]) * _UNITS[found[2].lower()]) if found else None
+  """The bytes of the allocation that failed; None if the text does not say."""
+  match = _ASKED.search(text)
+  return int(float(match[1]) * _UNITS[match[2].lower()]) if match else None
 
 
 def _for_activations(run: Run) -> list[str]:

@@ -1,9 +1,9 @@
 """The optax chain of a run: clipping, StableAdamW or AdamW, warm-up and cosine.
 
-Two rules go by the shape of a tensor: vectors and scalars (biases, norms, layer-scale, the logit
-scale) do not decay, and StableAdamW's RMS is one number a tensor. A scanned model stacks the
-tensors of its layers, [layers, ...] under a module named "blocks", so both look through the stack:
-a run trains the same with and without scan.
+Two rules depend on the shape of a tensor: vectors and scalars (biases, norms, layer-scale, the
+logit scale) do not decay, and StableAdamW's RMS is one number a tensor. A scanned model stacks the
+tensors of its layers, [layers, ...] under a module named "blocks". Both rules apply to each layer
+of a stack, so a run trains the same with and without scan.
 """
 
 import functools
@@ -53,7 +53,7 @@ OPTIMIZERS = {  # Functions of a config and a schedule.
 
 
 def warmup_cosine(peak: float, warmup_steps: int, steps: int) -> optax.Schedule:
-  """`peak * (step + 1) / warmup_steps`, then from `peak` down a half cosine that ends in 0."""
+  """`peak * (step + 1) / warmup_steps` during warm-up, then a half cosine from `peak` to 0."""
   if not 0 <= warmup_steps < steps:
     raise ValueError(f"optimizer.warmup_steps={warmup_steps} must be in [0, {steps=}).")
   cosine = optax.cosine_decay_schedule(peak, steps - warmup_steps)
@@ -64,12 +64,12 @@ def warmup_cosine(peak: float, warmup_steps: int, steps: int) -> optax.Schedule:
 
 
 def decays(params):
-  """True for the tensors of two or more axes, the layers of a stack taken one by one."""
+  """True for tensors with two or more axes, not counting the layer axis of a stack."""
   return jax.tree.map(lambda p, axes: p.ndim - axes >= 2, params, stacked(params))
 
 
 def stacked(params):
-  """How many leading axes of each parameter count layers: 1 in a scanned stack, else 0."""
+  """The number of layer axes of each parameter: 1 in a scanned stack, else 0."""
   return jax.tree_util.tree_map_with_path(
     lambda path, _: int(any(getattr(key, "key", None) == STACK for key in path)), params
   )

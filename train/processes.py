@@ -1,12 +1,13 @@
-"""Several processes as one program: which of them this is, and which GPUs it takes.
+"""Joins several processes into one program: finds this process's index and its GPUs.
 
-A cluster that JAX knows (Slurm, Open MPI, Kubernetes, a TPU) tells a process its number. By hand,
-JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID do. Then the processes meet at that
-address before JAX lets them: where one is missing or two disagree, JAX ends each of them with a
-stack trace of C++ (jaxlib 0.10 to 0.12), and does not say which one it was.
+On a cluster that JAX knows (Slurm, Open MPI, Kubernetes, a TPU), JAX finds the index of a process.
+Elsewhere JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID set it. The processes then
+meet at that address before they start JAX, to report errors: if a process is missing or two
+disagree, JAX ends each of them with a C++ stack trace (jaxlib 0.10 to 0.12) that does not say which
+process is at fault.
 
-Of several processes on one machine each takes one GPU, in their order; a process that has its
-machine for itself takes all of them. docs/clusters.md has the commands.
+If several processes run on a machine, each takes one GPU, in order of their indices. A single
+process takes all GPUs of its machine. docs/clusters.md has the commands.
 """
 
 import collections
@@ -29,22 +30,22 @@ _BY_HAND = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
 class Process(NamedTuple):
-  """One of `count` processes, as it presents itself to the first."""
+  """One of `count` processes, as it describes itself to process 0."""
 
   index: int
   count: int
   host: str
-  visible: list[str]  # GPUs as CUDA counts them for this process: their names on the machine
-  chosen: list[int] | None  # JAX_LOCAL_DEVICE_IDS: places in `visible`
+  visible: list[str]  # the machine's names of the GPUs that CUDA shows this process, in its order
+  chosen: list[int] | None  # JAX_LOCAL_DEVICE_IDS: indices into `visible`
 
 
 def join() -> None:
-  """Makes this process one of several, as the environment says.
+  """Starts JAX in this process as one of several, as the environment says.
 
   Raises:
     RunError: the environment is wrong, a process is missing, or two of them disagree.
   """
-  # One that fails keeps the others waiting for a minute, not for JAX's five.
+  # If a process fails, the others wait for it for one minute instead of JAX's five.
   given = {"shutdown_timeout_seconds": 60} | _from_environment(os.environ)
   try:
     jax.distributed.initialize(**given)
@@ -57,7 +58,7 @@ def join() -> None:
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict:
-  """Arguments of jax.distributed.initialize that JAX would not find, or not find right."""
+  """Arguments of jax.distributed.initialize that JAX would not find, or would get wrong."""
   given = {}
   if "JAX_NUM_PROCESSES" in environment:
     given["num_processes"] = _number(environment, "JAX_NUM_PROCESSES", at_least=1)
@@ -72,7 +73,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict:
   if all(name in environment for name in _BY_HAND):
     me = Process(index, count, socket.gethostname(), visible, chosen)
     address = environment["JAX_COORDINATOR_ADDRESS"]
-    # A shell of Slurm has its variables too; with these three they do not count.
+    # These three variables override Slurm's, which are set too in a shell that Slurm started.
     return given | {
       "cluster_detection_method": "deactivate",
       "local_device_ids": meet(address, me, PATIENCE),
@@ -99,7 +100,7 @@ def _chosen(environment: Mapping[str, str]) -> list[int] | None:
 
 
 def _visible_gpus(environment: Mapping[str, str]) -> list[str]:
-  """Names of the NVIDIA GPUs that CUDA would show this process, in its order; [] without one."""
+  """Names of the NVIDIA GPUs that CUDA would show this process, in its order; [] if none."""
   platforms = environment.get("JAX_PLATFORMS", "")
   if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
     return []
@@ -111,10 +112,10 @@ def _visible_gpus(environment: Mapping[str, str]) -> list[str]:
 
 
 def slurm_gpus(environment: Mapping[str, str], visible: list[str]) -> list[int] | None:
-  """The places in `visible` that a task of Slurm takes; None leaves it to JAX.
+  """The indices into `visible` of the GPUs that a Slurm task takes; None leaves the choice to JAX.
 
-  JAX takes GPU SLURM_LOCALID. That one is not there where Slurm shows each task its own GPU only
-  (--gpus-per-task), and is one of several where a node has one task.
+  JAX takes GPU SLURM_LOCALID. That GPU does not exist if Slurm shows each task only its own GPU
+  (--gpus-per-task). If a node has one task, it is only one of the task's GPUs.
   """
   if not visible:
     return None
@@ -133,10 +134,10 @@ def slurm_gpus(environment: Mapping[str, str], visible: list[str]) -> list[int] 
 
 
 def assign_gpus(processes: Iterable[Process]) -> dict[int, list[int] | None]:
-  """For each process (by index) its places in `visible`; None: all that it sees.
+  """The GPUs of each process: {process index: indices into `visible`, or None for all of them}.
 
   Raises:
-    RunError: a machine has more processes than GPUs, or two of them would take the same one.
+    RunError: a machine has more processes than GPUs, or two processes would take the same GPU.
   """
   by_host = collections.defaultdict(list)
   for process in sorted(processes):
@@ -166,10 +167,10 @@ def assign_gpus(processes: Iterable[Process]) -> dict[int, list[int] | None]:
 
 
 def meet(address: str, me: Process, patience: float) -> list[int] | None:
-  """Waits at `address` (host:port) until all processes are there; returns this one's GPUs.
+  """Waits until all processes have met at `address` (host:port); returns this process's GPUs.
 
   Raises:
-    RunError: one has not come within `patience` seconds, or they disagree.
+    RunError: a process did not come within `patience` seconds, or they disagree.
   """
   host, _, port = address.rpartition(":")
   if not host or not port.isdecimal():
@@ -184,7 +185,7 @@ def meet(address: str, me: Process, patience: float) -> list[int] | None:
 
 
 def _receive(port: int, me: Process, deadline: float) -> list[int] | None:
-  """Process 0's part: hears all the others, then tells each what it takes, or what is wrong."""
+  """Process 0's part: waits for the others, then sends each its GPUs or the error."""
   present = {0: me}
   with contextlib.ExitStack() as closing:
     try:
@@ -228,7 +229,7 @@ def _next_guest(server: socket.socket, deadline: float, present: dict[int, Proce
       try:
         return guest, Process(**json.loads(guest.makefile().readline()))
       except (OSError, ValueError, TypeError):
-        guest.close()  # Not one of ours: ports are tried by many.
+        guest.close()  # Not one of our processes, for example a port scanner.
   missing = ", ".join(str(i) for i in range(count) if i not in present)
   raise RunError(
     f"Of JAX_NUM_PROCESSES={count} processes {len(present)} came to JAX_COORDINATOR_ADDRESS in"
@@ -251,14 +252,14 @@ def _check_newcomer(process: Process, present: dict[int, Process]) -> None:
 
 
 def _attend(address: tuple[str, int], me: Process, deadline: float) -> list[int] | None:
-  """The part of the others: tell process 0 who this is, and wait for its answer."""
+  """The other processes' part: describes this process to process 0 and waits for the answer."""
   where = f"{address[0]}:{address[1]} (JAX_COORDINATOR_ADDRESS)"
   reason = "no time left"
   while (left := deadline - time.monotonic()) > 0:
     try:
       with socket.create_connection(address, timeout=min(left, 10)) as host:
         _send(host, me._asdict())
-        host.settimeout(max(left, 1) + 10)  # Process 0's time ends first, so that it can say why.
+        host.settimeout(max(left, 1) + 10)  # Process 0 times out first, so that it can say why.
         answer = json.loads(host.makefile().readline())
       break
     except ValueError as error:
@@ -279,12 +280,12 @@ def _attend(address: tuple[str, int], me: Process, deadline: float) -> list[int]
 
 
 def _send(connection: socket.socket, message: dict) -> None:
-  with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # It will say so itself.
+  with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # The other end reports it.
     connection.sendall(json.dumps(message).encode() + b"\n")
 
 
 def _check_devices(devices: Iterable[jax.Device]) -> None:
-  """Each process reads an equal share of a batch, so each needs as many devices."""
+  """Raises unless all processes have equally many devices: each reads an equal share of a batch."""
   counts = collections.Counter(device.process_index for device in devices)
   if len(set(counts.values())) > 1:
     listed = ", ".join(f"process {index} has {count}" for index, count in sorted(counts.items()))

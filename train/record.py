@@ -1,8 +1,8 @@
-"""What a run leaves behind while it runs: metrics.jsonl, TensorBoard events, a progress line.
+"""Records a run's metrics: metrics.jsonl, TensorBoard events, Weights & Biases, a progress line.
 
-metrics.jsonl is the record: one JSON object a line with "step" and scalars by name. A resumed
-run drops the lines after its checkpoint first, so that it ends with the file of a run that was
-never interrupted. Only the first process writes.
+metrics.jsonl has one JSON object a line, with "step" and scalars by name. A resumed run first drops
+the lines after its checkpoint, so its file is the same as without the interruption. Only the first
+process writes.
 """
 
 import json
@@ -18,7 +18,7 @@ from train.errors import RunError
 
 
 class Recorder:
-  """Takes scalars by step and puts them where they can be read."""
+  """Writes the scalars of each step to all outputs."""
 
   def __init__(self, workdir: Path, config: Config, start: int):
     self._writes = jax.process_index() == 0
@@ -40,12 +40,12 @@ class Recorder:
     self._steps = config.steps
 
   def advance(self, step: int) -> None:
-    """`step` steps are done."""
+    """Moves the progress line to `step`."""
     if self._writes:
       self._progress.update(step - self._progress.n)
 
   def write(self, step: int, scalars: dict[str, float]) -> None:
-    """Records scalars after `step` steps."""
+    """Records the scalars of `step`."""
     if not self._writes:
       return
     self._file.write(json.dumps({"step": step, **scalars}) + "\n")
@@ -55,7 +55,7 @@ class Recorder:
       self._wandb.log(scalars, step=step)
 
   def say(self, step: int, text: str) -> None:
-    """A line for whoever watches."""
+    """Prints a line above the progress line."""
     if self._writes:
       tqdm.write(f"step {step:>{self._width}}/{self._steps}  {text}", file=sys.stdout)
       sys.stdout.flush()
@@ -70,7 +70,7 @@ class Recorder:
 
 
 def read_metrics(path: Path) -> list[dict]:
-  """The records of a metrics.jsonl; a last line cut short by a kill is left out."""
+  """The records of a metrics.jsonl, without a last line that a kill cut short."""
   records = []
   for line in path.read_text().splitlines():
     try:
@@ -82,8 +82,8 @@ def read_metrics(path: Path) -> list[dict]:
 
 def _drop_after(path: Path, step: int) -> None:
   if path.is_file():
-    kept = [r for r in read_metrics(path) if r["step"] <= step]
-    path.write_text("".join(json.dumps(r) + "\n" for r in kept))
+    records = [r for r in read_metrics(path) if r["step"] <= step]
+    path.write_text("".join(json.dumps(r) + "\n" for r in records))
 
 
 def _wandb_run(config: Config, workdir: Path):

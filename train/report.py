@@ -1,4 +1,4 @@
-"""The picture of a run: loss, RMS of the patch embedding, accuracy and features over the steps."""
+"""Plots a run: loss, RMS of the patch embedding, accuracy and features over the steps."""
 
 from pathlib import Path
 
@@ -55,7 +55,7 @@ def _is_headline(name: str) -> bool:
 
 
 def _some_blocks(records) -> dict[str, tuple[list, list]]:
-  """Four blocks of each tower, first to last."""
+  """The curves of four blocks of each tower, from first to last."""
   curves = _named(records, lambda name: name.startswith("mean_abs_feature/"))
   chosen = {}
   for tower in ("image", "text"):

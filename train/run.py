@@ -1,6 +1,6 @@
-"""Makes of a `Config` the data set, tokenizer, mesh, task and optimizer of one run.
+"""Makes the data set, tokenizer, mesh, task and optimizer of a run from its `Config`.
 
-Training and evaluation build the same run from the same config, so they cannot disagree.
+Training and evaluation both use this, so they cannot disagree.
 """
 
 import json
@@ -22,8 +22,8 @@ from train.step import TrainState, make_init
 from train.task import CLIPTask, block_options, make_task
 from train.tokenizer import Tokenizer, make_tokenizer
 
-# Fields that may change when a run continues: where it computes and what it reports. Another
-# `accumulate` drops other patches from there on.
+# Fields that may change when a run continues: they affect where it computes and what it reports.
+# After a change of `accumulate`, patch dropout draws other patches.
 _MAY_CHANGE = {
   "steps", "log_every", "eval_every", "eval_batch_size", "checkpoint_every", "checkpoint_keep",
   "wandb_project", "mesh", "accumulate", "data.data_dir", "data.root", "data.prefetch",
@@ -44,7 +44,7 @@ class Run(NamedTuple):
   checkpointer: Checkpointer
 
   def new_state(self) -> TrainState:
-    """The state at step 0, made where it lives."""
+    """The state at step 0, created in its shardings."""
     shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state)
     init = make_init(self.task, self.optimizer, self.config.seed)
     return jax.jit(init, out_shardings=shardings)()
@@ -71,13 +71,13 @@ class Run(NamedTuple):
 
 
 def make_run(config: Config, workdir: Path) -> Run:
-  """Everything but the training itself; the data set is prepared if it has to be.
+  """Makes everything that a run needs; prepares the data set if it is missing.
 
   Raises:
-    ValueError, RunError: a value of the config that cannot be, or data that is not there.
+    ValueError, RunError: a value of the config is invalid, or data is missing.
   """
   config.check()
-  block_options(config.model)  # Before the data, which takes longer to be wrong.
+  block_options(config.model)  # Fails before the data set is prepared, which takes long.
   if config.loss not in LOSSES:
     raise ValueError(f"loss={config.loss!r} is none of {', '.join(LOSSES)}.")
   mesh = make_mesh(config.mesh)
@@ -143,7 +143,7 @@ def _flat(config: dict, prefix: str = "") -> dict:
 
 
 def _tokenizer(config: Config, builder, workdir: Path) -> Tokenizer:
-  """The tokenizer saved in the workdir, so that checkpoints keep their meaning; else a new one."""
+  """The tokenizer in the workdir, since checkpoints depend on it; makes it if there is none."""
   path = workdir / "tokenizer.json"
   if jax.process_index() == 0 and not path.is_file():
     tokenizer = make_tokenizer(

@@ -1,9 +1,9 @@
-"""Where arrays live: a mesh with the axes `data` and `fsdp`, and a rule for every parameter.
+"""Shardings of arrays: a mesh with the axes `data` and `fsdp`, and a rule for every parameter.
 
-The batch is split over both axes. Parameters and optimizer state are split over `fsdp` alone
-(Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054, stage 3): each matmul gathers its
-kernel where it needs it. A rule is a pattern of the parameter's path and the axes of its
-trailing dimensions; what `nn.scan` stacks in front is never split.
+The batch is split over both axes. Parameters and optimizer state are split only over `fsdp`
+(Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054, stage 3), and each kernel is gathered
+for its matmuls. A rule has a pattern for the parameter's path and the mesh axes of its trailing
+dimensions. The leading layer axis of `nn.scan` is never split.
 """
 
 import re
@@ -28,7 +28,7 @@ RULES = (
 
 
 def make_mesh(config: MeshConfig, devices=None) -> Mesh:
-  """All devices as a `data` x `fsdp` mesh; a size of -1 takes what the other leaves."""
+  """All devices as a `data` x `fsdp` mesh; a size of -1 is the devices divided by the other."""
   devices = np.asarray(jax.devices() if devices is None else devices)
   data, fsdp = config.data, config.fsdp
   if data == -1 and fsdp > 0:
@@ -91,15 +91,16 @@ def parameter_shardings(params, mesh: Mesh):
 
 
 def parameter_specs(params, mesh: Mesh):
-  """As `parameter_shardings`, the PartitionSpecs that a `shard_map` takes."""
+  """The PartitionSpecs of `parameter_shardings`, for a `shard_map`."""
   return jax.tree.map(lambda sharding: sharding.spec, parameter_shardings(params, mesh))
 
 
 def state_shardings(state, params, mesh: Mesh):
   """Shardings for any tree that holds copies of `params`, such as an optimizer's state.
 
-  A leaf under a parameter's path ("0/mu/image/proj", "0/mu/image/proj/values") with as many axes is
-  split as the parameter is, along those axes that have its size. The others are replicated.
+  A leaf whose path contains a parameter's ("0/mu/image/proj", "0/mu/image/proj/values"), with as
+  many axes as the parameter, is split like the parameter along the axes that have the same size.
+  All other leaves are replicated.
   """
   shardings = parameter_shardings(params, mesh)
   known = {

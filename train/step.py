@@ -16,7 +16,7 @@ from train.task import CLIPTask
 
 
 class TrainState(NamedTuple):
-  """All that a step changes. Randomness is a function of the seed and `step`."""
+  """The state that a step updates. Randomness is a function of the seed and `step`."""
 
   step: jax.Array  # int32 []: steps taken
   params: Any
@@ -44,13 +44,13 @@ def make_train_step(
 ):
   """`train_step(state, batch) -> (state, metrics, finite)`, pure and ready for `jax.jit`.
 
-  accumulate: how many microbatches a batch goes through the model in; the loss is over all of it.
-  mesh: computes on the devices of a mesh, each on its rows of the batch, with the state split as
-    `train.sharding.state_shardings` says. None, or a mesh of one device: without a `shard_map`.
-  gradient_dtype: in which the devices of a mesh add up gradients of kernels.
-  batch: examples for the task, all devices' together.
+  accumulate: number of microbatches a batch; the loss is over the whole batch.
+  mesh: each of its devices computes its rows of the batch, and the state is split as
+    `train.sharding.state_shardings` says. None, or a mesh of one device: no `shard_map`.
+  gradient_dtype: dtype in which gradients of kernels are summed over devices.
+  batch: the examples of all devices.
   metrics: float32 scalars by name.
-  finite: a bool for each of `tensor_names`: the first False is where trouble began.
+  finite: a bool for each of `tensor_names`; the first False is the first tensor not finite.
   """
   mesh = None if mesh is None or mesh.size == 1 else mesh
   differentiate = functools.partial(_differentiate, task, accumulate, mesh, gradient_dtype)
@@ -67,7 +67,7 @@ def make_train_step(
       **metrics,
       "gradient_norm": optax.tree.norm(gradients),
       "parameter_norm": optax.tree.norm(params),
-      # RMS of the patch embedding: it goes up 1 to 8 steps before the loss does (the paper's 3.4).
+      # RMS of the patch embedding: it rises 1 to 8 steps before the loss does (the paper's 3.4).
       **{
         f"rms/{name}": rms
         for name, rms in tensor_rms(opt_state).items()
@@ -97,8 +97,8 @@ def _differentiate(task, accumulate, mesh, gradient_dtype, params, batch, key):
   """The loss and its gradients, from one device's examples and its shards of the parameters.
 
   Returns:
-    ((loss, (features, block outputs, metrics)), gradients): features of the device's examples,
-    gradients of its shards, and everything else of the global batch.
+    ((loss, (features, block outputs, metrics)), gradients): the features are of the device's
+    examples, the gradients of its shards, and all else of the global batch.
   """
   axes = () if mesh is None else BATCH_AXES
   count = len(jax.tree.leaves(batch)[0]) // accumulate
@@ -127,9 +127,10 @@ def _differentiate(task, accumulate, mesh, gradient_dtype, params, batch, key):
 
 
 def _on_each_device(differentiate, params, mesh: Mesh):
-  """`differentiate` in one `shard_map` over a mesh, where a kernel's operands are shards already.
+  """Runs `differentiate` in one `shard_map` over a mesh, so that GPU kernels get shards directly.
 
-  `jit` with shardings would ask Python about every kernel of every layer, and move activations.
+  Under `jit` with shardings, XLA would call Python to partition every GPU kernel of every layer,
+  and would move activations.
   """
   shards = parameter_specs(params, mesh)
   rows, everywhere = PartitionSpec(BATCH_AXES), PartitionSpec()
@@ -138,21 +139,21 @@ def _on_each_device(differentiate, params, mesh: Mesh):
     mesh=mesh,
     in_specs=(shards, rows, everywhere),
     out_specs=((everywhere, (rows, everywhere, everywhere)), shards),
-    check_vma=False,  # The sums over devices are those of `gather_parameters` and of the loss.
+    check_vma=False,  # `gather_parameters` and the loss sum over devices.
   )
 
 
 def _in_microbatches(apply, batch, key: jax.Array, count: int) -> dict:
-  """`apply(batch, key)`, computed in `count` microbatches one by one.
+  """`apply(batch, key)`, computed one after the other for `count` microbatches.
 
-  Only their features are saved. The backward pass applies the model again, with the same key, and
-  adds up the gradients of the loss over the whole batch (Gao et al. 2021,
+  The forward pass saves only features. The backward pass applies the model again with the same keys
+  and adds up the gradients of the loss over the whole batch (Gao et al. 2021,
   https://arxiv.org/abs/2101.06983). Outputs without an axis of examples are averaged.
   """
-  # Microbatch i has examples i, i + count, ...: each device's own, so that none moves.
+  # Microbatch i has examples i, i + count, ... of a device, so that no example moves.
   microbatches = jax.tree.map(lambda x: x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1), batch)
 
-  @jax.checkpoint  # With its barriers: XLA may unroll a short loop, and then save activations.
+  @jax.checkpoint  # prevent_cse stays on: XLA may unroll a short loop and then save activations.
   def apply_one(numbered):
     i, microbatch = numbered
     return apply(microbatch, jax.random.fold_in(key, i))
@@ -165,7 +166,7 @@ def _in_microbatches(apply, batch, key: jax.Array, count: int) -> dict:
 
 
 def tensor_names(params, task: CLIPTask) -> list[str]:
-  """The tensors that `finite` of a train step is about; each depends on those before it only."""
+  """The names of the tensors in `finite`; each tensor depends only on those before it."""
   names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
   return [
     *(f"parameter {name}" for name in names),

@@ -1,7 +1,7 @@
-"""What training asks of a model, and CLIP's answers.
+"""CLIPTask: the interface between training and the model.
 
-The step, the loop and the run know a model only by its task. Another model is another class like
-CLIPTask, and rules for its parameters in train/sharding.py.
+The step, the loop and the run use a model only through its task. Another model needs another class
+like CLIPTask, and rules for its parameters in train/sharding.py.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ class CLIPTask(NamedTuple):
   def init(self, key: jax.Array) -> dict:
     """The parameters at step 0."""
     vision, text = self.model.config.vision, self.model.config.text
-    # Stacked, layers are drawn at once, which compiles faster; and a run starts from the same
+    # Always stacked: drawing all layers at once compiles faster, and a run starts from the same
     # parameters with and without scan.
     options = dataclasses.replace(self.model.options, scan=True, unroll=1, recipe="full")
     params = self.model.clone(options=options).init(
@@ -57,13 +57,13 @@ class CLIPTask(NamedTuple):
   def apply(self, variables: dict, batch: dict, key: jax.Array, first_example) -> dict:
     """The training outputs of CLIP: a tower's "_features", "block_outputs", and scalars.
 
-    first_example: the place of these examples in a larger batch.
+    first_example: the index of the first of these examples in a larger batch.
     """
     options = {"train": True, "first_example": first_example, "rngs": {"dropout": key}}
     return self.model.apply(variables, normalize(batch["image"]), batch["text"], **options)
 
   def loss(self, out: dict, axes: tuple[str, ...]) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The mean loss of an example and metrics; `axes` are those that split the batch."""
+    """The mean loss of an example, and metrics; `axes` are the mesh axes that split the batch."""
     value, metrics = self.contrast(out, axes)
     return value, {**metrics, "logit_scale": out["logit_scale"]}
 
@@ -72,7 +72,7 @@ class CLIPTask(NamedTuple):
     return model_flops(self.model.config, batch_size, self.model.patch_dropout)
 
   def evaluate(self, params, mesh: Mesh, *args, **options) -> dict[str, float]:
-    """The scores of parameters on a mesh, by train.zero_shot.evaluate with its other arguments."""
+    """The scores of parameters on a mesh; the other arguments are train.zero_shot.evaluate's."""
     return evaluate(make_encoders(self.model, mesh), params, *args, **options)
 
 
@@ -100,7 +100,7 @@ def make_task(config: Config, tokenizer) -> CLIPTask:
 
 
 def block_options(config: ModelConfig) -> BlockOptions:
-  """The fields that a ModelConfig shares with BlockOptions, by name; a backend "" is None."""
+  """The BlockOptions with the values of a ModelConfig's fields of the same names."""
   values = dataclasses.asdict(config) | {"backend": config.backend or None}
   fields = dataclasses.fields(BlockOptions)
   return BlockOptions(**{f.name: values[f.name] for f in fields if f.name in values})

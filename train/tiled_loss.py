@@ -1,9 +1,8 @@
 """The losses of train/loss.py in tiles: no device holds all of its logits at once.
 
-A device has b of the batch's B pairs. It gathers all texts once, and goes through its logits
-[b, B] tile by tile: one product (see train/split_product.py), and sums over the rows and columns
-of the tile. A tile is computed again where its gradient is needed, so that what stays in memory
-is of the features' size.
+A device has b of the batch's B pairs. It gathers all texts once and computes its logits [b, B] tile
+by tile: one product (see train/split_product.py), then sums over the tile's rows and columns. The
+backward pass computes a tile again, so memory between tiles is only of the features' size.
 """
 
 import functools
@@ -22,10 +21,11 @@ from train.split_product import (
   unit,
 )
 
-TILE = 2**26  # Logits of a tile at most: 268 MB.
-COLUMNS = 2**14  # Of a tile, roughly; then a tile of TILE logits has 4,096 rows.
-# exp(x) is a normal float32 from -87.3 to 88.7. Of 2**17 terms up to exp(_HIGHEST) the sum is
-# finite, and where it is at least exp(_LOWEST) those below exp(-87.3) are less than its rounding.
+TILE = 2**26  # The most logits of a tile: 268 MB.
+COLUMNS = 2**14  # About how many columns a tile has; a tile of TILE logits then has 4,096 rows.
+# exp(x) is a normal float32 for x from -87.3 to 88.7. A sum of 2**17 terms of at most exp(_HIGHEST)
+# is finite. If a sum is at least exp(_LOWEST), all its terms below exp(-87.3) together are less
+# than its rounding error.
 _HIGHEST, _LOWEST = 75.0, -58.0
 
 
@@ -42,12 +42,12 @@ def tiled_softmax(
   image_features, text_features: [b, E], this device's rows of the batch.
   axes: inside `jax.shard_map(..., check_vma=False)`, the mesh axes that the batch is split over, in
     the order of `jax.lax.all_gather`. () if the features are the whole batch.
-  products: one of PRODUCTS of train/split_product.py. None takes "float16" on an NVIDIA GPU, and
-    "float32" elsewhere. In float16 no element may be 8 or more.
+  products: a key of PRODUCTS in train/split_product.py. None takes "float16" on an NVIDIA GPU and
+    "float32" elsewhere. In float16 every |element| must be below 8.
 
-  Returns the loss and metrics, the same on all devices. The gradient of the features is that of
-  the global loss, where the loss has the same cotangent on all devices; the gradient of
-  `logit_scale` is this device's share: the caller sums it over devices.
+  Returns the loss and metrics, the same on all devices. The features' gradients are those of the
+  global loss if the loss has the same cotangent on all devices. The gradient of `logit_scale` is
+  this device's share, which the caller sums over devices.
   """
   image, text = image_features.astype(jnp.float32), text_features.astype(jnp.float32)
   loss, accuracy = _softmax(image, text, logit_scale, tuple(axes), products)
@@ -63,10 +63,10 @@ def tiled_siglip(
   axes: tuple[str, ...] = (),
   products: str | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """`siglip` of the global batch, and its gradient, in tiles: `tiled_softmax` says what is what.
+  """`siglip` of the global batch, and its gradient, in tiles; arguments as in `tiled_softmax`.
 
-  A logit's gradient depends on no other logit, so it is computed with the loss: three products
-  over the batch instead of four.
+  A logit's gradient does not depend on other logits, so it is computed together with the loss. That
+  takes three products over the batch instead of four.
   """
   image, text = image_features.astype(jnp.float32), text_features.astype(jnp.float32)
   loss, accuracy = _siglip(image, text, logit_scale, logit_bias, tuple(axes), products)
@@ -81,8 +81,9 @@ def _softmax(image, text, scale, axes, products):
 def _softmax_fwd(image, text, scale, axes, products):
   texts, first = _gather(text, axes), _first_row(image, axes)
   shift, fits = _shift(image, text, scale, axes)
-  found = _on_platform(_exp_sums, products, image, texts, scale, first, shift, fits)
-  (row_shifts, row_sums, own, right), (column_shifts, column_sums) = found
+  of_rows, of_columns = _on_platform(_exp_sums, products, image, texts, scale, first, shift, fits)
+  row_shifts, row_sums, own, right = of_rows
+  column_shifts, column_sums = of_columns
   largest = _over(jax.lax.pmax, column_shifts, axes)
   column_sums = _over(jax.lax.psum, column_sums * jnp.exp(column_shifts - largest), axes)
   rows, columns = row_shifts + jnp.log(row_sums), largest + jnp.log(column_sums)
@@ -103,9 +104,10 @@ _softmax.defvjp(_softmax_fwd, _softmax_bwd)
 
 
 def _shift(image, text, scale, axes):
-  """A number to subtract from all logits before `exp`, and whether every sum is then in range.
+  """A number to subtract from all logits before `exp`, and whether all sums are then in range.
 
-  No logit is above scale times the largest norms, and each sum has the logit of a pair in it.
+  |scale| times the largest norms bounds the logits from above. The smallest logit of a pair bounds
+  the sums from below, since every row and column has a pair.
   """
 
   def norm(x):
@@ -119,10 +121,11 @@ def _shift(image, text, scale, axes):
 
 
 def _exp_sums(image, texts, scale, first, shift, fits, *, by):
-  """The sums of exp(logit - shift) over rows and columns, with a shift for each.
+  """The sums of exp(logit - shift) over rows and columns, each with its own shift.
 
-  Returns (shifts, sums, own logits, whether these are the largest) of the images, (shifts, sums)
-  of the texts. `shift` serves all of them if it `fits`, else these are the largest logits.
+  Returns (shifts, sums, own logits, whether these are the largest) of the images, and (shifts,
+  sums) of the texts. All shifts are `shift` if it `fits`, else the largest logit of each row and
+  column.
   """
   numbers, factor = _numbers(image, texts, first), scale * unit(by)
   none = (jnp.full(len(image), -jnp.inf), jnp.full(len(texts), -jnp.inf))
@@ -169,7 +172,7 @@ def _exp_sums(image, texts, scale, first, shift, fits, *, by):
 
 
 def _softmax_gradients(image, texts, scale, first, row_sums, column_sums, *, by):
-  """Of the features, but for the factor scale / 2 B; the sums are logarithms."""
+  """Gradients of the features without the factor scale / 2B; the sums are given as logarithms."""
   factor = scale * unit(by)
 
   def block(y, column, column_sum):
@@ -194,8 +197,8 @@ def _softmax_gradients(image, texts, scale, first, row_sums, column_sums, *, by)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _siglip(image, text, scale, bias, axes, products):
   texts, first = _gather(text, axes), _first_row(image, axes)
-  found = _on_platform(_siglip_sums, products, image, texts, scale, bias, first)
-  return tuple(_mean(x, axes) for x in found)
+  sums = _on_platform(_siglip_sums, products, image, texts, scale, bias, first)
+  return tuple(_mean(x, axes) for x in sums)
 
 
 def _siglip_fwd(image, text, scale, bias, axes, products):
@@ -217,8 +220,10 @@ _siglip.defvjp(_siglip_fwd, _siglip_bwd)
 
 
 def _siglip_sums(image, texts, scale, bias, first, *, by, with_gradients=False):
-  """The loss of each image, and whether its own logit is the largest; with gradients also those
-  of the bias, by image, and of the features but for the factor scale / B, B times each.
+  """The loss of each image, and whether its own logit is the largest.
+
+  With gradients, also those of the bias by image, without the factor 1 / B, and of the features,
+  without the factor scale / B.
   """
   factor = scale * unit(by)
 
@@ -239,7 +244,7 @@ def _siglip_sums(image, texts, scale, bias, first, *, by, with_gradients=False):
       largest = _around_own(logits, number, column, largest)
       if with_gradients:
         d_bias += jnp.sum(gradient(logits, own), axis=1)
-        # Without this XLA writes the gradient in float32 for the sum, and reads it to split it.
+        # Without this XLA writes the gradient in float32 for the sum, and reads it again to split.
         products = jax.lax.optimization_barrier(products)
         g = gradient(factor * products + bias, own)
         d_image, d_texts = _add_gradients(g, number, x, y, d_image, d_texts, by)
@@ -253,18 +258,18 @@ def _siglip_sums(image, texts, scale, bias, first, *, by, with_gradients=False):
     start, d_texts = (*start[:2], zeros, jnp.zeros(image.shape)), jnp.zeros(texts.shape)
   of_rows, d_texts = _in_tiles(block, (image, numbers[0]), (texts, numbers[1]), start, d_texts)
   losses, largest, d_bias, d_image = of_rows
-  found = losses, _is_right(*largest)
-  return (*found, d_bias, d_image * unit(by), d_texts * unit(by)) if with_gradients else found
+  sums = losses, _is_right(*largest)
+  return (*sums, d_bias, d_image * unit(by), d_texts * unit(by)) if with_gradients else sums
 
 
 def _in_tiles(block, rows, columns, of_rows, of_columns):
-  """Goes through all tiles, the rows of a block of columns first.
+  """Loops over blocks of columns, and inside a block over tiles of rows.
 
   block: (arrays of the block's columns) -> tile.
-  tile: (arrays of the tile's rows, of_rows, of_columns) -> the latter two with the tile's added.
+  tile: (arrays of the tile's rows, of_rows, of_columns) -> (of_rows, of_columns), updated.
   rows, columns: tuples of arrays [b, ...] and [B, ...].
-  of_rows, of_columns: trees of such arrays, from where the tiles begin.
-  Rows of zeros fill up the last tile; the second array, `number`, is -1 for these.
+  of_rows, of_columns: trees of such arrays, the initial values of the results.
+  The last tile is padded with rows of zeros; their `number`, the second array of `rows`, is -1.
   """
   count = len(rows[0])
   height, width = tile_shape(count, len(columns[0]))
@@ -300,10 +305,10 @@ def _in_tiles(block, rows, columns, of_rows, of_columns):
 
 
 def tile_shape(rows: int, columns: int) -> tuple[int, int]:
-  """Rows and columns of a tile of `rows` x `columns` logits; the latter divide all columns.
+  """The shape of a tile of `rows` x `columns` logits; its width divides `columns`.
 
-  Columns are few where many rows can be had for it: the rows are what a matmul sums the texts'
-  gradients over, which are read and written once a tile.
+  A tile has as many rows as TILE allows at about COLUMNS columns: the texts' gradients, which are
+  sums over rows, are read and written once a tile.
   """
   blocks = -(-columns // COLUMNS)
   divisors = (n for n in range(blocks, 2 * blocks) if columns % n == 0)
@@ -312,28 +317,28 @@ def tile_shape(rows: int, columns: int) -> tuple[int, int]:
   if rows <= most:
     return rows, width
   height = -(-rows // -(-rows // most))
-  return min(-(-height // 128) * 128, most), width  # Tensor cores like multiples of 128.
+  return min(-(-height // 128) * 128, most), width  # Tensor cores are faster at multiples of 128.
 
 
 def _numbers(image, texts, first):
-  """The numbers in the batch of rows and columns."""
+  """The indices of rows and columns in the batch."""
   return first + jnp.arange(len(image)), jnp.arange(len(texts))
 
 
 def _products(texts, by):
-  """The dot products of images, given by their parts, with these texts, in units of `unit(by)`."""
+  """A function from the parts of images to their dot products with `texts`, in units of `unit`."""
   rhs = operand(split(texts, by), 1)
   return lambda image: row_products(operand(image, 0), rhs)
 
 
 def _add_gradients(g, number, x, y, d_image, d_texts, by):
-  """Adds the gradients of a tile's features, given those of its logits."""
+  """Adds the gradients of a tile's features, given the gradients g of its logits."""
   g = split(jnp.where(number[:, None] >= 0, g, 0.0), by)
   return add_product(d_image, g, y), add_transposed_product(d_texts, g, x)
 
 
 def _around_own(logits, number, column, so_far):
-  """The largest logit of each row before its own column, there, and behind it."""
+  """Updates the largest logit of each row before, at and after the row's own column."""
   own, column = number[:, None], column[None]
   return [
     jnp.maximum(x, jnp.max(jnp.where(where, logits, -jnp.inf), axis=1))
@@ -342,7 +347,7 @@ def _around_own(logits, number, column, so_far):
 
 
 def _is_right(before, own, behind):
-  """1.0 where argmax finds the row's own column."""
+  """1.0 where the argmax of a row is its own column; of equal logits, the first counts."""
   return ((before < own) & (own >= behind)).astype(jnp.float32)
 
 
@@ -361,7 +366,7 @@ def _over(collective, x, axes):
 
 
 def _mean(x, axes):
-  """Over the rows of all devices, which are equally many on each."""
+  """The mean over the rows of all devices; each device has the same number of rows."""
   return _over(jax.lax.pmean, jnp.mean(x), axes)
 
 
@@ -375,5 +380,5 @@ def _scatter(d_texts, axes):
 
 
 def _first_row(image, axes):
-  """The number in the batch of this device's first row."""
+  """The index of this device's first row in the batch."""
   return jax.lax.axis_index(axes) * len(image) if axes else 0

@@ -1,8 +1,8 @@
-"""Text to token ids `[N, L]`, through Hugging Face `tokenizers`.
+"""Turns text into token ids `[N, L]` with Hugging Face `tokenizers`.
 
-Three vocabularies, one row layout: `<start> tokens <end> 0 0 ...`. The end token survives
-truncation, since a CLIP text tower pools at its first occurrence. `clip` gives open_clip's ids;
-`bpe` is trained on the captions of the run; any other `tokenizer.json` is used as it is.
+A row is `<start> tokens <end> 0 0 ...` for all three vocabularies. Truncation keeps the end token,
+since a CLIP text tower pools at its first occurrence. `clip` gives open_clip's ids; `bpe` is
+trained on the captions of the run; any other `tokenizer.json` is used unchanged.
 """
 
 import gzip
@@ -18,19 +18,19 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 _START, _END = "<start_of_text>", "<end_of_text>"
-# The names that other tokenizer.json files give to the two, most specific first.
+# Names of start and end tokens in other tokenizer.json files, most specific first.
 _STARTS = (_START, "<|startoftext|>", "<|begin_of_text|>", "<s>", "<bos>", "[CLS]")
 _ENDS = (_END, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
 _CLIP_FILE = "bpe_simple_vocab_16e6.txt.gz"
-_CLIP_MERGES = 48_894  # the lines after the header that CLIP uses
-# A contraction, a word, a digit or a run of signs. The two code points are what IGNORECASE does
-# in open_clip: U+017F folds to s, and U+0345, which folds to a letter, is no sign either.
+_CLIP_MERGES = 48_894  # how many lines after the header CLIP uses
+# A contraction, a word, a digit or a run of signs. The two code points reproduce IGNORECASE in
+# open_clip: U+017F folds to s, and U+0345 is not a sign because it folds to a letter.
 _CLIP_WORDS = r"'[s\x{17f}]|'t|'re|'ve|'m|'ll|'d|\p{L}+|\p{N}|[^\s\p{L}\p{N}\x{345}]+"
 
 
 class Tokenizer:
-  """Token ids of texts; `sot_id` is None where the vocabulary has no start token."""
+  """Token ids of texts; `sot_id` is None if the vocabulary has no start token."""
 
   def __init__(self, tokenizer: tokenizers.Tokenizer):
     self._tokenizer = tokenizer
@@ -40,7 +40,7 @@ class Tokenizer:
     if eot_id is None:
       raise ValueError(f"The tokenizer has no end token: expected one of {', '.join(_ENDS)}.")
     self.eot_id: int = eot_id
-    # CLIP's cleaning goes with CLIP's special tokens; a foreign file brings its own normalizer.
+    # Vocabularies with CLIP's special tokens need CLIP's cleaning; others have a normalizer.
     self._clean = _clean if tokenizer.token_to_id(_START) is not None else str
 
   def __call__(self, texts: Sequence[str], context_length: int) -> np.ndarray:
@@ -70,7 +70,7 @@ class Tokenizer:
   def load(cls, path: str | pathlib.Path) -> "Tokenizer":
     """The tokenizer of a `tokenizer.json`, saved here or elsewhere."""
     try:
-      # Read here: `Tokenizer.from_file` says neither which file nor what is wrong with it.
+      # Not `Tokenizer.from_file`: its errors name neither the file nor the problem.
       tokenizer = tokenizers.Tokenizer.from_str(pathlib.Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
       raise
@@ -89,8 +89,8 @@ def make_tokenizer(spec: str, captions: Iterable[str] | None, vocab_size: int) -
   Args:
     spec: "bpe" trains one on `captions`; "clip" takes the vocabulary of the installed open_clip;
       anything else is the path of a `tokenizer.json` or of CLIP's `bpe_simple_vocab_16e6.txt.gz`.
-    captions: the training texts; read for "bpe" alone.
-    vocab_size: the most tokens that a trained one has.
+    captions: the training texts; read only for "bpe".
+    vocab_size: the maximum number of tokens of a trained tokenizer.
   """
   if spec == "bpe":
     return _train(captions, vocab_size)
@@ -107,24 +107,23 @@ def _first_id(tokenizer: tokenizers.Tokenizer, names: Sequence[str]) -> int | No
 
 
 def _clean(text: str) -> str:
-  """open_clip's cleaning: mend the encoding, unescape HTML twice, one space, lower case.
+  """open_clip's cleaning: fix the encoding, unescape HTML twice, merge white space, lower case.
 
-  In Python rather than as a `tokenizers` normalizer, whose lower case and white space differ
-  in a few characters (final sigma, the separators U+001C to U+001F).
+  In Python, since the normalizers of `tokenizers` treat a few characters differently: final sigma
+  in lower case, and the separators U+001C to U+001F as white space.
   """
   text = html.unescape(html.unescape(ftfy.fix_text(text)))
   return " ".join(text.split()).lower()
 
 
 def _clip(path: pathlib.Path) -> Tokenizer:
-  """CLIP's BPE: 256 bytes, the same at a word's end, the merges, start and end."""
+  """CLIP's BPE. Its tokens: 256 bytes, the same with "</w>", the merges, the start, the end."""
   with gzip.open(path, "rt", encoding="utf-8") as file:
     lines = file.read().split("\n")[1 : 1 + _CLIP_MERGES]
   merges = [tuple(line.split()) for line in lines]
   if len(merges) < _CLIP_MERGES or any(len(pair) != 2 for pair in merges):
     raise ValueError(f"{path} is not CLIP's {_CLIP_FILE}: expected {_CLIP_MERGES} merges.")
-  # Bytes that print come first, in their order, then the others: the order of the code points
-  # that stand for them.
+  # Sorted by the code points that stand for bytes: first the printable bytes, then the others.
   alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
   names = [*alphabet, *(byte + "</w>" for byte in alphabet), *("".join(pair) for pair in merges)]
   vocab = {name: i for i, name in enumerate([*names, _START, _END])}
@@ -135,15 +134,15 @@ def _clip(path: pathlib.Path) -> Tokenizer:
       pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ]
   )
-  # Byte by byte characters first, then "</w>" to a space: the BPE decoder alone would leave the
-  # letters that stand for bytes.
+  # First turns code points back into bytes, then "</w>" into a space. The BPE decoder would do only
+  # the latter.
   tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace("</w>", " ")])
   tokenizer.add_special_tokens([_START, _END])
   return Tokenizer(tokenizer)
 
 
 def _installed_clip_file() -> pathlib.Path:
-  package = importlib.util.find_spec("open_clip")  # Finds, does not import: torch is heavy.
+  package = importlib.util.find_spec("open_clip")  # An import would load torch.
   if package is None or package.origin is None:
     raise ValueError(
       'tokenizer "clip" needs the vocabulary file of open_clip, which is not installed: '
@@ -153,7 +152,7 @@ def _installed_clip_file() -> pathlib.Path:
 
 
 def _train(captions: Iterable[str] | None, vocab_size: int) -> Tokenizer:
-  """A byte-level BPE: no text is out of vocabulary. Id 0 is padding."""
+  """Trains a byte-level BPE, which can encode every text. Id 0 is padding."""
   alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
   special = ["<pad>", _START, _END]
   if vocab_size < len(alphabet) + len(special):

@@ -1,4 +1,4 @@
-"""A trace of some steps, for TensorBoard or XProf: `--config.profile_steps=first:last`.
+"""Traces some steps for TensorBoard or XProf: `--config.profile_steps=first:last`.
 
 pip install xprof tensorboard && tensorboard --logdir runs/mine/profile
 """
@@ -10,10 +10,10 @@ import jax
 
 
 class Tracer:
-  """Traces the steps `first` to `last` into `directory`; `steps` None: none.
+  """Writes a trace of `steps` (first, last) to `directory`; None traces nothing.
 
-  A run that starts, or ends, between them traces those that it takes. Of several processes the
-  first writes; all of them stop before and after, so that none is ahead.
+  A run that starts or ends between them traces only its own steps. Of several processes only the
+  first traces, but all of them finish their steps before and after the trace.
   """
 
   def __init__(self, directory: Path, steps: tuple[int, int] | None):
@@ -22,17 +22,16 @@ class Tracer:
     self._traces = False
 
   def starts(self, step: int) -> bool:
-    """Whether the trace starts with this step, so that those before have to be over."""
+    """Whether the trace starts with this step; earlier steps must then be finished first."""
     return not self._traces and self._first <= step <= self._last
 
   def start(self) -> None:
-    """Starts the trace."""
     self._traces = True
     if self._writes:
       jax.profiler.start_trace(self._directory)
 
   def step(self, step: int) -> contextlib.AbstractContextManager:
-    """Around the call of a step: gives it its number in the trace."""
+    """A context for the call of a step, which puts its number into the trace."""
     return jax.profiler.StepTraceAnnotation("train", step_num=step)
 
   def ends(self, step: int) -> bool:
@@ -40,7 +39,7 @@ class Tracer:
     return self._traces and step >= self._last
 
   def close(self) -> None:
-    """Writes the trace, if there is one that is not written."""
+    """Ends and writes the trace if it is running."""
     was_on, self._traces = self._traces, False
     if was_on and self._writes:
       jax.profiler.stop_trace()

@@ -1,8 +1,8 @@
-"""Ends a program that waits for too long, and says for what, so that no cluster hangs for a night.
+"""Ends a program that waits too long, and prints what it waited for, so that no run hangs forever.
 
-A thread counts while the training loop waits. It needs nothing of the main thread, which may be
-inside XLA or NCCL for ever: it writes to stderr and leaves by `os._exit`. It counts its own ticks,
-not the clock: while the program is suspended, or the machine asleep, no tick comes.
+A thread measures how long the training loop waits. It does not need the main thread, which may hang
+inside XLA or NCCL: it writes to stderr and exits by `os._exit`. It counts its own ticks instead of
+reading the clock, so time while the program is suspended or the machine sleeps does not count.
 """
 
 import multiprocessing
@@ -14,29 +14,29 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-# EX_TEMPFAIL of sysexits.h: to try again may help.
+# EX_TEMPFAIL of sysexits.h: trying again may help.
 EXIT_CODE = 75
 PATIENCE = 5.0  # seconds for the workdir to name the last good checkpoint
-_FRAMES = 8  # of a thread's innermost calls
+_FRAMES = 8  # how many of a thread's innermost calls are printed
 
 
 class _Wait:
-  """What is waited for, how long it may take, and since how many ticks."""
+  """One wait: its reason, its limit in seconds and the config's field for it, the ticks so far."""
 
   def __init__(self, what: str, seconds: float, field: str):
     self.what, self.seconds, self.field, self.ticks = what, seconds, field, 0
 
 
 class Watchdog:
-  """Watches between `with` and its end; the last `waits_for` or `pauses_for` says for what.
+  """Watches inside a `with`; the last call of `waits_for` or `pauses_for` gives the reason.
 
   Args:
     step_seconds, pause_seconds: step_timeout_seconds and pause_timeout_seconds of a Config.
-    process, processes: which of how many this is.
+    process, processes: this process's index, and the number of processes.
     last_good: names the checkpoint to continue from; it is called on another thread and may hang.
-    tick: seconds between two looks.
-    linger: seconds for which the first of several processes stays. JAX ends the others when it
-      goes, and they have to say what they wait for.
+    tick: seconds between two checks.
+    linger: seconds that process 0 of several waits before it exits. JAX ends the others when it
+      exits, and they have to print their messages first.
   """
 
   def __init__(
@@ -66,11 +66,11 @@ class Watchdog:
     self._over.set()
 
   def waits_for(self, what: str, *, first: bool = False) -> None:
-    """From here on the program waits for `what`, part of a step; of the first, thrice as long."""
+    """Starts a wait for `what`, part of a step; the first step has three times the limit."""
     self._wait = _Wait(what, self._step_seconds * (3 if first else 1), "step_timeout_seconds")
 
   def pauses_for(self, what: str) -> None:
-    """From here on the program waits for `what`, which is between steps."""
+    """Starts a wait for `what`, between steps."""
     self._wait = _Wait(what, self._pause_seconds, "pause_timeout_seconds")
 
   @property
@@ -91,21 +91,21 @@ class Watchdog:
       f" --config.{wait.field}; 0 is none. Its threads, innermost call last:\n"
       f"{describe_threads(without=self._thread)}"
     )
-    # The file system may be what hangs.
-    found = []
-    looking = threading.Thread(target=lambda: found.append(self._last_good()), daemon=True)
+    # In a thread, since the file system may hang.
+    answers = []
+    looking = threading.Thread(target=lambda: answers.append(self._last_good()), daemon=True)
     looking.start()
     looking.join(PATIENCE)
-    good = found[0] if found else "not known: the workdir does not answer"
+    good = answers[0] if answers else "not known: the workdir does not answer"
     _write(f"{self._name}: the last good checkpoint is {good}. The same command continues.\n")
-    for child in multiprocessing.active_children():  # Decoders, which would stay without us.
+    for child in multiprocessing.active_children():  # Data workers would outlive this process.
       child.kill()
     time.sleep(self._linger)
     os._exit(EXIT_CODE)
 
 
 def describe_threads(without: threading.Thread | None = None) -> str:
-  """The innermost calls of each thread, the main thread first; equal threads are one entry."""
+  """The innermost calls of each thread, the main thread first; equal stacks are one entry."""
   names = {thread.ident: thread.name for thread in threading.enumerate()}
   stacks: dict[tuple[str, ...], list[str]] = {}
   main = threading.main_thread().ident
@@ -127,7 +127,7 @@ def _calls(frame) -> tuple[str, ...]:
 
 
 def _short(filename: str) -> str:
-  """A path from its package on: train/loop.py, jax/_src/array.py."""
+  """A path relative to sys.path: train/loop.py, jax/_src/array.py."""
   path = Path(filename)
   for root in map(Path, sorted(filter(None, sys.path), key=len, reverse=True)):
     if path.is_relative_to(root):

@@ -1,21 +1,21 @@
-"""XLA's options for training on GPUs, to be set before JAX starts."""
+"""XLA's flags for training on GPUs; they must be set before JAX starts."""
 
 import os
 
 FLAGS = {
-  # Its Triton products of int8 are not always exact; see sbjax.backends.warn_of_inexact_int8. A
-  # ViT-B/16 step also compiled in a tenth of the time on an H200 and took no longer.
+  # XLA's int8 matmuls in Triton are not always exact: see sbjax.backends.warn_of_inexact_int8.
+  # Without them a ViT-B/16 step compiled in a tenth of the time on an H200 and ran as fast.
   "xla_gpu_enable_triton_gemm": "false",
-  # On two H200s it gained nothing (a ViT-L/14 step: 244 ms without, 245 with it), and took 17 GB.
+  # It gained nothing on two H200s (a ViT-L/14 step: 244 ms without, 245 with it) and took 17 GB.
   "xla_gpu_enable_latency_hiding_scheduler": "false",
-  # Larger messages move faster. A ViT-L/14 step with mesh.fsdp=2 took 247 ms with XLA's 30 MB.
+  # Larger messages are faster. With XLA's 30 MB a ViT-L/14 step at mesh.fsdp=2 took 247 ms.
   "xla_gpu_all_gather_combine_threshold_bytes": str(256 << 20),
   "xla_gpu_reduce_scatter_combine_threshold_bytes": str(256 << 20),
 }
 
 
 def set_flags() -> None:
-  """Adds FLAGS to the environment's XLA_FLAGS, but for those that it sets already."""
+  """Adds those of FLAGS to the environment's XLA_FLAGS that it does not set."""
   given = os.environ.get("XLA_FLAGS", "")
   new = [f"--{name}={value}" for name, value in FLAGS.items() if name not in given]
   os.environ["XLA_FLAGS"] = " ".join([given, *new]).strip()

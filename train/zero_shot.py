@@ -1,9 +1,9 @@
 """Evaluates a CLIP without further training: zero-shot classification and retrieval.
 
-Both ask one question, in `_hits`: is a match of a query among the k candidates nearest to it? In
-zero-shot classification (Radford et al. 2021, https://arxiv.org/abs/2103.00020) images look for the
-mean embedding of their class's prompts; in retrieval images look for their captions, and captions
-for their image.
+Both ask, in `_hits`, whether a match of a query is among its k nearest candidates. In zero-shot
+classification (Radford et al. 2021, https://arxiv.org/abs/2103.00020) the queries are images and
+the candidates are the mean embeddings of each class's prompts. In retrieval the queries are images
+and the candidates captions, and the reverse.
 """
 
 import functools
@@ -22,7 +22,7 @@ from train.sharding import batch_sharding, parameter_specs, replicated
 
 
 class Encoders(NamedTuple):
-  """Jitted functions from parameters and a batch of a size that all devices share to [B, E]."""
+  """Jitted functions (parameters, batch) -> [B, E]; B is a multiple of the number of devices."""
 
   image: Callable  # uint8 [B, S, S, 3]
   text: Callable  # int32 [B, L]
@@ -31,7 +31,7 @@ class Encoders(NamedTuple):
 
 @functools.cache
 def make_encoders(model: CLIP, mesh: Mesh) -> Encoders:
-  """Compiled once for a model and a mesh; the parameters may be split over it as they like."""
+  """The encoders of a model, cached for each mesh; parameters may have any sharding over it."""
 
   def image(variables, image):
     return model.apply(variables, normalize(image), method="encode_image")
@@ -72,17 +72,17 @@ def evaluate(
   templates: Sequence[str] = (),
   retrieval: bool = True,
 ) -> dict[str, float]:
-  """Zero-shot accuracy, given class names, and recall, given captions, over all of `batches`.
+  """Zero-shot accuracy if there are class names, and recall if there are captions.
 
   Args:
     encoders: of the model.
     params: its parameters.
-    tokenize: from N texts to int32 [N, L].
+    tokenize: turns N texts into int32 [N, L].
     batches: {"image": uint8 [b, S, S, 3], "captions": b lists of texts, "label": int32 [b]}, with
-      b <= batch_size and -1 where there is no label. Every process sees all of them.
+      b <= batch_size and -1 where there is no label. Every process gets all batches.
     batch_size: images or texts at a time, over all devices.
-    class_names, templates: `zero_shot_classifier`'s.
-    retrieval: whether the captions are worth looking for.
+    class_names, templates: as in `zero_shot_classifier`.
+    retrieval: whether to compute recall.
   """
   batch_size = -(-batch_size // encoders.mesh.size) * encoders.mesh.size
   sharding = batch_sharding(encoders.mesh)
@@ -125,8 +125,8 @@ def zero_shot_classifier(
 ) -> np.ndarray:
   """Unit vectors [classes, E]: the mean direction of each class's prompts.
 
-  A prompt is one of `templates` with the name for its "{}"; `encode_text` takes what `tokenize`
-  makes of all of them, [classes * templates, L], to [classes * templates, E].
+  A prompt is one of `templates` with a class name in place of "{}". `encode_text` maps the token
+  ids of all prompts, [classes * templates, L], to features [classes * templates, E].
   """
   for template in templates:
     if "{}" not in template:
@@ -139,10 +139,10 @@ def zero_shot_classifier(
 def accuracy(
   image_features: np.ndarray, labels: np.ndarray, classifier: np.ndarray
 ) -> dict[str, float]:
-  """ "top1", and "top5" of more than five classes: the share of the images whose class is so near.
+  """ "top1", and "top5" for more than five classes: how often the class is among the k nearest.
 
-  For features [N, E], labels [N] and a classifier [classes, E]. A negative label is no label; with
-  no label at all there is nothing to tell.
+  For features [N, E], labels [N] and a classifier [classes, E]. Images with a negative label do not
+  count. Returns {} if there is no label at all.
   """
   known, classes = labels >= 0, np.arange(len(classifier))
   if not known.any():
@@ -160,8 +160,8 @@ def recall(
 ) -> dict[str, float]:
   """ "image_to_text_recall@k" and "text_to_image_recall@k" for images [N, E] and texts [M, E].
 
-  Text m belongs to image `text_image_index[m]`, and an image may have several. From image to text
-  one of them among the nearest k is enough, as CLIP_benchmark counts it
+  Text m belongs to image `text_image_index[m]`; an image may have several texts. Image-to-text
+  recall counts an image if one of its texts is among the k nearest, as CLIP_benchmark does
   (https://github.com/LAION-AI/CLIP_benchmark).
   """
   images = np.arange(len(image_features))
@@ -180,8 +180,8 @@ def _share(hits, k):
 def _hits(queries, query_owners, candidates, candidate_owners, k, chunk=256) -> np.ndarray:
   """Bools [queries, k]: whether the k-th nearest candidate has the query's owner.
 
-  Near is by dot product, and of equals the first is nearer. `chunk` queries are compared with all
-  candidates at a time: 100 MB for 100,000 of them.
+  The nearest candidate has the largest dot product; of equal ones the first is nearer. `chunk`
+  queries at a time are compared with all candidates: 100 MB for 100,000 candidates.
   """
   arrays = (queries, query_owners, candidates, candidate_owners)
   return np.asarray(_jitted_hits(*arrays, min(k, len(candidates)), chunk))
@@ -198,11 +198,11 @@ def _jitted_hits(queries, query_owners, candidates, candidate_owners, k, chunk):
 
 
 def _in_pieces(encode, rows: np.ndarray, size: int) -> np.ndarray:
-  """`encode` over `rows` [N, ...] in pieces of one size, so that it compiles once: [N, E]."""
+  """`encode(rows)` [N, E], computed in pieces of equal size, so that it compiles once."""
   pieces = []
   for start in range(0, len(rows), size):
     piece = rows[start : start + size]
-    # The last row again, for rows of zeros could change a scale that the batch shares.
+    # Repeats the last row, since rows of zeros could change a scale that the batch shares.
     padding = ((0, size - len(piece)), *((0, 0) for _ in rows.shape[1:]))
     pieces.append(np.asarray(encode(np.pad(piece, padding, mode="edge")))[: len(piece)])
   return np.concatenate(pieces)

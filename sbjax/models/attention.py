@@ -15,7 +15,7 @@ def attention(q_BLHD, k_BLHD, v_BLHD, *, causal: bool, length: int | None = None
   On an NVIDIA GPU the number of tokens must be one that `length_for` returns.
 
   length: the number of tokens before the padding. No token attends to padding, and padding gets no
-    gradient. Its own outputs mean nothing.
+    gradient. The outputs of padding are undefined.
   """
   batch, padded_length, _, head_dim = q_BLHD.shape
   dtype, lengths = q_BLHD.dtype, None
@@ -23,7 +23,7 @@ def attention(q_BLHD, k_BLHD, v_BLHD, *, causal: bool, length: int | None = None
     # cuDNN leaves gradients of padded tokens undefined; we zero them.
     qkv: Any = [_without_gradient(x, length) for x in (q_BLHD, k_BLHD, v_BLHD)]
     q_BLHD, k_BLHD, v_BLHD = qkv
-    # For keys only: with a length for queries, cuDNN leaves outputs of padding undefined too.
+    # For keys only: with a length for queries too, cuDNN leaves the outputs of padding undefined.
     lengths = None if causal else jnp.full((batch,), length, jnp.int32)
   attend: Any = functools.partial(
     jax.nn.dot_product_attention, is_causal=causal, key_value_seq_lengths=lengths

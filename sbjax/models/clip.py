@@ -23,8 +23,8 @@ from sbjax.recipes import FULL, RecipeRules
 
 MAX_LOG_LOGIT_SCALE = math.log(100)
 
-# Where open_clip sets nothing PyTorch's defaults hold: U(-1/sqrt(fan_in), 1/sqrt(fan_in)) for a
-# linear layer's kernel and bias, Xavier for attention's fused input projection.
+# Where open_clip sets no initial values, PyTorch's defaults apply: U(-1/sqrt(fan_in),
+# 1/sqrt(fan_in)) for a linear layer's kernel and bias, Xavier for attention's input projection.
 _uniform = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 _VISION_INITS = Inits(nn.initializers.xavier_uniform(), _uniform, _uniform, _uniform)
 
@@ -36,17 +36,17 @@ def _text_inits(width: int, layers: int) -> Inits:
 
 
 class CLIP(nn.Module):
-  """Images [B, image_size, image_size, 3] and texts [B, context_length] as unit vectors [B, E].
+  """Embeds images [B, image_size, image_size, 3] and texts [B, context_length] as [B, E] of norm 1.
 
-  Images are floating point and normalised already (mean and deviation); texts are integer ids,
-  and a text without `eot_id` is read at its first token.
+  Images are floating point, normalised by mean and deviation. Texts are integer ids; the features
+  of a text without `eot_id` are those of its first token.
 
   Args:
     options: how the blocks of both towers compute.
     patch_dropout: fraction of patches that a training step leaves out (Li et al. 2022,
       https://arxiv.org/abs/2212.00794).
-    init_logit_scale, init_logit_bias: initial values of the factor on the features' dot products
-      and of a learned number added to them (None: there is none). The SigLIP loss wants 10 and -10.
+    init_logit_scale, init_logit_bias: initial values of the learned factor on the features' dot
+      products and of the learned bias added to them (None: no bias). SigLIP needs 10 and -10.
     block: `Block`, or another module with its fields and parameters (benchmarks/flax_block.py).
   """
 
@@ -92,9 +92,9 @@ class CLIP(nn.Module):
     """The inputs of a contrastive loss, all float32.
 
     Args:
-      train: whether patches are dropped, which takes a key: `rngs={"dropout": key}`.
-      first_example: the place of these B examples in a larger batch. Patches dropped are those
-        that the whole batch on one device would drop.
+      train: whether to drop patches, which needs a key: `rngs={"dropout": key}`.
+      first_example: the index of the first of these examples in a larger batch. The dropped patches
+        are the same as if one device had the whole batch.
 
     Returns:
       image_features, text_features: [B, E], of length 1.
@@ -126,7 +126,7 @@ class CLIP(nn.Module):
 
 
 class VisionTower(nn.Module):
-  """ViT: patches and a class token through the blocks, the class token projected to [B, E]."""
+  """ViT: runs patches and a class token through the blocks, projects the class token to [B, E]."""
 
   config: VisionConfig
   embed_dim: int
@@ -167,7 +167,7 @@ class VisionTower(nn.Module):
 
 
 class TextTower(nn.Module):
-  """Causal transformer over tokens, read at the first end-of-text token, projected to [B, E]."""
+  """Causal transformer over tokens; projects the first end-of-text token to [B, E]."""
 
   config: TextConfig
   embed_dim: int
@@ -179,7 +179,7 @@ class TextTower(nn.Module):
     c, normal = self.config, nn.initializers.normal
     if text.shape[1:] != (c.context_length,):
       raise ValueError(f"Texts must be [B, {c.context_length}], not {text.shape}.")
-    # In float32 up to the look-up: its gradient sums over every occurrence of a token.
+    # The look-up is in float32, since its gradient sums over all occurrences of a token.
     x_BLD = nn.Embed(
       c.vocab_size, c.width, dtype=jnp.float32, embedding_init=normal(0.02), name="token_embedding"
     )(text)
@@ -199,9 +199,9 @@ class TextTower(nn.Module):
 def patch_dropout(
   x_BLD: jax.Array, rate: float, key: jax.Array, first_example: jax.typing.ArrayLike = 0
 ) -> jax.Array:
-  """Keeps the class token, first, and of the patches a uniformly drawn 1 - rate for each image.
+  """Keeps the class token at index 0 and a random fraction 1 - rate of each image's patches.
 
-  An image's draw follows from the key and the image's number, first_example + its row.
+  An image's draw depends only on the key and the image's index, first_example + its row.
   """
   batch, patches = x_BLD.shape[0], x_BLD.shape[1] - 1
   kept = max(1, int(patches * (1 - rate)))
@@ -213,22 +213,25 @@ def patch_dropout(
 
 
 def _patches(image_BHWC: jax.Array, size: int) -> jax.Array:
-  """Squares of size x size pixels, row by row, flattened: [B, L, size * size * 3]."""
+  """The size x size patches of images, row by row, flattened to [B, L, size * size * 3]."""
   b, h, w, c = image_BHWC.shape
   x = image_BHWC.reshape(b, h // size, size, w // size, size, c).transpose(0, 1, 3, 2, 4, 5)
   return x.reshape(b, (h // size) * (w // size), size * size * c)
 
 
 def _normalize(x_BE: jax.Array) -> jax.Array:
-  """Rows of length 1; a zero row stays zero, and its gradient finite."""
+  """Scales rows to length 1. A zero row stays zero and has a finite gradient."""
   square = jnp.sum(jnp.square(x_BE), axis=-1, keepdims=True)
   return x_BE * jax.lax.rsqrt(jnp.maximum(square, 1e-24))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _clamp(x, low, high):
-  """x in [low, high]. Beyond an end only a gradient that leads back in passes, so that gradient
-  descent neither drifts further out nor gets stuck, as it would on `jnp.clip`'s zero gradient."""
+  """Clips x to [low, high]. Outside, only gradients that lead back into the range pass.
+
+  Gradient descent then neither drifts further out nor gets stuck, as it would with `jnp.clip`,
+  whose gradient is zero there.
+  """
   return jnp.clip(x, low, high)
 
 

@@ -1,8 +1,8 @@
-"""CLIP parameters as open_clip state dicts, and back.
+"""Converts CLIP parameters to open_clip state dicts, and back.
 
-Torch's linear kernels are transposed, its patch embedding is a convolution [D, 3, patch, patch],
-and its blocks are numbered, where ours are stacked on a first axis (`scan=True`) or named
-`block_0`, `block_1`, ... (`scan=False`). Nothing else differs, so a round trip is exact.
+Torch's linear kernels are transposed, and its patch embedding is a convolution [D, 3, patch,
+patch]. Its blocks are numbered; ours are stacked on a first axis (`scan=True`) or named `block_0`,
+`block_1`, ... (`scan=False`). Nothing else differs, so a round trip is exact.
 """
 
 import importlib
@@ -22,17 +22,17 @@ from sbjax.models.transformer import BlockOptions, stack_blocks, unstack_blocks
 def load_open_clip(source, config: CLIPConfig, *, scan: bool = True) -> dict:
   """Parameters of a CLIP of this config, in float32, from an open_clip state dict.
 
-  Layer-scale vectors and SigLIP's bias are taken where the state dict has them: use the parameters
-  with `zero_init_layer_scale=True` or an `init_logit_bias` then.
+  If the state dict has layer-scale vectors or SigLIP's bias, so do the parameters. Their model then
+  needs `zero_init_layer_scale=True` or an `init_logit_bias`.
 
   Args:
     source: a path to a .safetensors, .pt, .pth or .bin file, or a mapping of names to tensors or
-      arrays. A checkpoint of open_clip's own training (`state_dict`, `module.`) will do.
+      arrays. Checkpoints of open_clip's training (`state_dict`, `module.`) work too.
     scan: as in `BlockOptions`.
 
   Raises:
-    ValueError: names are missing or unexpected, or shapes differ; says which, and the key of
-      SIZES that would fit if there is one.
+    ValueError: names are missing or unexpected, or shapes differ. The message lists them, and names
+      the key of SIZES that fits, if there is one.
   """
   state = _read(source) if isinstance(source, str | os.PathLike) else dict(source)
   state = state.get("state_dict", state)
@@ -51,13 +51,13 @@ def save_open_clip(params: dict, path, config: CLIPConfig) -> None:
   """Writes CLIP parameters, stacked or not, as an open_clip state dict.
 
   Args:
-    path: its suffix chooses the format: .safetensors, or .pt, .pth or .bin for torch's.
+    path: its suffix selects the format: .safetensors, or torch's .pt, .pth or .bin.
   """
   _write(open_clip_state_dict(params, config), path)
 
 
 def open_clip_state_dict(params: dict, config: CLIPConfig) -> dict[str, np.ndarray]:
-  """CLIP parameters, stacked or not, by open_clip's names and in its layout, in float32.
+  """CLIP parameters, stacked or not, in float32 with open_clip's names and layouts.
 
   Raises:
     ValueError: the parameters are not those of this config, or open_clip has no place for them.
@@ -116,7 +116,7 @@ _BLOCK_NAMES = {
 
 
 def _names(path: tuple[str, ...], shape: tuple[int, ...]) -> list[str]:
-  """open_clip's names for a parameter of ours, one a layer for `blocks`."""
+  """open_clip's names for one of our parameters: a name for each layer of `blocks`."""
   if "blocks" not in path:
     return [_NAMES["/".join(path)]]
   tower, block = _NAMES["/".join(path[:2])], _BLOCK_NAMES["/".join(path[2:])]
@@ -137,13 +137,13 @@ def _from_torch(path: tuple[str, ...], array: np.ndarray) -> np.ndarray:
 
 
 def _to_numpy(tensor) -> np.ndarray:
-  if hasattr(tensor, "detach"):  # torch's, perhaps in bfloat16, which numpy does not know
+  if hasattr(tensor, "detach"):  # A torch tensor; it may be bfloat16, which numpy lacks.
     tensor = tensor.detach().cpu().float().numpy()
   return np.asarray(tensor, np.float32)
 
 
 def _options(layer_scale: bool, logit_bias: bool) -> dict:
-  """The arguments of CLIP that change which parameters it has."""
+  """The arguments of CLIP that add parameters."""
   bias = {"init_logit_bias": 0.0} if logit_bias else {}
   return {"options": BlockOptions(zero_init_layer_scale=layer_scale), **bias}
 
@@ -182,7 +182,7 @@ def _check(state: Mapping, config: CLIPConfig, options: dict) -> None:
 
 
 def _differences(given: dict, expected: dict) -> str:
-  """How shapes by name differ from those expected, in up to three sentences; "" if they do not."""
+  """The differences between shapes by name, in up to three sentences; "" if there are none."""
   named = {
     "Missing": [_joined(name) for name in expected if name not in given],
     "Unexpected": [_joined(name) for name in given if name not in expected],
@@ -209,7 +209,7 @@ _TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 
 def _read(path) -> dict:
   if _suffix(path) == ".safetensors":
-    # Through torch, since numpy knows no bfloat16.
+    # Through torch, since numpy lacks bfloat16.
     return _import("safetensors.torch").load_file(path)
   return _import("torch").load(path, map_location="cpu", weights_only=True)
 

@@ -1,4 +1,4 @@
-"""The sizes of CLIP models: two towers and the width of the space in which they meet."""
+"""The sizes of CLIP models: two towers and the width of their shared embedding space."""
 
 import dataclasses
 
@@ -49,7 +49,7 @@ def _check_divides(name: str, value: int, divisor_name: str, divisor: int) -> No
     raise ValueError(f"{name}={value} must be a multiple of {divisor_name}={divisor}.")
 
 
-# From S/16 on, the numbers are open_clip's; the two below are ours, for small machines.
+# "tiny" and "Ti/16" are ours, for small machines; all others are open_clip's.
 SIZES = {
   "tiny": CLIPConfig(
     64,

@@ -46,24 +46,24 @@ class BlockOptions:
   """How the blocks of a model compute, the same in every tower.
 
   Args:
-    recipe: what the linear layers' matmuls are rounded to: a Recipe or its name, or RecipeRules or
-      their text, for paths such as "image/blocks/fc1" (scanned) and "image/block_0/fc1".
-    backend: who computes the matmuls; None chooses.
+    recipe: of the linear layers' matmuls: a Recipe or its name, or RecipeRules or their text, for
+      paths such as "image/blocks/fc1" (with scan) and "image/block_0/fc1" (without).
+    backend: the name of the backend for matmuls and fused operations; None chooses.
     dtype: compute dtype.
     zero_init_layer_scale: multiplies each residual branch by a learned vector that starts at 0
       (Wortsman et al. 2023, https://arxiv.org/abs/2304.13013).
     qk_norm: layer norm over the full width of q and of k, before they are split into heads.
-    scan: one block scanned over layers, parameters stacked as [layers, ...] in `blocks`; False:
-      `block_0`, `block_1`, ...
-    unroll: how many layers of a scan are compiled in a piece; 0: all of them. A GPU then neither
+    scan: True scans one block over the layers, with parameters stacked as [layers, ...] in
+      `blocks`. False makes `block_0`, `block_1`, ...
+    unroll: how many layers of a scan are compiled together; 0: all of them. A GPU then neither
       copies the arrays saved for the backward pass nor waits between layers: benchmarks/step.py.
-    remat: what the backward pass computes again: "none", "block" (all but a block's input) or a
-      key of REMAT_POLICIES.
-    activation_sharding: where the blocks' [B, L, D] inputs and outputs live. None: XLA chooses,
-      and may take the layout of a split embedding table, which splits widths and gathers tokens.
+    remat: "none", "block" (saves only a block's input and computes the rest again) or a key of
+      REMAT_POLICIES.
+    activation_sharding: of the blocks' [B, L, D] inputs and outputs. None: XLA chooses. It may
+      follow the sharding of a split embedding table, which splits widths and gathers tokens.
 
   Raises:
-    ValueError, NotImplementedError: a value that is unknown, or a backend that does not run here.
+    ValueError, NotImplementedError: a value is unknown, or the backend does not run here.
   """
 
   recipe: Recipe | RecipeRules | str = FULL
@@ -100,7 +100,7 @@ class BlockOptions:
 
 
 class Inits(NamedTuple):
-  """How a block's four kernels start."""
+  """The initializers of a block's four kernels."""
 
   qkv: Callable
   out: Callable
@@ -112,9 +112,9 @@ BLOCK_LINEARS = Inits._fields
 
 
 class Block(nn.Module):
-  """Pre-norm transformer block: x [B, L, D] plus attention of it, plus an MLP of that.
+  """Pre-norm transformer block: x + attention(x), then x + MLP(x), for x [B, L, D].
 
-  length: how many of the L tokens count; the rest is padding.
+  length: the number of tokens before the padding.
   """
 
   heads: int
@@ -129,12 +129,12 @@ class Block(nn.Module):
     """The block's output [B, L, D], and its mean |feature|."""
     x_BLD = self._place(x_BLD)
     x_BLD = self._place(self._mlp(self._attention(x_BLD)))
-    # Without stop_gradient every block would keep the signs for its backward pass.
+    # Without stop_gradient every block would save the signs for its backward pass.
     features = jax.lax.stop_gradient(x_BLD[:, : self.length]).astype(jnp.float32)
     return x_BLD, jnp.mean(jnp.abs(features))
 
   def _attention(self, x_BLD):
-    """x plus attention of it."""
+    """x + attention(norm(x))."""
     width, backend = x_BLD.shape[-1], self.options.backend
     kernel, bias = self._linear("qkv", width, 3 * width).parameters(width)
     norm, recipe = LayerNorm(name="ln_1")(width), self._recipe("qkv")
@@ -150,7 +150,7 @@ class Block(nn.Module):
     return x_BLD + LayerScale(name="ls_1")(y_BLD) if layer_scale else y_BLD
 
   def _attend(self, qkv_BLD):
-    """Attention of q, k and v, each [B, L, D], with the heads' outputs side by side."""
+    """Multi-head attention of q, k and v, each [B, L, D]; the heads are concatenated."""
     q_BLD, k_BLD, v_BLD = (checkpoint_name(h, QKV_NAME) for h in qkv_BLD)
     if self.options.qk_norm:
       q_BLD, k_BLD = layer_norm(q_BLD, "q_norm"), layer_norm(k_BLD, "k_norm")
@@ -161,7 +161,7 @@ class Block(nn.Module):
     return y_BLHD.reshape(q_BLD.shape)
 
   def _mlp(self, x_BLD):
-    """x plus an MLP of it."""
+    """x + MLP(norm(x))."""
     width, layer_scale = x_BLD.shape[-1], self.options.zero_init_layer_scale
     norm, recipes = LayerNorm(name="ln_2")(width), (self._recipe("fc1"), self._recipe("fc2"))
     fc1 = self._linear("fc1", width, self.mlp_width).parameters(width)
@@ -187,8 +187,8 @@ class Block(nn.Module):
     return self.options.recipe_at("/".join((*self.path, name)))
 
   def _place(self, x_BLD):
-    """Places x, and its gradient, as `activation_sharding` says."""
-    # Parameters are made from a batch of one, which cannot be split.
+    """Constrains x and its gradient to `activation_sharding`."""
+    # Parameters are initialized with a batch of one, which cannot be split.
     if self.options.activation_sharding is None or self.is_initializing():
       return x_BLD
     return jax.lax.with_sharding_constraint(x_BLD, self.options.activation_sharding)
@@ -203,12 +203,12 @@ def blocks(
   causal: bool,
   inits: Inits,
 ):
-  """x through a tower's blocks, made inside the calling module; their mean |feature| [layers]."""
+  """Applies a tower's blocks as submodules of the caller; returns x and mean |feature| [layers]."""
   length = x_BLD.shape[1]
   padding = length_for(length, options.dtype, config.width // config.heads) - length
   x_BLD = jnp.pad(x_BLD, ((0, 0), (0, padding), (0, 0)))
   if options.remat != "none":
-    # Inside a loop nothing can be shared with the forward pass, so no barrier is needed.
+    # XLA cannot merge a loop's recomputation with its forward pass, so it needs no barrier.
     is_loop = options.scan and 0 < options.unroll < config.layers
     policy = REMAT_POLICIES.get(options.remat)
     block = nn.remat(block, policy=policy, prevent_cse=not is_loop)
@@ -246,7 +246,7 @@ def quantize_weights(
 
   `model.apply({"params": params, "quantized": quantize_weights(params, recipe)}, ...)` quantizes a
   kernel once, however often a step uses it: forward, rematerialised, backward, for each microbatch.
-  The result is the same without it. Kernels that a recipe leaves in 16 bits are left out.
+  The results are the same without it. Kernels that the recipe does not round are not in it.
 
   Raises:
     ValueError: none of the parameters is a block's kernel.
@@ -275,12 +275,12 @@ def quantize_weights(
 
 
 def stack_blocks(params: dict) -> dict:
-  """`block_0`, `block_1`, ... of both towers stacked as `blocks`, for `scan=True`."""
+  """Stacks `block_0`, `block_1`, ... of both towers as `blocks`, for `scan=True`."""
   return {**params, **{tower: _stack(params[tower]) for tower in ("image", "text")}}
 
 
 def unstack_blocks(params: dict) -> dict:
-  """`blocks` of both towers as `block_0`, `block_1`, ..., for `scan=False`."""
+  """Splits `blocks` of both towers into `block_0`, `block_1`, ..., for `scan=False`."""
   return {**params, **{tower: _unstack(params[tower]) for tower in ("image", "text")}}
 
 
@@ -305,7 +305,7 @@ def _unstack(tower: dict) -> dict:
 
 
 def layer_norm(x: jax.Array, name: str) -> jax.Array:
-  """Layer norm in float32 whatever the compute dtype, inside the calling module."""
+  """Layer norm in float32 for any compute dtype, as a submodule of the caller."""
   norm = nn.LayerNorm(epsilon=NORM_EPSILON, dtype=jnp.float32, name=name)
   return norm(x.astype(jnp.float32)).astype(x.dtype)
 

@@ -1,4 +1,4 @@
-"""The data set that a config names, on disk: drawn, imported from shards, or found there."""
+"""Prepares the data set that a config names: drawn, imported from shards, or already on disk."""
 
 import contextlib
 import fcntl
@@ -16,7 +16,7 @@ from train.datasets.webdataset import WebDataset
 
 
 def prepare(config: DataConfig) -> tfds.core.DatasetBuilder:
-  """A builder to read the data set from, which is made first where it is missing."""
+  """A builder to read the data set from. If the data set is missing, it is built first."""
   if config.train_shards:
     builder = _shards_builder(config)
   elif config.name.partition("/")[0] == Shapes.name:
@@ -24,14 +24,14 @@ def prepare(config: DataConfig) -> tfds.core.DatasetBuilder:
   else:
     builder = _find(config)
   _check_features(builder, config)
-  # TFDS gives a directory its name when it is complete, so that what exists is whole.
+  # TFDS renames the directory when it is complete, so a directory of this name is complete.
   if not builder.data_path.exists():
     with _only_one(pathlib.Path(builder.data_dir).parent):
       if not builder.data_path.exists():
         _build(builder)
   elif isinstance(builder, WebDataset):
     builder.check_unchanged()
-  # Read from what is on disk, as any other data set: workers need not know how it was made.
+  # Reads from disk like any other data set, so that workers need not know how it was made.
   return tfds.builder_from_directory(builder.data_dir)
 
 
@@ -74,14 +74,14 @@ def _shards_builder(config: DataConfig) -> WebDataset:
 
 
 def _find(config: DataConfig) -> tfds.core.DatasetBuilder:
-  """A data set that TFDS, in this or another program, has prepared."""
+  """A data set that TFDS has prepared, in this or another program."""
   data_dir = pathlib.Path(config.data_dir or tfds.core.constants.DATA_DIR).expanduser()
   try:
     builder = tfds.core.read_only_builder.builder_from_files(config.name, data_dir=str(data_dir))
   except tfds.core.DatasetNotFoundError:
-    found = sorted(path.name for path in data_dir.glob("*") if any(path.rglob("features.json")))
+    names = sorted(path.name for path in data_dir.glob("*") if any(path.rglob("features.json")))
     raise ValueError(
-      f"No data set data.name={config.name!r} in {data_dir}: found {', '.join(found) or 'none'}. "
+      f"No data set data.name={config.name!r} in {data_dir}: found {', '.join(names) or 'none'}. "
       'Prepare it with TFDS (file_format="array_record"), name shards to import '
       "(data.train_shards), or take the built-in shapes."
     ) from None
@@ -95,7 +95,7 @@ def _find(config: DataConfig) -> tfds.core.DatasetBuilder:
 
 @contextlib.contextmanager
 def _only_one(directory: pathlib.Path) -> Iterator[None]:
-  """One process at a time builds in `directory`; the others wait and then find the data set."""
+  """Lets one process at a time build in `directory`; the others wait and then find the data set."""
   directory.mkdir(parents=True, exist_ok=True)
   with open(directory / ".lock", "w") as lock:
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -109,9 +109,9 @@ def _build(builder: tfds.core.DatasetBuilder) -> None:
     tfds.disable_progress_bar()
   print(f"Preparing {builder.info.full_name} in {builder.data_dir}", flush=True)
   try:
-    with contextlib.redirect_stdout(io.StringIO()):  # TFDS announces sizes it does not know.
+    with contextlib.redirect_stdout(io.StringIO()):  # TFDS prints sizes that it does not know.
       builder.download_and_prepare()
-  except RuntimeError as error:  # ArrayRecord's, of a full disk for one
+  except RuntimeError as error:  # ArrayRecord raises these, for example if the disk is full.
     raise OSError(f"Could not prepare {builder.data_dir}: {error}") from error
   if isinstance(builder, WebDataset):
     print(builder.summary(), flush=True)
@@ -126,10 +126,10 @@ def _check_features(builder: tfds.core.DatasetBuilder, config: DataConfig) -> No
     key = getattr(config, field)
     if not key:
       continue
-    found = feature(builder, key)
-    if isinstance(found, tfds.features.Sequence) and kind is tfds.features.Text:
-      found = found.feature
-    if not isinstance(found, kind):
+    actual = feature(builder, key)
+    if isinstance(actual, tfds.features.Sequence) and kind is tfds.features.Text:
+      actual = actual.feature
+    if not isinstance(actual, kind):
       there = ", ".join(f"{name} ({type(f).__name__})" for name, f in builder.info.features.items())
       raise ValueError(
         f"data.{field}={key!r} is no {kind.__name__} feature of {builder.info.full_name}: it has "
@@ -138,12 +138,12 @@ def _check_features(builder: tfds.core.DatasetBuilder, config: DataConfig) -> No
 
 
 def feature(builder: tfds.core.DatasetBuilder, key: str):
-  """The feature of a key; "captions/text" is the text in each of the captions. None: no such."""
-  found = builder.info.features
+  """The feature of a key, or None; "captions/text" is the text in each of the captions."""
+  features = builder.info.features
   for name in key.split("/"):
-    if isinstance(found, tfds.features.Sequence):
-      found = found.feature
-    if not isinstance(found, tfds.features.FeaturesDict) or name not in found:
+    if isinstance(features, tfds.features.Sequence):
+      features = features.feature
+    if not isinstance(features, tfds.features.FeaturesDict) or name not in features:
       return None
-    found = found[name]
-  return found
+    features = features[name]
+  return features

@@ -1,9 +1,9 @@
-"""Drawn image-caption pairs: coloured shapes on quiet backgrounds, said in many ways.
+"""Drawn image-caption pairs: coloured shapes on dull backgrounds, described in many ways.
 
-An image of 48x48 pixels holds one object or two in a relation; its captions always name colour
-and shape, and some add size, place or background. Backgrounds are grey or dull, so that no
-background has an object's colour. The test split has single objects, all classes equally often.
-Every example is a function of (split, number): the same on every machine, in any order.
+An image of 48x48 pixels shows one object, or two in a relation. Its captions always name colour and
+shape, and some add size, place or background. Backgrounds are grey or dull, so that none has an
+object's colour. The test split has single objects, all classes equally often. Every example is a
+function of (split, number), so it is the same on every machine and in any order.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ import tensorflow_datasets as tfds
 from PIL import Image, ImageDraw
 
 SIZE = 48  # pixels a side
-_SUPERSAMPLE = 4  # An object's mask is drawn this much larger, then averaged: smooth edges.
+_SUPERSAMPLE = 4  # Masks are drawn this much larger and averaged, for smooth edges.
 
 COLOURS = {
   "red": (215, 35, 40),
@@ -33,7 +33,7 @@ COLOURS = {
 SHAPES = ("circle", "square", "triangle", "star", "cross", "ring")
 CLASSES = tuple(f"{colour} {shape}" for colour, shape in itertools.product(COLOURS, SHAPES))
 
-# Hue-poor tones, dark to light; none is close to an object's colour.
+# Tones with little hue, none of them close to an object's colour.
 _TONES = {
   "dark": ((28, 28, 32), (48, 46, 44), (40, 46, 52)),
   "grey": ((110, 110, 112), (128, 124, 118), (100, 108, 112)),
@@ -55,15 +55,15 @@ class Object(NamedTuple):
 
 
 class Scene(NamedTuple):
-  objects: tuple[Object, ...]  # one, or two of which the first is left of or above the second
-  relation: str  # "" of one object, else "left" or "above"
+  objects: tuple[Object, ...]  # one or two
+  relation: str  # "left" or "above": where the first object is to the second; "" for one object
   tone: str
   pattern: str
 
 
 @dataclasses.dataclass(eq=False)
 class ShapesConfig(tfds.core.BuilderConfig):
-  """How many examples each split has."""
+  """The number of examples of each split."""
 
   train: int = 20_000
   val: int = 1_000
@@ -74,7 +74,7 @@ class Shapes(tfds.core.GeneratorBasedBuilder):
   """Coloured shapes with captions; `shapes/tiny` is for tests."""
 
   VERSION = tfds.core.Version("1.0.0")
-  url_infos = None  # Nothing is downloaded. Left to TFDS, it imports a package it does not install.
+  url_infos = None  # Nothing is downloaded. TFDS's default imports a package it does not install.
   BUILDER_CONFIGS = [  # noqa: RUF012
     ShapesConfig(name="full", description="20,000 images to train on."),
     ShapesConfig(name="tiny", description="For tests.", train=240, val=48, test=96),
@@ -88,7 +88,7 @@ class Shapes(tfds.core.GeneratorBasedBuilder):
         {
           "image": tfds.features.Image(shape=(SIZE, SIZE, 3), encoding_format="png"),
           "captions": tfds.features.Sequence(tfds.features.Text()),
-          "label": tfds.features.ClassLabel(names=CLASSES),  # -1 of two objects
+          "label": tfds.features.ClassLabel(names=CLASSES),  # -1 for two objects
         }
       ),
     )
@@ -99,7 +99,7 @@ class Shapes(tfds.core.GeneratorBasedBuilder):
   def _generate_examples(self, split: str) -> Iterator[tuple[int, dict]]:
     for i in range(getattr(self.builder_config, split)):
       rng = np.random.default_rng([*split.encode(), i])
-      # The test split walks through the classes; the others draw one.
+      # The test split goes through the classes in turn; the others draw one at random.
       scene = _single(rng, i % len(CLASSES)) if split == "test" else _scene(rng)
       yield i, example(scene, rng)
 
@@ -175,7 +175,7 @@ def _background_pixels(tone: str, pattern: str, rng: np.random.Generator) -> np.
 
 
 def _mask(thing: Object, turn: float) -> Image.Image:
-  """Coverage of the pixels by an object turned by `turn` degrees."""
+  """The part of each pixel that an object covers, rotated by `turn` degrees."""
   mask = Image.new("L", (SIZE * _SUPERSAMPLE,) * 2)
   pen = ImageDraw.Draw(mask)
   x, y, radius = (v * _SUPERSAMPLE for v in (thing.x, thing.y, thing.radius))
@@ -238,12 +238,12 @@ _PATTERN_WORDS = {
 
 
 def captions(scene: Scene, rng: np.random.Generator) -> list[str]:
-  """Five different sentences, each of which names every object's colour and shape."""
+  """Five different sentences, each with every object's colour and shape."""
   sentence = _of_one if len(scene.objects) == 1 else _of_two
-  found: dict[str, None] = {}  # a set that keeps its order
-  while len(found) < 5:
-    found[_pick(rng, _OPENINGS).format(sentence(scene, rng))] = None
-  return list(found)
+  sentences: dict[str, None] = {}  # an ordered set
+  while len(sentences) < 5:
+    sentences[_pick(rng, _OPENINGS).format(sentence(scene, rng))] = None
+  return list(sentences)
 
 
 def _of_one(scene: Scene, rng: np.random.Generator) -> str:
@@ -284,7 +284,7 @@ def _size_words(radius: float) -> tuple[str, ...]:
 
 
 def _place(thing: Object) -> str:
-  third = SIZE / 8  # of the range that centres take
+  third = SIZE / 8  # a third of the range of centres
   row = "top" if thing.y < SIZE / 2 - third else "bottom" if thing.y > SIZE / 2 + third else ""
   column = "left" if thing.x < SIZE / 2 - third else "right" if thing.x > SIZE / 2 + third else ""
   if row and column:

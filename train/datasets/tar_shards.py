@@ -1,8 +1,8 @@
-"""Reading img2dataset/webdataset tar shards: which files, which samples, what is wrong with them.
+"""Reads img2dataset/webdataset tar shards: their files, their samples, and errors in them.
 
 A sample is a run of neighbouring members with one key, the path up to the first dot of the file
-name: `0001.jpg`, `0001.txt`, `0001.json`. Image: jpg, jpeg, png or webp. Captions: those of the
-json (`captions` or `caption`, a text or a list), else the txt. Label: cls, an integer.
+name: `0001.jpg`, `0001.txt`, `0001.json`. Image: jpg, jpeg, png or webp. Captions: from the json
+(`captions` or `caption`, a text or a list), else the txt. Label: cls, an integer.
 """
 
 import glob
@@ -23,15 +23,15 @@ _READ = (*_IMAGES, "txt", "json", "cls")
 
 
 class Unusable(Exception):
-  """A sample is skipped; the message is the reason, the same for all samples of its kind."""
+  """A sample cannot be used. Samples with the same problem have the same message."""
 
 
 class DamagedShard(Exception):
-  """A shard ends before its end mark, or holds what is no tar archive."""
+  """A shard ends before its end mark, or is not a tar archive."""
 
 
 def expand(pattern: str) -> list[str]:
-  """The files of a pattern with globs and `{000..099}` or `{a,b}` braces, sorted."""
+  """The sorted files that match a pattern with globs and `{000..099}` or `{a,b}` braces."""
   paths = sorted({path for part in _expand_braces(pattern) for path in glob.glob(part)})
   if not paths:
     raise ValueError(f"No shard matches {pattern!r}.")
@@ -54,7 +54,7 @@ def _expand_braces(pattern: str) -> list[str]:
 def samples(path: str) -> Iterator[dict[str, bytes]]:
   """The samples of a shard, each as {extension: content}.
 
-  Where the shard breaks, all members that came whole are used; then DamagedShard is raised.
+  Of a damaged shard, yields the members before the damage, then raises DamagedShard.
   """
   damage: list[Exception] = []
   for _, group in itertools.groupby(_whole_members(path, damage), key=lambda member: member[0]):
@@ -64,18 +64,18 @@ def samples(path: str) -> Iterator[dict[str, bytes]]:
 
 
 def _whole_members(path: str, damage: list[Exception]) -> Iterator[tuple[str, str, bytes]]:
-  """(key, extension, content) of each file, up to the end or the damage, which is appended."""
+  """Yields (key, extension, content) of each file; appends the error that ends a damaged shard."""
   try:
     with tarfile.open(path, tarinfo=_StrictTarInfo) as tar:
       yield from _members(tar)
   except (tarfile.ReadError, EOFError, zlib.error, OSError) as error:
     if isinstance(error, OSError) and error.errno is not None:
-      raise  # The disk's fault, not the shard's. (gzip.BadGzipFile has no number.)
+      raise  # An error of the disk, not of the shard. (gzip.BadGzipFile has no errno.)
     damage.append(error)
 
 
 class _StrictTarInfo(tarfile.TarInfo):
-  """tarfile takes a broken header or a missing end mark for the end: here they are errors."""
+  """Raises for a broken header or a missing end mark, which tarfile treats as the end."""
 
   @classmethod
   def fromtarfile(cls, tar):
@@ -91,7 +91,7 @@ def _members(tar: tarfile.TarFile) -> Iterator[tuple[str, str, bytes]]:
   for member in tar:
     folder, name = os.path.split(member.name)
     stem, _, extension = name.partition(".")
-    # No stem: `._0001.jpg` and the like, which macOS adds.
+    # Names without a stem are files that macOS adds, such as `._0001.jpg`.
     if member.isfile() and stem:
       wanted = extension.lower() in _READ
       content = tar.extractfile(member).read() if wanted else b""
@@ -99,16 +99,19 @@ def _members(tar: tarfile.TarFile) -> Iterator[tuple[str, str, bytes]]:
 
 
 def example(sample: dict[str, bytes], *, with_captions: bool, num_classes: int | None) -> dict:
-  """{"image": bytes as they are, "captions": list of str, "label": int}, each where asked for.
+  """{"image": unchanged bytes, "captions": list of str, "label": int}; the latter two if wanted.
 
-  Raises Unusable with the reason. `num_classes` None: no label; 0: any label.
+  num_classes: None leaves out the label; 0 accepts any label.
+
+  Raises:
+    Unusable: the sample cannot be used, and why.
   """
-  found = {"image": _image(sample)}
+  fields = {"image": _image(sample)}
   if with_captions:
-    found["captions"] = _captions(sample)
+    fields["captions"] = _captions(sample)
   if num_classes is not None:
-    found["label"] = _label(sample, num_classes)
-  return found
+    fields["label"] = _label(sample, num_classes)
+  return fields
 
 
 def _image(sample: dict[str, bytes]) -> bytes:
@@ -117,7 +120,7 @@ def _image(sample: dict[str, bytes]) -> bytes:
     raise Unusable("no image")
   try:
     with warnings.catch_warnings():
-      warnings.simplefilter("ignore")  # on odd metadata, which does not matter here
+      warnings.simplefilter("ignore")  # Pillow warns of odd metadata, which does not matter here.
       with Image.open(io.BytesIO(content)) as image:
         image.load()
   except Exception as error:  # Each of Pillow's decoders has its own errors.
@@ -128,18 +131,18 @@ def _image(sample: dict[str, bytes]) -> bytes:
 def _captions(sample: dict[str, bytes]) -> list[str]:
   try:
     fields = json.loads(sample.get("json", b"{}").decode("utf-8"))
-    found = (
+    texts = (
       fields.get("captions") or fields.get("caption") or sample.get("txt", b"").decode("utf-8")
     )
   except (UnicodeDecodeError, json.JSONDecodeError, AttributeError) as error:
     raise Unusable("unreadable text") from error
-  found = [found] if isinstance(found, str) else found
-  if not isinstance(found, list) or not all(isinstance(caption, str) for caption in found):
+  texts = [texts] if isinstance(texts, str) else texts
+  if not isinstance(texts, list) or not all(isinstance(caption, str) for caption in texts):
     raise Unusable("unreadable text")
-  found = [caption.strip() for caption in found if caption.strip()]
-  if not found:
+  texts = [caption.strip() for caption in texts if caption.strip()]
+  if not texts:
     raise Unusable("no caption")
-  return found
+  return texts
 
 
 def _label(sample: dict[str, bytes], num_classes: int) -> int:

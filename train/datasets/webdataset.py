@@ -1,8 +1,8 @@
 """Imports tar shards once, as a TFDS data set that is read at random.
 
-Each shard becomes an ArrayRecord file, written by a process of its own; images keep their bytes.
-What cannot be used is skipped and counted (`info.metadata["skipped"]`). TFDS writes into a
-directory that gets its name when all is done, so that an interrupted import is no data set.
+Each shard becomes one ArrayRecord file; several processes import in parallel. Images keep their
+bytes. Samples that cannot be used are skipped and counted (`info.metadata["skipped"]`). TFDS writes
+to a temporary directory and renames it at the end, so an interrupted import leaves no data set.
 """
 
 import collections
@@ -19,23 +19,23 @@ from tqdm import tqdm
 
 from train.datasets import tar_shards
 
-_BYTES_PER_PROCESS = 8 * 2**20  # Less is imported before a process has started.
+_BYTES_PER_PROCESS = 8 * 2**20  # Importing fewer bytes takes less time than starting a process.
 
 
 class WebDataset(tfds.core.dataset_builder.FileReaderBuilder, skip_registration=True):
-  """Tar shards under a name.
+  """A data set imported from tar shards.
 
   Args:
-    name: what the data set is called: lower case letters, digits, underscores.
+    name: of the data set: lower case letters, digits, underscores.
     shards: pattern of the shards of each split (see `tar_shards.expand`).
     captions: whether samples need a caption; the feature "captions" then exists.
     labels: whether samples need a label; the feature "label" then exists.
-    class_names: of the labels; without them the classes are numbers, up to the largest found.
+    class_names: of the labels; without them the names are numbers up to the largest label.
     data_dir: where prepared data sets live.
   """
 
   VERSION = tfds.core.Version("1.0.0")
-  url_infos = None  # Nothing is downloaded. Left to TFDS, it imports a package it does not install.
+  url_infos = None  # Nothing is downloaded. TFDS's default imports a package it does not install.
 
   def __init__(
     self,
@@ -54,7 +54,7 @@ class WebDataset(tfds.core.dataset_builder.FileReaderBuilder, skip_registration=
     super().__init__(data_dir=data_dir, file_format=tfds.core.FileFormat.ARRAY_RECORD)
 
   def check_unchanged(self) -> None:
-    """Raises where the data set under this name was imported from something else."""
+    """Raises a ValueError if the data set under this name has another source."""
     before, now = dict(self.info.metadata).get("source"), self._source()
     if before != now:
       changed = [key for key in now if before is None or before.get(key) != now[key]]
@@ -64,7 +64,7 @@ class WebDataset(tfds.core.dataset_builder.FileReaderBuilder, skip_registration=
       )
 
   def _source(self) -> dict:
-    """What was asked for: kept in `info.metadata`."""
+    """The shards, features and class names of the import, recorded in `info.metadata`."""
     return {
       "shards": {
         split: [[os.path.basename(path), os.path.getsize(path)] for path in paths]
@@ -111,7 +111,7 @@ class WebDataset(tfds.core.dataset_builder.FileReaderBuilder, skip_registration=
     )
 
   def _finish_split(self, split: str, parts: "Mapping[_Job, _Part]") -> tfds.core.SplitInfo:
-    """Gives the parts that hold something their final names."""
+    """Gives the parts that are not empty their final names."""
     full = [(job, part) for job, part in parts.items() if part.count]
     if not full:
       reasons = sum((part.skipped for part in parts.values()), collections.Counter())
@@ -131,7 +131,7 @@ class WebDataset(tfds.core.dataset_builder.FileReaderBuilder, skip_registration=
     )
 
   def summary(self) -> str:
-    """A line that says what was imported and what was not."""
+    """One line about the imported, skipped and damaged data."""
     skipped, damaged = self.info.metadata["skipped"], self.info.metadata["damaged"]
     sizes = ", ".join(f"{info.num_examples:,} {name}" for name, info in self.info.splits.items())
     text = f"Imported {self.name}: {sizes}; skipped {sum(skipped.values()):,}"
@@ -162,13 +162,13 @@ class _Part(NamedTuple):
 
 
 def _run(jobs: Sequence[_Job]) -> list[_Part]:
-  """The parts of the jobs, in their order, made by up to as many processes as there are cores."""
+  """The parts of the jobs, in their order, made by at most one process a core."""
   worthwhile = 1 + sum(os.path.getsize(job.path) for job in jobs) // _BYTES_PER_PROCESS
   workers = min(len(jobs), os.cpu_count() or 1, worthwhile)
   with tqdm(total=len(jobs), desc="Importing", unit="shard", disable=None) as progress:
     if workers == 1:
       return list(_shown(map(_import_shard, jobs), progress))
-    # spawn: a fork of a process that runs JAX's threads may hang.
+    # spawn, because a fork of a process with JAX's threads may hang.
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
       futures = [pool.submit(_import_shard, job) for job in jobs]
@@ -197,7 +197,7 @@ def _import_shard(job: _Job) -> _Part:
   if job.captions:
     features["captions"] = tfds.features.Sequence(tfds.features.Text())
   if job.num_classes is not None:
-    # Stored as ClassLabel stores it, before the number of classes is known.
+    # ClassLabel stores its values like this, but has to know the number of classes.
     features["label"] = tfds.features.Scalar(np.int64)
   features = tfds.features.FeaturesDict(features)
 
