@@ -28,6 +28,8 @@ def interpreted(name):
   pytest.importorskip("triton", reason="the extra `aot` is not installed")
   from triton.runtime import interpreter
 
+  # gelu_triton imports it, and would load it interpreted.
+  importlib.import_module("sbjax.pallas.quantize_triton")
   # Triton's version truncates float32 to bfloat16 and does not round to fp8 as GPUs do.
   interpreter._convert_float = _convert_float
   # Triton's version calls a function for each element.

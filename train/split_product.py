@@ -1,8 +1,8 @@
 """Products of float32 matrices on tensor cores: each operand is split into two 16-bit parts.
 
 With x ~= hi + lo, both in 16 bits, a product is hi hi + hi lo + lo hi, summed in float32; lo lo is
-left out (Markidis et al. 2018, https://arxiv.org/abs/1803.04014). In float16 that is at most 2**-24
-of a product, about float32's rounding. In bfloat16, which has float32's range, it is 2**-18.
+left out (Markidis et al. 2018, https://arxiv.org/abs/1803.04014). In float16 that is at most 2**-22
+of a product, near float32's rounding. In bfloat16, which has float32's range, it is 2**-16.
 """
 
 import dataclasses
