@@ -25,16 +25,14 @@ def last(rows, *keys) -> list[dict]:
 
 def card_rows(path: Path, section: str) -> list[dict]:
   """A section's rows in a file that benchmarks/card.py wrote, with the chip in each."""
-  card = json.loads(path.read_text())
-  return [{"chip": card["chip"]} | row for row in card["sections"].get(section, {}).get("rows", [])]
+  return _rows_of(json.loads(path.read_text()), section)
 
 
 def cards(section: str) -> list[dict]:
   """The rows of all cards among the result files, without cards made with --backend."""
-  paths = sorted(RESULTS.glob("card_*.json"))
-  return [
-    row
-    for path in paths
-    if not json.loads(path.read_text()).get("backend")
-    for row in card_rows(path, section)
-  ]
+  files = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("card_*.json"))]
+  return [row for card in files if not card.get("backend") for row in _rows_of(card, section)]
+
+
+def _rows_of(card: dict, section: str) -> list[dict]:
+  return [{"chip": card["chip"]} | row for row in card["sections"].get(section, {}).get("rows", [])]

@@ -143,12 +143,7 @@ def _operation(operation: str, backend: str, kernels, has_fp8: bool, falls_back:
       )
     if is_explicit() or not falls_back:
       return kernel(*args, **options)
-    arrays, rebuild = arrays_of((args, options))
-
-    def call(function, *arrays):
-      args, options = rebuild(arrays)
-      return function(*args, **options)
-
+    arrays, call = arrays_of(args, options)
     # A program that is traced where a GPU is the default device may still be compiled for a CPU.
     by_kernel, by_xla = functools.partial(call, kernel), functools.partial(call, definition)
     return jax.lax.platform_dependent(*arrays, cuda=by_kernel, default=by_xla)

@@ -44,9 +44,10 @@ def unsupported_reason(name: str, has_fp8: bool, args, options) -> str | None:
   leaves = jax.tree.leaves((args, options), is_leaf=_is_spec)
   dtypes = [leaf.dtype for leaf in leaves if hasattr(leaf, "dtype")]
   if jnp.float64 in dtypes:
-    return "takes at most 32 bits"
-  if not has_fp8 and any(dtype.itemsize == 1 and dtype != INT8 for dtype in dtypes):
-    return "takes only int8 on this device, which has no fp8"
+    return "takes at most 32 bits, not float64"
+  fp8 = [dtype.name for dtype in dtypes if dtype.itemsize == 1 and dtype != INT8]
+  if fp8 and not has_fp8:
+    return f"takes only int8, not {fp8[0]}, below compute capability 8.9"
   return OPERATIONS[name].limit(*args, **options)
 
 
@@ -61,28 +62,23 @@ def on_shards(name: str, kernels: Mapping[str, Any], *args, out_sharding=None, *
     out_sharding: of the result, in JAX's explicit mode; else it is split as the operands are.
   """
   operation = OPERATIONS[name]
-  arrays, rebuild = arrays_of((args, options))
-
-  def define(*arrays):
-    args, options = rebuild(arrays)
-    return operation.definition(*args, **options)
-
+  arrays, call = arrays_of(args, options)
   shapes = (jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays)
-  results, structure = jax.tree.flatten(jax.eval_shape(define, *shapes))
+  results = jax.eval_shape(functools.partial(call, operation.definition), *shapes)
+  results, structure = jax.tree.flatten(results)
   inputs, outputs = _names(operation.axes, arrays, results)
   reduced = _reduced(inputs, jax.tree.unflatten(structure, outputs))
 
   def local(run, split, *arrays):
-    args, options = rebuild(arrays)
     over = tuple(axis for axis_name in reduced for axis in split.get(axis_name, ()))
     if not over:
-      result = run(getattr(kernels[name], name), *args, **options)
+      compute = functools.partial(run, getattr(kernels[name], name))
     elif name == "scaled_matmul":
-      result = _multiply_parts(run, kernels[name], over, *args, **options)
+      compute = functools.partial(_multiply_parts, run, kernels[name], over)
     else:
       quantize = functools.partial(_quantize_parts, run, kernels["quantize"], over)
-      result = operation.definition(*args, **options, quantize=quantize)
-    rows, leaves = split.get("m", ()), jax.tree.leaves(result)
+      compute = functools.partial(operation.definition, quantize=quantize)
+    rows, leaves = split.get("m", ()), jax.tree.leaves(call(compute, *arrays))
     # Vectors are sums over rows.
     return tuple(jax.lax.psum(a, rows) if rows and a.ndim == 1 else a for a in leaves)
 

@@ -74,18 +74,22 @@ def is_manual() -> bool:
   return AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
 
 
-def arrays_of(tree) -> tuple[list, Callable]:
-  """The arrays of a pytree, and a function that puts others in their place."""
-  leaves, structure = jax.tree.flatten(tree)
-  places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, np.ndarray))]
+def arrays_of(args, options, kinds=(jax.Array, np.ndarray)) -> tuple[list, Callable]:
+  """The arrays among arguments, and `call(function, *arrays)`.
 
-  def rebuild(arrays):
+  `call` is `function(*args, **options)` with these arrays in place of the first.
+  """
+  leaves, structure = jax.tree.flatten((args, options))
+  places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, kinds)]
+
+  def call(function, *arrays):
     filled = list(leaves)
     for i, array in zip(places, arrays, strict=True):
       filled[i] = array
-    return jax.tree.unflatten(structure, filled)
+    args, options = jax.tree.unflatten(structure, filled)
+    return function(*args, **options)
 
-  return [leaves[i] for i in places], rebuild
+  return [leaves[i] for i in places], call
 
 
 def vary_alike(*arrays):
@@ -137,35 +141,25 @@ def _call_lowered(kernel, *args, **options):
   XLA asks for a module for each call of a kernel, so for each layer of a model. Lowering a kernel
   takes half a second; copying the lowered module takes some milliseconds.
   """
-  leaves, structure = jax.tree.flatten((args, options))
-  is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
-  arrays = [leaf for leaf, dynamic in zip(leaves, is_array, strict=True) if dynamic]
-  shapes = [
-    jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if dynamic else leaf
-    for leaf, dynamic in zip(leaves, is_array, strict=True)
-  ]
-  return _lowered(kernel, structure, tuple(shapes), target()).call(*arrays)
+  arrays, call = arrays_of(args, options)
+  shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays]
+  leaves, structure = call(lambda *args, **options: jax.tree.flatten((args, options)), *shapes)
+  return _lowered(kernel, structure, tuple(leaves), target()).call(*arrays)
 
 
 @functools.cache
 def _lowered(kernel, structure, leaves: tuple, device) -> jax.export.Exported:
   """The kernel as StableHLO for that device; of `leaves` ShapeDtypeStructs are arrays."""
-  places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
-
-  def run(*arrays):
-    filled = list(leaves)
-    for i, array in zip(places, arrays, strict=True):
-      filled[i] = array
-    args, options = jax.tree.unflatten(structure, filled)
-    return kernel(*args, **options)
-
+  args, options = jax.tree.unflatten(structure, leaves)
+  shapes, call = arrays_of(args, options, jax.ShapeDtypeStruct)
+  run = functools.partial(call, kernel)
   here = jax.sharding.get_abstract_mesh().abstract_device
   platform = "cuda" if device.platform == "gpu" else device.platform
   checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in _KERNEL_CALLS]
   # One device's: of the mesh only the device it stands for counts.
   with use_abstract_mesh(AbstractMesh((), (), abstract_device=here)):
     export = jax.export.export(jax.jit(run), platforms=[platform], disabled_checks=checks)
-    return export(*(leaves[i] for i in places))
+    return export(*shapes)
 
 
 def _split(

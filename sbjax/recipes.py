@@ -161,11 +161,6 @@ class RecipeRules:
         )
 
 
-def recipe_at(recipe: Recipe | RecipeRules, path: str) -> Recipe:
-  """The recipe of the linear layer at a path."""
-  return recipe.at(path) if isinstance(recipe, RecipeRules) else recipe
-
-
 def parse_recipe(text: str) -> Recipe | RecipeRules:
   """A recipe by its name, or rules written "*/fc1=full, *=switchback".
 
