@@ -19,7 +19,6 @@ import jax
 import pytest
 
 import sbjax
-from sbjax import RECIPES
 from sbjax.pallas import scaled_matmul_sm90
 
 pytestmark = pytest.mark.aot
@@ -99,8 +98,7 @@ def test_every_public_operation_with_a_backend_argument_is_compiled():
   assert {"SwitchBackLinear", "quantized_dot"} <= taking <= set(aot.OPERATIONS)
 
 
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("piece", aot.PIECES)
+@pytest.mark.parametrize(("piece", "name"), aot.CASES)
 def test_forward_and_backward_of_each_recipe_compile(chip, proof, piece, name):
   # XLA computes fp8 recipes on an A100, which has no fp8, and "full", which has no 8-bit product.
   # Layer norm's gradient is a kernel in every recipe.
