@@ -1,0 +1,136 @@
+"""How much faster is a training step than that of open_clip, compiled?
+
+  XLA_FLAGS=--xla_gpu_enable_triton_gemm=false python -m benchmarks.step_open_clip
+
+Times both programs' steps in one process, in turns, for each row of benchmarks/step.py's CASES that
+open_clip has. open_clip's step is its own model and loss under `torch.compile` and bfloat16
+autocast, with PyTorch's fused AdamW; where our blocks are rematerialised, open_clip checkpoints
+them. Ours is the contender "switchback" of benchmarks/step.py. Both train on one batch of random
+pixels and tokens that is on the GPU. Needs `pip install open_clip_torch`. Adds a line for each row
+to results/open_clip.jsonl. --platform=cpu --batch_size=2 --sizes B/32 shows that it runs.
+"""
+
+import argparse
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs memory, too.
+
+import jax
+import open_clip
+import torch
+
+from benchmarks import step
+from benchmarks.timing import append, provenance
+from sbjax.models.sizes import SIZES, CLIPConfig
+from train.config import OptimizerConfig
+from train.optimizer import make_optimizer
+from train.step import make_init
+
+MODELS = {"B/32": "ViT-B-32", "B/16": "ViT-B-16", "L/14": "ViT-L-14", "H/14": "ViT-H-14"}
+STEPS = 3  # that are queued before the host waits
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--out", default="benchmarks/results/open_clip.jsonl")
+  parser.add_argument("--sizes", nargs="+", default=list(MODELS), choices=MODELS)
+  parser.add_argument("--batch_size", type=int, default=0, help="0: that of benchmarks/step.py")
+  parser.add_argument("--rounds", type=int, default=5)
+  parser.add_argument("--platform", default="cuda", choices=["cuda", "cpu"])
+  args = parser.parse_args()
+  jax.config.update("jax_platforms", args.platform)
+  for size in args.sizes:
+    batch_size, remat = step.CASES[size]
+    line = measure(size, args.batch_size or batch_size, remat, args.rounds, args.platform)
+    append(args.out, [line | provenance() | {"torch": torch.__version__}])
+
+
+def measure(size: str, batch_size: int, remat: str, rounds: int, platform: str) -> dict:
+  runs, gigabytes, on_gpu = {}, {}, platform == "cuda"
+  if on_gpu:
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+  runs["open_clip"] = open_clip_steps(MODELS[size], SIZES[size], batch_size, remat, platform)
+  runs["open_clip"]()  # Compiles.
+  gigabytes["open_clip"] = torch.cuda.max_memory_allocated() / 1e9 if on_gpu else 0.0
+  runs["sbjax"], gigabytes["sbjax"] = our_steps(SIZES[size], batch_size, remat)
+  times, order = {name: [] for name in runs}, list(runs.items())
+  for i in range(rounds + 1):
+    random.shuffle(order)  # A contender that runs after a hot one starts at a lower clock.
+    for name, run in order:
+      started = time.perf_counter()
+      run()
+      if i:  # The first warms up.
+        times[name].append((time.perf_counter() - started) / STEPS * 1e3)
+  medians = {name: round(statistics.median(times[name]), 1) for name in runs}
+  ratio = medians["open_clip"] / medians["sbjax"]
+  print(f"{size:5} {batch_size:5} {remat:6} {medians} ms, {ratio:.2f}x, {gigabytes} GB", flush=True)
+  return {
+    "benchmark": "open_clip",
+    "size": size,
+    "batch_size": batch_size,
+    "remat": remat,
+    "milliseconds": medians["open_clip"],
+    "gigabytes": round(gigabytes["open_clip"], 1),
+    "sbjax": {
+      "recipe": "switchback",
+      "milliseconds": medians["sbjax"],
+      "gigabytes": round(gigabytes["sbjax"], 1),
+    },
+    "open_clip": open_clip.__version__,
+    "data": "uniform random pixels and tokens, one batch",
+  }
+
+
+def open_clip_steps(
+  name: str, config: CLIPConfig, batch_size: int, remat: str, platform: str
+) -> Callable[[], None]:
+  """Runs STEPS steps of open_clip's model and waits for them."""
+  torch.manual_seed(0)
+  model = open_clip.create_model(name, device=platform, output_dict=True)
+  model.train()
+  if remat == "block":
+    model.set_grad_checkpointing()
+  compiled, loss = torch.compile(model), open_clip.ClipLoss()
+  optimizer = torch.optim.AdamW(
+    model.parameters(), lr=1e-6, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.2, fused=True
+  )
+  side, length = config.vision.image_size, config.text.context_length
+  images = torch.rand(batch_size, 3, side, side, device=platform)
+  texts = torch.randint(1, config.text.eot_id - 1, (batch_size, length), device=platform)
+  texts[:, -1] = config.text.eot_id
+
+  def run() -> None:
+    for _ in range(STEPS):
+      optimizer.zero_grad()
+      with torch.autocast(platform, dtype=torch.bfloat16):
+        loss(**compiled(images, texts)).backward()
+      optimizer.step()
+    if platform == "cuda":
+      torch.cuda.synchronize()
+
+  return run
+
+
+def our_steps(config: CLIPConfig, batch_size: int, remat: str) -> tuple[Callable[[], None], float]:
+  """Runs STEPS steps of `switchback` and waits for them; and the step's gigabytes."""
+  task = step.task_of("switchback", config, remat)
+  optimizer, _ = make_optimizer(OptimizerConfig(), steps=20_000)
+  state, batch = jax.jit(make_init(task, optimizer, seed=0))(), step.draw(config, batch_size)
+  train_step, found = step.compiled(task, optimizer, state, batch)
+
+  def run() -> None:
+    nonlocal state
+    for _ in range(STEPS):
+      state, metrics, _ = train_step(state, batch)
+    jax.block_until_ready(metrics)
+
+  return run, found["peak_gigabytes"]
+
+
+if __name__ == "__main__":
+  main()
