@@ -51,6 +51,7 @@ def main() -> None:
   scaling, _ = by_chip(last(scaling, "chip", "row"))
   scaling_report.plot(scaling, RESULTS / "scaling.png")
   write("scaling", scaling_report.table(scaling), SCALING)
+  write("scaling", scaling_report.short_table(scaling), README)
   write("links", scaling_report.prediction(scaling_report.one_gpu(scaling)), SCALING)
 
 

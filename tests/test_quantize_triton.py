@@ -109,7 +109,7 @@ def test_halves_round_to_even(kernels):
 
 
 def test_rows_too_long_for_registers_take_two_passes(kernels, monkeypatch):
-  monkeypatch.setattr(kernels, "MAX_WIDTH_IN_REGISTERS", 32)
+  monkeypatch.setattr(kernels, "ONE_PASS_WIDTH", 32)
   x = normal(3, 40).at[1, 7].set(np.inf)
   assert_same(kernels.quantize(x, INT8_ROW), quantize(x, INT8_ROW))
 

@@ -25,7 +25,7 @@ from sbjax.pallas.triton import compute_capability, triton_call
 from sbjax.quantize import Quantized, Spec, check_quantizable, factor_and_scale
 
 _struct = jax.ShapeDtypeStruct
-MAX_WIDTH_IN_REGISTERS = 16384
+ONE_PASS_WIDTH = 16384
 
 
 def config_for(rows: int, k: int, itemsize: int) -> Config:
@@ -44,7 +44,7 @@ def quantize(x: jax.Array, spec: Spec, *, config: Config | None = None) -> Quant
   """
   check_quantizable(x)
   rows, k = x.shape
-  if spec.scaling != "rowwise" or k > MAX_WIDTH_IN_REGISTERS:
+  if spec.scaling != "rowwise" or k > ONE_PASS_WIDTH:
     return Quantized(*_two_passes(x, spec, 1, transpose=False), spec)
   if x.size == 0:
     return Quantized(jnp.zeros(x.shape, spec.dtype), jnp.zeros((rows, 1), jnp.float32), spec)
