@@ -20,6 +20,7 @@ from tensorflow_datasets.proto import tf_example_pb2
 
 from train.augment import CentreCrop, RandomCrop
 from train.config import Config
+from train.datasets.pictures import Limits
 from train.datasets.prepared import feature, prepare
 from train.tokenizer import Tokenizer
 
@@ -80,7 +81,11 @@ def train_iterator(
     .seed(config.seed)
     .shuffle()
     # Before the split over processes, so that random numbers depend on the position only.
-    .random_map(RandomCrop(image_size, tuple(config.data.crop_scale), config.data.flip))
+    .random_map(
+      RandomCrop(
+        image_size, tuple(config.data.crop_scale), config.data.flip, Limits.of(config.data)
+      )
+    )
     .slice(slice(count // batch_size * batch_size))
     .batch(batch_size // process_count, batch_fn=_Tokenize(tokenizer, context_length))
     # In the order of processes, their shares are the rows of the batch of a single process.
@@ -105,7 +110,7 @@ def eval_batches(
   """
   batches = (
     grain.MapDataset.source(_Examples(config, builder, split))
-    .map(CentreCrop(image_size))
+    .map(CentreCrop(image_size, Limits.of(config.data)))
     .batch(batch_size, batch_fn=_stack)
     .to_iter_dataset(_threads(config.data.prefetch))
   )
