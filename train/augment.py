@@ -41,7 +41,7 @@ class RandomCrop:
   image_size: int
   crop_scale: tuple[float, float]
   flip: bool
-  limits: Limits = Limits()
+  limits: Limits = pictures.DEFAULT_LIMITS
 
   def __call__(self, example: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
     # The random draws and their order do not depend on how the image is decoded.
@@ -62,7 +62,7 @@ class CentreCrop:
   """Scales the shorter side to the size and crops the centre: open_clip's evaluation transform."""
 
   image_size: int
-  limits: Limits = Limits()
+  limits: Limits = pictures.DEFAULT_LIMITS
 
   def __call__(self, example: dict[str, Any]) -> dict[str, Any]:
     image, size = _decode(example, self.limits), self.image_size

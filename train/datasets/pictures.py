@@ -14,7 +14,7 @@ from train.config import DataConfig
 
 # Pillow's other formats are rare, and EPS starts a program.
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
-Image.MAX_IMAGE_PIXELS = None  # `open_picture` checks the config's limit instead.
+Image.MAX_IMAGE_PIXELS = None  # `decode` checks the config's limit instead.
 
 _T = Image.Transpose
 _UPRIGHT = {
@@ -36,6 +36,9 @@ class Limits(NamedTuple):
     return cls(
       config.max_member_bytes, config.max_image_pixels, config.max_aspect_ratio, config.max_label
     )
+
+
+DEFAULT_LIMITS = Limits()
 
 
 class BeyondLimits(ValueError):
