@@ -44,7 +44,7 @@ def prepare(config: DataConfig) -> tfds.core.DatasetBuilder:
     return tfds.builder_from_directory(builder.data_dir)
 
 
-def damaged(what: str, folder: str, error: Exception) -> ValueError:
+def damaged(what: str, folder: str, error: Exception | str) -> ValueError:
   """The error of prepared data that cannot be read."""
   reason = str(error).rstrip(".")
   return ValueError(
@@ -136,6 +136,10 @@ def _find(config: DataConfig) -> tfds.core.DatasetBuilder:
     with _explained(config):
       builder = tfds.core.read_only_builder.builder_from_files(config.name, data_dir=str(data_dir))
   except tfds.core.DatasetNotFoundError:
+    folder = data_dir / config.name
+    if any(folder.glob("*.*.*/*array_record*")):
+      missing = "features.json or dataset_info.json is missing"
+      raise damaged(f"The data set {config.name}", str(folder), missing) from None
     names = sorted(path.name for path in data_dir.glob("*") if any(path.rglob("features.json")))
     raise ValueError(
       f"No data set data.name={config.name!r} in {data_dir}: found {', '.join(names) or 'none'}. "
