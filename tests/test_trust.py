@@ -29,7 +29,7 @@ def faults(tree):
         yield name
       if options.get("allow_pickle", "False") != "False":
         yield f"{name}(allow_pickle)"
-      if name == "torch.load" and options.get("weights_only") != "True":
+      if "torch" in name and name.endswith(".load") and options.get("weights_only") != "True":
         yield "torch.load without weights_only"
       if options.get("shell", "False") != "False":
         yield f"{name}(shell)"
@@ -44,6 +44,7 @@ def faults(tree):
     "np.load(path, allow_pickle=True)",
     "torch.load(path)",
     "torch.load(path, weights_only=False)",
+    "_import('torch').load(path)",
     "tarfile.open(path).extractall(folder)",
     "eval(text)",
     "subprocess.run(text, shell=True)",
