@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import simplejpeg
 from interop import import_open_clip
-from PIL import Image
+from PIL import ExifTags, Image, ImageFile
 
 from train import augment
 from train.augment import CentreCrop, RandomCrop
+from train.datasets.pictures import Limits
 
 SIZE = 24
 
@@ -155,20 +156,120 @@ def test_a_damaged_jpeg_is_decoded_by_pillow_or_refused():
       drawn(broken)
 
 
-def test_an_image_too_large_for_pillow_is_an_error(monkeypatch):
-  monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)  # Pillow raises above twice as many.
-  with pytest.raises(ValueError, match=r"image of here cannot be decoded: Image size \(10137"):
-    drawn(encoded(picture(109, 93), "jpeg"))
+@pytest.mark.parametrize("kind", ["png", "jpeg"])
+@pytest.mark.parametrize(
+  ("size", "limits", "message"),
+  [
+    ((109, 93), {"image_pixels": 10_000}, "more pixels than data.max_image_pixels=10000"),
+    ((900, 3), {}, "thinner than data.max_aspect_ratio=100 to 1"),
+  ],
+)
+def test_an_image_beyond_a_limit_is_refused_before_it_is_decoded(
+  kind, size, limits, message, monkeypatch
+):
+  image = encoded(picture(*size), kind)
+  monkeypatch.setattr(ImageFile.ImageFile, "load", lambda self: pytest.fail("decoded"))
+  monkeypatch.setattr(simplejpeg, "decode_jpeg", lambda *args, **kwargs: pytest.fail("decoded"))
+  crops = [
+    lambda x: RandomCrop(8, (0.5, 1), False, Limits(**limits))(x, np.random.default_rng(0)),
+    CentreCrop(8, Limits(**limits)),
+  ]
+  for crop in crops:
+    with pytest.raises(ValueError, match=f"The image of here cannot be decoded: {message}"):
+      crop(example(image))
 
 
-@pytest.mark.parametrize("mode", ["L", "P", "RGBA", "CMYK", "1", "I;16"])
-def test_images_of_any_mode_become_rgb(mode):
-  if mode == "I;16":
-    image = encoded(np.full((9, 8), 900, np.uint16), "png", mode)
+def test_a_thin_image_is_cropped_before_it_is_resized(monkeypatch):
+  pixels = picture(96, 2)
+  whole = Image.fromarray(pixels).resize((96 * 12, 24), Image.BICUBIC).crop((564, 0, 588, 24))
+  np.testing.assert_array_equal(
+    CentreCrop(SIZE)(example(encoded(pixels, "png")))["image"], np.asarray(whole)
+  )
+  sizes, resize = [], Image.Image.resize
+  monkeypatch.setattr(Image.Image, "resize", lambda i, s, *a: sizes.append(s) or resize(i, s, *a))
+  CentreCrop(SIZE, Limits(aspect_ratio=1e5))(example(encoded(pixels[:1].repeat(999, 1), "png")))
+  assert sizes == [(8 * SIZE, SIZE)]
+
+
+@pytest.mark.parametrize("mode", ["L", "P", "RGBA", "CMYK", "1"])
+def test_opaque_images_of_any_mode_become_rgb_as_by_pillow(mode):
+  image = encoded(picture(8, 8), "tiff", mode)
+  np.testing.assert_array_equal(drawn(image, 4), by_pillow(image, 4))
+  reference = Image.open(io.BytesIO(image)).convert("RGB")
+  np.testing.assert_array_equal(CentreCrop(8)(example(image))["image"], np.asarray(reference))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("kind", ["jpeg", "png", "webp"])
+def test_images_are_turned_upright_by_their_exif_orientation(orientation, kind):
+  upright = picture(48, 32, coarse=16)
+  stored = {
+    1: upright,
+    2: upright[:, ::-1],
+    3: upright[::-1, ::-1],
+    4: upright[::-1],
+    5: upright.transpose(1, 0, 2),
+    6: upright.transpose(1, 0, 2)[::-1],
+    7: upright.transpose(1, 0, 2)[::-1, ::-1],
+    8: upright.transpose(1, 0, 2)[:, ::-1],
+  }[orientation]
+  exif = Image.Exif()
+  exif[ExifTags.Base.Orientation] = orientation
+  best = {"lossless": True} if kind == "webp" else {"quality": 95}
+  image = encoded(np.ascontiguousarray(stored), kind, exif=exif.tobytes(), **best)
+  plain = encoded(upright, kind, **best)
+  for crop in (drawn, lambda image: CentreCrop(SIZE)(example(image))["image"]):
+    away = np.abs(crop(image).astype(int) - crop(plain))
+    assert away.mean() <= (3 if kind == "jpeg" else 0)
+
+
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
+def test_broken_exif_leaves_an_image_as_it_is():
+  plain = encoded(picture(48, 32), "jpeg")
+  for exif in (b"Exif\0\0", b"Exif\0\0MM\0\x2a\xff\xff\xff\xff", b"Exif\0\0no tiff"):
+    image = encoded(picture(48, 32), "jpeg", exif=exif)
+    assert exif in image
+    np.testing.assert_array_equal(drawn(image), drawn(plain))
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "RGB", "L"])
+def test_transparent_pixels_become_white(mode):
+  if mode in ("RGBA", "LA"):
+    pixels = np.full((8, 8, len(mode)), 51, np.uint8)
+    pixels[..., -1], pixels[:4, :, -1] = 255, 0
+    image, options = Image.fromarray(pixels, mode), {}
   else:
-    image = encoded(np.full((9, 8, 3), (200, 40, 40), np.uint8), "tiff", mode)
-  assert CentreCrop(4)(example(image))["image"].shape == (4, 4, 3)
-  assert drawn(image, 4).shape == (4, 4, 3)
+    pixels = np.full((8, 8, 3), 51, np.uint8)
+    pixels[:4] = 0  # The colour that a PNG calls transparent.
+    image = Image.fromarray(pixels).convert(mode)
+    options = {"transparency": image.getpixel((0, 0))}
+  file = io.BytesIO()
+  image.save(file, "png", **options)
+  result = CentreCrop(8)(example(file.getvalue()))["image"]
+  assert (result[:4] == 255).all()
+  assert (result[4:] == 51).all()
+
+
+def test_half_transparent_pixels_are_half_white():
+  pixels = np.full((8, 8, 4), (200, 100, 0, 128), np.uint8)
+  result = CentreCrop(8)(example(encoded(pixels, "png", "RGBA")))["image"]
+  np.testing.assert_allclose(result[0, 0], [227, 177, 127], atol=1)
+
+
+@pytest.mark.parametrize("kind", ["png", "tiff"])
+def test_16_bit_grey_is_divided_by_256(kind):
+  pixels = np.arange(64, dtype=np.uint16).reshape(8, 8) * 1024 + 255
+  file = io.BytesIO()
+  Image.fromarray(pixels).save(file, kind)
+  result = CentreCrop(8)(example(file.getvalue()))["image"]
+  np.testing.assert_array_equal(result, np.repeat((pixels >> 8)[..., None], 3, axis=2))
+
+
+def test_formats_that_start_programs_are_not_opened():
+  eps = io.BytesIO()
+  Image.new("RGB", (8, 8)).save(eps, "eps")
+  with pytest.raises(ValueError, match="The image of here cannot be decoded: cannot identify"):
+    drawn(eps.getvalue())
 
 
 @pytest.mark.interop

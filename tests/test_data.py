@@ -79,6 +79,7 @@ class Keys:
   """A fake data set of `count` distinct examples: every pixel of image i is i."""
 
   count: int
+  data_dir = "nowhere"
 
   @property
   def info(self):

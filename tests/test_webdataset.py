@@ -2,59 +2,20 @@
 
 import contextlib
 import gzip
-import io
 import json
 import os
-import tarfile
 
-import numpy as np
 import pytest
 import tensorflow_datasets as tfds
-from PIL import Image
+from shards_case import captions, data_config, image_bytes, noisy_image_bytes, pairs, write_shard
 
-from train.config import DataConfig
 from train.data import prepare
 from train.datasets import prepared, tar_shards, webdataset
 
 
-def image_bytes(kind="jpeg", colour=(200, 30, 30), size=(8, 6)):
-  file = io.BytesIO()
-  Image.new("RGB", size, colour).save(file, kind)
-  return file.getvalue()
-
-
-def noisy_image_bytes(seed):
-  """A JPEG whose bytes are mostly pixels."""
-  file = io.BytesIO()
-  pixels = np.random.default_rng(seed).integers(0, 256, (32, 32, 3), np.uint8)
-  Image.fromarray(pixels).save(file, "jpeg", quality=95)
-  return file.getvalue()
-
-
-def write_shard(path, members, mode="w"):
-  with tarfile.open(path, mode) as tar:
-    for name, content in members:
-      info = tarfile.TarInfo(name)
-      info.size = len(content)
-      tar.addfile(info, io.BytesIO(content))
-
-
-def pairs(count, first=0):
-  """Members of complete samples, a jpg and a txt each."""
-  for i in range(first, first + count):
-    yield f"{i:06d}.jpg", image_bytes(colour=(i % 256, 0, 0))
-    yield f"{i:06d}.txt", f"caption {i}".encode()
-
-
 @pytest.fixture
 def config(tmp_path):
-  (tmp_path / "shards").mkdir()
-  return DataConfig(
-    name="mine",
-    data_dir=str(tmp_path / "data"),
-    root=str(tmp_path / "shards"),
-    train_shards="*.tar*",
-  )
+  return data_config(tmp_path)
 
 
 @pytest.fixture
@@ -65,10 +26,6 @@ def folder(config, tmp_path):
 def records(builder, split="train"):
   skip = {"image": tfds.decode.SkipDecoding()}
   return list(builder.as_data_source(split, decoders=skip))
-
-
-def captions(builder, split="train"):
-  return [[caption.decode() for caption in r["captions"]] for r in records(builder, split)]
 
 
 def test_images_keep_their_bytes_and_captions_their_order(config, folder):
@@ -139,8 +96,17 @@ def test_corrupt_samples_are_skipped_and_counted_by_reason(config, folder, capsy
   lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Imported")]
   assert lines == [
     "Imported mine: 5 train; skipped 8 (2 no caption, 1 no image, 2 undecodable image, "
-    "3 unreadable text)."
+    "3 unreadable text); listed in "
+    f"{builder.data_path / 'skipped.jsonl'}."
   ]
+  listed = (builder.data_path / "skipped.jsonl").read_text().splitlines()
+  assert json.loads(listed[0]) == {
+    "split": "train",
+    "shard": "a.tar",
+    "sample": "100",
+    "reason": "undecodable image",
+  }
+  assert [json.loads(line)["sample"] for line in listed] == [str(i) for i in range(100, 108)]
 
 
 @pytest.mark.parametrize("compress", [False, True])
@@ -171,9 +137,9 @@ def test_every_complete_member_of_a_cut_shard_is_used(tmp_path, cut, whole):
   members = [("0.jpg", b"A"), ("0.txt", b"a"), ("1.jpg", b"B"), ("1.txt", b"b")]
   write_shard(path, members)
   path.write_bytes(path.read_bytes()[: 2048 + cut])
-  read, shard = [], tar_shards.samples(str(path))
+  read, shard = [], tar_shards.samples(str(path), 2**20)
   with pytest.raises(tar_shards.DamagedShard, match=r"a\.tar"):
-    for sample in shard:
+    for _, sample in shard:
       read += sample.items()
   assert read == [(name[2:], content) for name, content in members[:whole]]
 
@@ -236,9 +202,18 @@ def test_no_usable_sample_is_an_error_with_pattern_and_reasons(config, folder):
 
 
 @pytest.mark.parametrize("pattern", ["none-*.tar", "none-{000..003}.tar"])
-def test_a_pattern_that_matches_nothing_is_named(config, pattern):
+@pytest.mark.parametrize(
+  ("root", "where"),
+  [
+    (None, r"in data.root='/.*/shards'"),
+    ("", "in /.*, because data.root is empty"),
+    ("/not/here", "because data.root='/not/here' is no folder"),
+  ],
+)
+def test_a_pattern_that_matches_nothing_is_named_with_its_root(config, pattern, root, where):
   config.train_shards = pattern
-  with pytest.raises(ValueError, match=r"No shard matches .*none-"):
+  config.root = config.root if root is None else root
+  with pytest.raises(ValueError, match=rf"No shard matches .*none-.* {where}\.$"):
     prepare(config)
 
 

@@ -6,7 +6,7 @@ resizer with vector instructions (cykooz_resizer) computes the same antialiased 
 pixels differ from Pillow's crop and resize by 0.1 to 0.25 of 255 levels on average, by one at the
 99th percentile, and by 17 at most. The largest differences are at hard edges, where both resizers
 clip overshoots between their two passes. Both are 0.25 to 0.3 levels from the exact sum, mostly by
-rounding. Pillow handles all other images, and evaluation.
+rounding. Pillow handles all other images, such as JPEGs that EXIF rotates, and evaluation.
 
 If a crop has at least four times the target's pixels a side, the JPEG is decoded at 1/2, 1/4 or 1/8
 of its size from the lower frequencies of its blocks. The reduced crop has at least twice the
@@ -16,7 +16,6 @@ change them by 1 to 4 levels (67).
 """
 
 import dataclasses
-import io
 import math
 import threading
 from collections.abc import Sequence
@@ -27,8 +26,12 @@ import numpy as np
 import simplejpeg
 from PIL import Image
 
+from train.datasets import pictures
+from train.datasets.pictures import Limits
+
 _BICUBIC = cykooz_resizer.ResizeAlg.convolution(cykooz_resizer.FilterType.catmull_rom)
 _RGB = cykooz_resizer.PixelType.U8x3
+_THIN = 8  # Evaluation crops pictures to this ratio of sides before it resizes them.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,17 +41,18 @@ class RandomCrop:
   image_size: int
   crop_scale: tuple[float, float]
   flip: bool
+  limits: Limits = pictures.DEFAULT_LIMITS
 
   def __call__(self, example: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
     # The random draws and their order do not depend on how the image is decoded.
-    jpeg_size = _jpeg_size(example["image"])
-    image = None if jpeg_size else _decode(example)
+    jpeg_size = _jpeg_size(example["image"], self.limits)
+    image = None if jpeg_size else _decode(example, self.limits)
     box = _random_box(*(jpeg_size or image.size), self.crop_scale, rng)
     mirror = self.flip and rng.random() < 0.5
     caption = example["captions"][rng.integers(len(example["captions"]))]
     pixels = _crop_jpeg(example["image"], jpeg_size, box, self.image_size) if jpeg_size else None
     if pixels is None:
-      image = (image or _decode(example)).crop(box)
+      image = (image or _decode(example, self.limits)).crop(box)
       pixels = np.asarray(image.resize((self.image_size,) * 2, Image.Resampling.BICUBIC))
     return {"image": pixels[:, ::-1] if mirror else pixels, "caption": caption}
 
@@ -58,10 +62,14 @@ class CentreCrop:
   """Scales the shorter side to the size and crops the centre: open_clip's evaluation transform."""
 
   image_size: int
+  limits: Limits = pictures.DEFAULT_LIMITS
 
   def __call__(self, example: dict[str, Any]) -> dict[str, Any]:
-    image, size = _decode(example), self.image_size
+    image, size = _decode(example, self.limits), self.image_size
     shorter = min(image.size)
+    if max(image.size) > _THIN * shorter:  # Resized whole, it could take gigabytes.
+      left, top = (max(0, side - _THIN * shorter) // 2 for side in image.size)
+      image = image.crop((left, top, image.width - left, image.height - top))
     width, height = (size * side // shorter for side in image.size)
     image = image.resize((width, height), Image.Resampling.BICUBIC)
     left, top = round((width - size) / 2), round((height - size) / 2)
@@ -69,9 +77,9 @@ class CentreCrop:
     return {"image": np.asarray(image), "captions": example["captions"], "label": example["label"]}
 
 
-def _decode(example: dict[str, Any]) -> Image.Image:
+def _decode(example: dict[str, Any], limits: Limits) -> Image.Image:
   try:
-    return Image.open(io.BytesIO(example["image"])).convert("RGB")
+    return pictures.decode(example["image"], limits)
   except Exception as error:  # Each of Pillow's decoders has its own errors.
     raise ValueError(f"The image of {example['where']} cannot be decoded: {error}") from error
 
@@ -95,16 +103,16 @@ def _random_box(
   return left, top, left + w, top + h
 
 
-def _jpeg_size(image: bytes) -> tuple[int, int] | None:
-  """(width, height) of a grey or RGB JPEG; None for any other image."""
+def _jpeg_size(image: bytes, limits: Limits) -> tuple[int, int] | None:
+  """(width, height) of an upright grey or RGB JPEG; None for any other image."""
   if not image.startswith(b"\xff\xd8"):
     return None
   try:
     height, width, colours, _ = simplejpeg.decode_jpeg_header(image)
+    pictures.check_size(width, height, limits)
   except ValueError:
     return None
-  # Pillow warns of images that are too large, or refuses them.
-  usual = colours in ("YCbCr", "Gray", "RGB") and width * height <= Image.MAX_IMAGE_PIXELS
+  usual = colours in ("YCbCr", "Gray", "RGB") and pictures.is_upright(image)
   return (width, height) if usual else None
 
 

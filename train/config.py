@@ -51,6 +51,12 @@ class DataConfig:
   flip: bool = False
   workers: int = 0  # worker processes that decode and augment; 0: threads of this process
   prefetch: int = 4  # batches ready ahead of the step
+  # Limits on data that others made. An import skips and lists samples beyond them. Images are
+  # checked when they are read, too: from the header, before decoding.
+  max_member_bytes: int = 2**26  # of a file in a tar shard, held in memory while it is imported
+  max_image_pixels: int = 80_000_000  # of an image; decoded, each takes 3 bytes (4 if transparent)
+  max_aspect_ratio: float = 100.0  # of an image's longer to its shorter side
+  max_label: int = 99_999  # without class_names; each label up to the largest is a class
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -138,3 +144,8 @@ class Config:
       )
     if not 0 < self.data.crop_scale[0] <= self.data.crop_scale[1] <= 1:
       raise ValueError(f"data.crop_scale={self.data.crop_scale} must be 0 < low <= high <= 1.")
+    for name in ("max_member_bytes", "max_image_pixels", "max_aspect_ratio"):
+      if not getattr(self.data, name) >= 1:  # Nor NaN.
+        raise ValueError(f"data.{name}={getattr(self.data, name)} must be at least 1.")
+    if self.data.max_label < 0:
+      raise ValueError(f"data.max_label={self.data.max_label} must be 0 or more.")

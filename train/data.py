@@ -20,7 +20,9 @@ from tensorflow_datasets.proto import tf_example_pb2
 
 from train.augment import CentreCrop, RandomCrop
 from train.config import Config
-from train.datasets.prepared import feature, prepare
+from train.datasets.pictures import Limits
+from train.datasets.prepared import damaged, feature, prepare
+from train.errors import RunError
 from train.tokenizer import Tokenizer
 
 __all__ = [
@@ -80,7 +82,11 @@ def train_iterator(
     .seed(config.seed)
     .shuffle()
     # Before the split over processes, so that random numbers depend on the position only.
-    .random_map(RandomCrop(image_size, tuple(config.data.crop_scale), config.data.flip))
+    .random_map(
+      RandomCrop(
+        image_size, tuple(config.data.crop_scale), config.data.flip, Limits.of(config.data)
+      )
+    )
     .slice(slice(count // batch_size * batch_size))
     .batch(batch_size // process_count, batch_fn=_Tokenize(tokenizer, context_length))
     # In the order of processes, their shares are the rows of the batch of a single process.
@@ -105,7 +111,7 @@ def eval_batches(
   """
   batches = (
     grain.MapDataset.source(_Examples(config, builder, split))
-    .map(CentreCrop(image_size))
+    .map(CentreCrop(image_size, Limits.of(config.data)))
     .batch(batch_size, batch_fn=_stack)
     .to_iter_dataset(_threads(config.data.prefetch))
   )
@@ -147,7 +153,7 @@ class _Examples:
 
   def __init__(self, config: Config, builder: tfds.core.DatasetBuilder, split: str):
     check_split(builder, split)
-    self._config, self._split = config, split
+    self._config, self._split, self._folder = config, split, builder.data_dir
     self._names = class_names(config, builder)
     # Raw records: tfds takes longer to decode a record than ArrayRecord takes to read it.
     self._records = builder.as_data_source(split).data_source
@@ -156,22 +162,32 @@ class _Examples:
     return len(self._records)
 
   def __getitem__(self, index: int) -> dict[str, Any]:
-    record = tf_example_pb2.Example.FromString(self._records[index]).features.feature
-    keys, where = self._config.data, f"{self._split}[{index}]"
-    label = record[keys.label_key].int64_list.value[0] if keys.label_key else -1
-    if keys.text_key:
-      texts = record[keys.text_key].bytes_list.value
-      texts = [text.decode("utf-8", errors="replace") for text in texts]
-    else:
-      texts = _prompts(self._config, self._names[label]) if label >= 0 else []
+    keys, where = self._config.data, f"{self._config.data.name} {self._split}[{index}]"
+    try:
+      record = tf_example_pb2.Example.FromString(self._records[index]).features.feature
+      image = _only(record[keys.image_key].bytes_list, keys.image_key)
+      label = _only(record[keys.label_key].int64_list, keys.label_key) if keys.label_key else -1
+      if keys.text_key:
+        texts = record[keys.text_key].bytes_list.value
+        texts = [text.decode("utf-8", errors="replace") for text in texts]
+      else:
+        texts = _prompts(self._config, self._names[label]) if label >= 0 else []
+    except Exception as error:  # ArrayRecord and protobuf have their own kinds.
+      raise damaged(f"Record {where}", self._folder, error) from error
     if not texts:
-      raise ValueError(f"{keys.name} {where} has no caption.")
+      raise ValueError(f"{where} has no caption.")
     return {
-      "where": f"{keys.name} {where}",
-      "image": record[keys.image_key].bytes_list.value[0],
+      "where": where,
+      "image": image,
       "captions": texts,
       "label": label,
     }
+
+
+def _only(values: Any, key: str) -> Any:
+  if len(values.value) != 1:
+    raise ValueError(f"its {key} has {len(values.value)} values")
+  return values.value[0]
 
 
 def _prompts(config: Config, name: str) -> list[str]:
@@ -236,7 +252,15 @@ class _Batches(grain.DatasetIterator):
 
   def __next__(self) -> dict[str, np.ndarray]:
     self.start_prefetch()
-    batch = next(self._iterator)
+    try:
+      batch = next(self._iterator)
+    except RuntimeError as error:
+      if "Worker process was terminated" not in str(error):
+        raise
+      raise RunError(
+        "A worker process that loads data was killed, perhaps for lack of memory. The same command"
+        f" continues; data.workers={self._workers} may be less."
+      ) from error
     self._given += 1
     # Copies out of the workers' shared memory. grain frees that with its arrays: late, at exit.
     return {name: np.array(values) for name, values in batch.items()} if self._workers else batch

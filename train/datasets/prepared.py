@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import tensorflow_datasets as tfds
 
 from train.config import DataConfig
+from train.datasets.pictures import Limits
 from train.datasets.shapes import Shapes
 from train.datasets.webdataset import WebDataset
 
@@ -28,11 +29,45 @@ def prepare(config: DataConfig) -> tfds.core.DatasetBuilder:
   if not builder.data_path.exists():
     with _only_one(pathlib.Path(builder.data_dir).parent):
       if not builder.data_path.exists():
+        _check_source(builder, config)
         _build(builder)
   elif isinstance(builder, WebDataset):
-    builder.check_unchanged()
+    with _explained(config):
+      changed = builder.changed()
+    if changed:
+      raise ValueError(
+        f"{config.name} was imported before with other {' and '.join(changed)}. Give this import "
+        f"another name, or delete {builder.data_dir} to import again."
+      )
   # Reads from disk like any other data set, so that workers need not know how it was made.
-  return tfds.builder_from_directory(builder.data_dir)
+  with _explained(config):
+    return tfds.builder_from_directory(builder.data_dir)
+
+
+def damaged(what: str, folder: str, error: Exception | str) -> ValueError:
+  """The error of prepared data that cannot be read."""
+  reason = str(error).rstrip(".")
+  return ValueError(
+    f"{what} is damaged: {reason}. Copy {folder} again, or delete it to prepare the data again."
+  )
+
+
+@contextlib.contextmanager
+def _explained(config: DataConfig) -> Iterator[None]:
+  """Names the data set and the cure if TFDS cannot read the files that describe it."""
+  folder = _data_dir(config) / config.name
+  try:
+    yield
+  except tfds.core.DatasetNotFoundError:
+    raise
+  except Exception as error:  # Broken JSON and missing files raise many kinds.
+    if isinstance(error, PermissionError) or not folder.exists():
+      raise
+    raise damaged(f"The data set {config.name}", str(folder), error) from error
+
+
+def _data_dir(config: DataConfig) -> pathlib.Path:
+  return pathlib.Path(config.data_dir or tfds.core.constants.DATA_DIR).expanduser()
 
 
 def _shapes_builder(config: DataConfig) -> Shapes:
@@ -40,11 +75,12 @@ def _shapes_builder(config: DataConfig) -> Shapes:
   if size not in ("", *Shapes.builder_configs):
     known = ", ".join(f"shapes/{name}" for name in Shapes.builder_configs)
     raise ValueError(f"No data set data.name={config.name!r}: there are {known}.")
-  return Shapes(
-    config=size or None,
-    data_dir=config.data_dir or None,
-    file_format=tfds.core.FileFormat.ARRAY_RECORD,
-  )
+  with _explained(config):
+    return Shapes(
+      config=size or None,
+      data_dir=config.data_dir or None,
+      file_format=tfds.core.FileFormat.ARRAY_RECORD,
+    )
 
 
 def _shards_builder(config: DataConfig) -> WebDataset:
@@ -61,24 +97,49 @@ def _shards_builder(config: DataConfig) -> WebDataset:
     shards[config.eval_split] = str(root / config.eval_shards)
   class_names = []
   if config.class_names:
-    class_names = (root / config.class_names).read_text(encoding="utf-8").split("\n")
-    class_names = [name.strip() for name in class_names if name.strip()]
-  return WebDataset(
-    name=config.name,
-    shards=shards,
-    captions=bool(config.text_key),
-    labels=bool(config.label_key),
-    class_names=class_names,
-    data_dir=config.data_dir or None,
-  )
+    try:
+      class_names = (root / config.class_names).read_text(encoding="utf-8").split("\n")
+      class_names = [name.strip() for name in class_names if name.strip()]
+    except FileNotFoundError:
+      class_names = None
+  with _explained(config):
+    return WebDataset(
+      name=config.name,
+      shards=shards,
+      captions=bool(config.text_key),
+      labels=bool(config.label_key),
+      class_names=class_names,
+      data_dir=config.data_dir or None,
+      limits=Limits.of(config),
+    )
+
+
+def _check_source(builder: tfds.core.DatasetBuilder, config: DataConfig) -> None:
+  """Raises a ValueError if the shards or class names of an import are missing."""
+  if not isinstance(builder, WebDataset):
+    return
+  where = f"in data.root={config.root!r}"
+  if not config.root:
+    where = f"in {pathlib.Path.cwd()}, because data.root is empty"
+  elif not pathlib.Path(config.root).expanduser().is_dir():
+    where = f"because data.root={config.root!r} is no folder"
+  for pattern in builder.unmatched():
+    raise ValueError(f"No shard matches {pattern!r} {where}.")
+  if builder.class_names is None:
+    raise ValueError(f"No file data.class_names={config.class_names!r} {where}.")
 
 
 def _find(config: DataConfig) -> tfds.core.DatasetBuilder:
   """A data set that TFDS has prepared, in this or another program."""
-  data_dir = pathlib.Path(config.data_dir or tfds.core.constants.DATA_DIR).expanduser()
+  data_dir = _data_dir(config)
   try:
-    builder = tfds.core.read_only_builder.builder_from_files(config.name, data_dir=str(data_dir))
+    with _explained(config):
+      builder = tfds.core.read_only_builder.builder_from_files(config.name, data_dir=str(data_dir))
   except tfds.core.DatasetNotFoundError:
+    folder = data_dir / config.name
+    if any(folder.glob("*.*.*/*array_record*")):
+      missing = "features.json or dataset_info.json is missing"
+      raise damaged(f"The data set {config.name}", str(folder), missing) from None
     names = sorted(path.name for path in data_dir.glob("*") if any(path.rglob("features.json")))
     raise ValueError(
       f"No data set data.name={config.name!r} in {data_dir}: found {', '.join(names) or 'none'}. "

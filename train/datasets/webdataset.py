@@ -1,15 +1,18 @@
 """Imports tar shards once, as a TFDS data set that is read at random.
 
 Each shard becomes one ArrayRecord file; several processes import in parallel. Images keep their
-bytes. Samples that cannot be used are skipped and counted (`info.metadata["skipped"]`). TFDS writes
-to a temporary directory and renames it at the end, so an interrupted import leaves no data set.
+bytes. Samples that cannot be used are skipped, counted (`info.metadata["skipped"]`) and listed in
+`skipped.jsonl` beside the records. TFDS writes to a temporary directory and renames it at the end,
+so an interrupted import leaves no data set. The prepared data set does not need the shards.
 """
 
 import collections
 import concurrent.futures
+import json
 import multiprocessing
 import os
 import pathlib
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -18,6 +21,7 @@ import tensorflow_datasets as tfds
 from tqdm import tqdm
 
 from train.datasets import tar_shards
+from train.datasets.pictures import DEFAULT_LIMITS, Limits
 
 _BYTES_PER_PROCESS = 8 * 2**20  # Importing fewer bytes takes less time than starting a process.
 
@@ -30,8 +34,10 @@ class WebDataset(tfds.core.dataset_builder.FileReaderBuilder, skip_registration=
     shards: pattern of the shards of each split (see `tar_shards.expand`).
     captions: whether samples need a caption; the feature "captions" then exists.
     labels: whether samples need a label; the feature "label" then exists.
-    class_names: of the labels; without them the names are numbers up to the largest label.
+    class_names: of the labels; if empty, the names are numbers up to the largest label. None: not
+      known any more; only a data set that is prepared can be read.
     data_dir: where prepared data sets live.
+    limits: samples beyond them are skipped.
   """
 
   VERSION = tfds.core.Version("1.0.0")
@@ -44,24 +50,35 @@ class WebDataset(tfds.core.dataset_builder.FileReaderBuilder, skip_registration=
     shards: Mapping[str, str],
     captions: bool = True,
     labels: bool = False,
-    class_names: Sequence[str] = (),
+    class_names: Sequence[str] | None = (),
     data_dir: str | None = None,
+    limits: Limits = DEFAULT_LIMITS,
   ):
-    self.name = name
-    self._captions, self._labels, self._class_names = captions, labels, list(class_names)
+    self.name, self._limits = name, limits
+    self._captions, self._labels = captions, labels
+    self.class_names = None if class_names is None else list(class_names)
     self._patterns = dict(shards)
     self._paths = {split: tar_shards.expand(pattern) for split, pattern in shards.items()}
     super().__init__(data_dir=data_dir, file_format=tfds.core.FileFormat.ARRAY_RECORD)
 
-  def check_unchanged(self) -> None:
-    """Raises a ValueError if the data set under this name has another source."""
+  def unmatched(self) -> list[str]:
+    """The patterns that no shard matches."""
+    return [self._patterns[split] for split, paths in self._paths.items() if not paths]
+
+  def changed(self) -> list[str]:
+    """The parts of the source that differ from those of the prepared data set.
+
+    A split whose shards are gone is as it was, and so is a missing file of class names.
+    """
     before, now = dict(self.info.metadata).get("source"), self._source()
-    if before != now:
-      changed = [key for key in now if before is None or before.get(key) != now[key]]
-      raise ValueError(
-        f"{self.name} was imported before with other {' and '.join(changed)}. Give this import "
-        f"another name, or delete {self.data_dir} to import again."
-      )
+    if before is None:
+      raise ValueError("dataset_info.json or metadata.json is missing")
+    for split, paths in self._paths.items():
+      if not paths and split in before["shards"]:
+        now["shards"][split] = before["shards"][split]
+    if self.class_names is None:
+      now["class_names"] = before["class_names"]
+    return [key for key in now if before[key] != now[key]]
 
   def _source(self) -> dict:
     """The shards, features and class names of the import, recorded in `info.metadata`."""
@@ -71,7 +88,7 @@ class WebDataset(tfds.core.dataset_builder.FileReaderBuilder, skip_registration=
         for split, paths in self._paths.items()
       },
       "features": sorted(self.info.features),
-      "class_names": self._class_names,
+      "class_names": self.class_names,
     }
 
   def _info(self) -> tfds.core.DatasetInfo:
@@ -79,7 +96,7 @@ class WebDataset(tfds.core.dataset_builder.FileReaderBuilder, skip_registration=
     if self._captions:
       features["captions"] = tfds.features.Sequence(tfds.features.Text())
     if self._labels:
-      features["label"] = tfds.features.ClassLabel(names=self._class_names or None)
+      features["label"] = tfds.features.ClassLabel(names=self.class_names or None)
     return tfds.core.DatasetInfo(
       builder=self,
       description="Imported from tar shards.",
@@ -88,9 +105,13 @@ class WebDataset(tfds.core.dataset_builder.FileReaderBuilder, skip_registration=
     )
 
   def _download_and_prepare(self, dl_manager, download_config=None) -> None:
-    num_classes = len(self._class_names) if self._labels else None
+    num_classes = None
+    if self._labels:
+      num_classes = len(self.class_names) or self._limits.label + 1
     jobs = [
-      _Job(split, path, str(self.data_path / f"part-{n}"), self._captions, num_classes)
+      _Job(
+        split, path, str(self.data_path / f"part-{n}"), self._captions, num_classes, self._limits
+      )
       for n, (split, path) in enumerate(
         (split, path) for split, paths in self._paths.items() for path in paths
       )
@@ -101,9 +122,12 @@ class WebDataset(tfds.core.dataset_builder.FileReaderBuilder, skip_registration=
       mine = {job: part for job, part in parts.items() if job.split == split}
       splits.append(self._finish_split(split, mine))
     self.info.set_splits(tfds.core.SplitDict(splits))
-    if self._labels and not self._class_names:
+    if self._labels and not self.class_names:
       largest = max(part.largest_label for part in parts.values())
       self.info.features["label"].names = [str(i) for i in range(largest + 1)]
+    unused = [line for part in parts.values() for line in part.unused]
+    if unused:
+      (pathlib.Path(self.data_path) / "skipped.jsonl").write_text("".join(unused))
     self.info.metadata.update(
       source=self._source(),
       skipped=dict(sum((part.skipped for part in parts.values()), collections.Counter())),
@@ -139,6 +163,8 @@ class WebDataset(tfds.core.dataset_builder.FileReaderBuilder, skip_registration=
       text += f" ({_listed(skipped)})"
     if damaged:
       text += f"; damaged, kept up to the damage: {', '.join(damaged)}"
+    if skipped or damaged:
+      text += f"; listed in {self.data_path / 'skipped.jsonl'}"
     return text + "."
 
   def _as_dataset(self, *args, **kwargs):
@@ -151,6 +177,7 @@ class _Job(NamedTuple):
   output: str
   captions: bool
   num_classes: int | None
+  limits: Limits
 
 
 class _Part(NamedTuple):
@@ -159,6 +186,7 @@ class _Part(NamedTuple):
   skipped: collections.Counter
   damaged: bool
   largest_label: int
+  unused: list[str]  # lines for skipped.jsonl
 
 
 def _run(jobs: Sequence[_Job]) -> list[_Part]:
@@ -170,7 +198,10 @@ def _run(jobs: Sequence[_Job]) -> list[_Part]:
       return list(_shown(map(_import_shard, jobs), progress))
     # spawn, because a fork of a process with JAX's threads may hang.
     context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
+    pool = concurrent.futures.ProcessPoolExecutor(
+      workers, mp_context=context, initializer=_end_with_parent
+    )
+    with pool:
       futures = [pool.submit(_import_shard, job) for job in jobs]
       try:
         for _ in _shown((f.result() for f in concurrent.futures.as_completed(futures)), progress):
@@ -190,9 +221,19 @@ def _shown(parts: Iterable[_Part], progress: tqdm) -> Iterator[_Part]:
     yield part
 
 
+def _end_with_parent() -> None:
+  """Ends this worker when the program is killed; it would wait for work for ever."""
+
+  def wait():
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+  threading.Thread(target=wait, daemon=True).start()
+
+
 def _import_shard(job: _Job) -> _Part:
   """Writes the usable samples of a shard to `job.output`, one at a time."""
-  count, largest, damaged, skipped = 0, -1, False, collections.Counter()
+  count, largest, damaged, skipped, unused = 0, -1, False, collections.Counter(), []
   features = {"image": tfds.features.Image()}
   if job.captions:
     features["captions"] = tfds.features.Sequence(tfds.features.Text())
@@ -201,24 +242,36 @@ def _import_shard(job: _Job) -> _Part:
     features["label"] = tfds.features.Scalar(np.int64)
   features = tfds.features.FeaturesDict(features)
 
+  def leave_out(name: str | None, reason: str) -> None:
+    line = {"split": job.split, "shard": os.path.basename(job.path), "sample": name}
+    unused.append(json.dumps({**line, "reason": reason}) + "\n")
+
   def records() -> Iterator[tuple[int, bytes]]:
     nonlocal count, largest, damaged
     try:
-      for sample in tar_shards.samples(job.path):
+      for name, sample in tar_shards.samples(job.path, job.limits.member_bytes):
         try:
           example = tar_shards.example(
-            sample, with_captions=job.captions, num_classes=job.num_classes
+            sample,
+            with_captions=job.captions,
+            num_classes=job.num_classes,
+            limits=job.limits,
           )
-        except tar_shards.Unusable as reason:
-          skipped[str(reason)] += 1
+          record = features.serialize_example(example)
+        except Exception as error:  # No sample ends an import.
+          known = isinstance(error, tar_shards.Unusable)
+          reason = str(error) if known else f"unusable ({type(error).__name__})"
+          skipped[reason] += 1
+          leave_out(name, reason)
         else:
-          yield count, features.serialize_example(example)
+          yield count, record
           count, largest = count + 1, max(largest, example.get("label", -1))
-    except tar_shards.DamagedShard:
+    except tar_shards.DamagedShard as error:
       damaged = True
+      leave_out(None, f"damaged: {error.__cause__}")
 
   tfds.core.ExampleWriter(tfds.core.FileFormat.ARRAY_RECORD).write(job.output, records())
-  return _Part(count, pathlib.Path(job.output).stat().st_size, skipped, damaged, largest)
+  return _Part(count, pathlib.Path(job.output).stat().st_size, skipped, damaged, largest, unused)
 
 
 def _listed(counts: Mapping[str, int]) -> str:
