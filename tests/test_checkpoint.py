@@ -53,8 +53,8 @@ def save(directory, state, steps, keep=3):
   checkpointer.close()
 
 
-def restore(directory, state):
-  checkpointer = Checkpointer(directory, 3)
+def restore(directory, state, **options):
+  checkpointer = Checkpointer(directory, 3, **options)
   try:
     return checkpointer.restore(shapes(state))
   finally:
@@ -157,6 +157,54 @@ def test_a_damaged_newest_checkpoint_falls_back_and_says_so(tmp_path, state, dam
   assert "Falling back to the checkpoint of step 1" in said
   save(tmp_path, state, [2])  # Step 2 can be written again.
   assert restore(tmp_path, state).step == 2
+
+
+def test_a_second_damage_of_the_same_step_falls_back_too(tmp_path, state):
+  save(tmp_path, state, [1])
+  for _ in range(3):
+    save(tmp_path, state, [2])
+    truncate(tmp_path, 2)
+    assert restore(tmp_path, state).step == 1
+  assert {p.name for p in tmp_path.glob("damaged*")} == {"damaged-2", "damaged-2-2", "damaged-2-3"}
+
+
+def test_a_reader_falls_back_but_changes_nothing(tmp_path, state, capfd):
+  save(tmp_path, state, [1, 2])
+  truncate(tmp_path, 2)
+  before = sorted(tmp_path.rglob("*"))
+  assert restore(tmp_path, state, read_only=True).step == 1
+  assert sorted(tmp_path.rglob("*")) == before
+  assert "step 2 cannot be read" in capfd.readouterr().err
+
+
+def test_a_reader_takes_a_newer_checkpoint_when_training_deletes_the_one_it_reads(
+  tmp_path, state, monkeypatch, capfd
+):
+  save(tmp_path, state, [1, 2])
+  whole = Checkpointer._restore
+
+  def restore_late(self, step, like):
+    if step == 2:
+      save(tmp_path, state, [3, 4], keep=2)
+    return whole(self, step, like)
+
+  monkeypatch.setattr(Checkpointer, "_restore", restore_late)
+  assert restore(tmp_path, state, read_only=True).step == 4
+  assert capfd.readouterr().err == ""
+
+
+def test_a_save_makes_a_deleted_folder_again(tmp_path, state):
+  directory = tmp_path / "checkpoints"
+  checkpointer = Checkpointer(directory, 2)
+  for step in (1, 2, 3, 4):
+    checkpointer.save(step, after(state, step), {"at": step})
+    checkpointer.wait()
+    if step == 2:
+      shutil.rmtree(directory)
+      assert checkpointer.describe_newest_on_disk() == "none"
+  checkpointer.close()
+  assert sorted(path.name for path in directory.iterdir()) == ["3", "4"]
+  assert restore(directory, state).step == 4
 
 
 def test_checkpoints_of_another_model_raise_an_error_and_are_not_deleted(tmp_path, state):

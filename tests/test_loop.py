@@ -1,11 +1,14 @@
 """The loop around a step: traces, limits, memory, other meshes. tests/test_step.py tests steps."""
 
 import gzip
+import itertools
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +22,7 @@ import pytest
 from train import loop
 from train.config import Config, ModelConfig
 from train.errors import RunError
+from train.run import check_continues
 from train.task import CLIPTask
 from train.watchdog import EXIT_CODE
 
@@ -229,3 +233,123 @@ def test_out_of_memory_is_one_message(train, tmp_path, monkeypatch):
   assert "Out of memory on a device (cpu), at step 1 to be compiled and started" in message
   assert "140,737.5 GB were asked for" in message
   assert "--config.accumulate=2" in message
+
+
+def test_a_failed_first_try_does_not_block_the_workdir(train, whole, tmp_path, monkeypatch):
+  def failing(run):
+    raise RunError("no step")
+
+  with monkeypatch.context() as patch:
+    patch.setattr(loop, "jit_train_step", failing)
+    with pytest.raises(RunError, match="no step"):
+      train(tmp_path, batch_size=16, **{"data.tokenizer_vocab_size": 600})
+  train(tmp_path)
+  for there, here in zip(final_state(tmp_path), final_state(whole), strict=True):
+    np.testing.assert_array_equal(there, here)
+  assert (tmp_path / "tokenizer.json").read_text() == (whole / "tokenizer.json").read_text()
+
+
+def test_nan_in_a_config_equals_itself(tmp_path):
+  config = Config(model=ModelConfig(size="tiny"))
+  config.optimizer.clip_norm = float("nan")
+  saved(tmp_path, config)
+  check_continues(config, tmp_path)
+
+
+def saved(workdir, config, step=1, **fields):
+  """A workdir as a run with `config` leaves it after `step`."""
+  (workdir / "checkpoints" / str(step)).mkdir(parents=True)
+  (workdir / "config.json").write_text(json.dumps({**config.to_dict(), **fields}))
+
+
+def test_a_field_missing_in_an_old_config_counts_as_its_default(tmp_path):
+  config = Config(model=ModelConfig(size="tiny"))
+  old = config.to_dict()
+  del old["model"]["qk_norm"], old["optimizer"]
+  saved(tmp_path, config)
+  (tmp_path / "config.json").write_text(json.dumps(old))
+  check_continues(config, tmp_path)
+  config.optimizer.b2 = 0.5
+  with pytest.raises(RunError, match=r"\(optimizer.b2: 0.98 -> 0.5\)"):
+    check_continues(config, tmp_path)
+
+
+def test_a_field_that_is_gone_is_ignored_and_named(tmp_path, capsys):
+  config = Config(model=ModelConfig(size="tiny"))
+  saved(tmp_path, config, model={**config.to_dict()["model"], "fused": True})
+  check_continues(config, tmp_path)
+  assert "model.fused=True" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("damage", [b"{", b"\xff\xfe", b"", b"[]", b"[" * 100_000])
+def test_a_damaged_config_json_is_named_with_the_cure(tmp_path, damage):
+  config = Config(model=ModelConfig(size="tiny"))
+  saved(tmp_path, config)
+  (tmp_path / "config.json").write_bytes(damage)
+  with pytest.raises(RunError, match=f"{tmp_path / 'config.json'} is damaged: .* delete that file"):
+    check_continues(config, tmp_path)
+
+
+def test_a_damaged_tokenizer_json_is_named_with_the_cure(train, tmp_path):
+  train(tmp_path, steps=2)
+  whole = (tmp_path / "tokenizer.json").read_text()
+  (tmp_path / "tokenizer.json").write_text(whole[:-5])
+  with pytest.raises(RunError, match=r"tokenizer.json is not a .* Delete it"):
+    train(tmp_path)
+  (tmp_path / "tokenizer.json").unlink()
+  train(tmp_path)
+  assert (tmp_path / "tokenizer.json").read_text() == whole
+
+
+def test_fewer_steps_than_a_run_has_taken_are_refused_and_change_nothing(train, tmp_path):
+  train(tmp_path, steps=4)
+  before = [(tmp_path / name).read_text() for name in ("config.json", "result.json")]
+  with pytest.raises(RunError, match="holds a run after step 4, and steps=2 is before it"):
+    train(tmp_path, steps=2)
+  assert before == [(tmp_path / name).read_text() for name in ("config.json", "result.json")]
+
+
+def test_a_second_run_in_a_workdir_is_refused_and_changes_nothing(train, tmp_path):
+  code = "import pathlib, sys; from train.workdir import lock; w = pathlib.Path(sys.argv[1])\n"
+  code += "with lock(w): print('held', flush=True); sys.stdin.read()"
+  environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+  holder = subprocess.Popen(
+    [sys.executable, "-c", code, tmp_path],
+    env=environment,
+    text=True,
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+  )
+  with holder:
+    assert holder.stdout.readline() == "held\n"
+    with pytest.raises(RunError, match=f"{tmp_path} is in use by process {holder.pid} on "):
+      train(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+    holder.kill()
+  train(tmp_path)  # Its death freed the workdir.
+
+
+def test_deleted_metrics_do_not_stop_a_finished_run(train, tmp_path):
+  train(tmp_path)
+  (tmp_path / "metrics.jsonl").unlink()
+  train(tmp_path)
+  assert json.loads((tmp_path / "result.json").read_text())["step"] == 4
+
+
+def test_a_clock_that_jumps_back_changes_no_duration(train, tmp_path, monkeypatch):
+  clock = itertools.count(10**9, -3600)
+  monkeypatch.setattr(time, "time", lambda: float(next(clock)))
+  records = train(tmp_path)
+  assert all(r["step_seconds"] > 0 for r in records if "loss" in r)
+  assert json.loads((tmp_path / "result.json").read_text())["seconds"] >= 0
+
+
+def test_a_full_disk_at_the_first_file_is_an_os_error_with_its_reason(train, tmp_path):
+  before = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+  try:
+    with pytest.raises(OSError, match="File too large"):
+      train(tmp_path)
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+  train(tmp_path)

@@ -268,3 +268,32 @@ def test_a_full_disk_is_one_message_and_loses_nothing(program, whole, tmp_path):
   code, _, err = program.run(tmp_path)
   assert code == 0, err
   assert_same_run(tmp_path, whole[0])
+
+
+FAILING_SAVE = """
+import resource
+import jax.numpy as jnp
+from train import cli
+from train.checkpoint import Checkpointer
+
+def save(config, workdir):
+  resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+  checkpointer = Checkpointer(workdir, 1)
+  checkpointer.save(1, {f"{i}": jnp.full((64, 64), i) for i in range(200)}, {})
+  checkpointer.wait()
+
+cli.run(save)
+"""
+
+
+def test_a_save_that_fails_in_many_threads_is_one_message(tmp_path):
+  run = subprocess.run(
+    [sys.executable, "-c", FAILING_SAVE, "--config=configs/quickstart.py", f"--workdir={tmp_path}"],
+    cwd=ROOT,
+    text=True,
+    capture_output=True,
+    timeout=300,
+  )
+  assert run.returncode == 1
+  assert run.stderr.startswith(f"\nCould not write a checkpoint to {tmp_path}: "), run.stderr
+  assert run.stderr.count("\n") == 2

@@ -3,12 +3,15 @@
 A checkpoint holds the training state (orbax, written in the background) and a JSON record with the
 position of the data iterator and a checksum of every array. The position is the same in every
 process, since all take the same steps. A checkpoint that is incomplete, unreadable or does not
-match its checksums is renamed to damaged-<step>, and the one before it is used.
+match its checksums is renamed to damaged-<step>, and the one before it is used. A reader beside a
+training program renames and deletes nothing.
 """
 
 import contextlib
+import itertools
 import shutil
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +22,7 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from train.errors import RunError
+from train.workdir import newest_step
 
 
 class Restored(NamedTuple):
@@ -28,19 +32,23 @@ class Restored(NamedTuple):
 
 
 class Checkpointer:
-  """Saves to and restores from `directory`, keeping the newest `keep` steps."""
+  """Saves to and restores from `directory`, keeping the newest `keep` steps, or only reads."""
 
-  def __init__(self, directory: str | Path, keep: int):
+  def __init__(self, directory: str | Path, keep: int, read_only: bool = False):
     self.directory = Path(directory).absolute()
+    self._read_only = read_only
     self._manager = ocp.CheckpointManager(
       self.directory,
       item_names=("state", "record"),
-      options=ocp.CheckpointManagerOptions(max_to_keep=keep, create=True),
+      options=ocp.CheckpointManagerOptions(read_only=True, create=False)
+      if read_only
+      else ocp.CheckpointManagerOptions(max_to_keep=keep, create=True),
     )
 
   def save(self, step: int, state, data: dict) -> None:
     """Starts to write the state after `step` steps; it may be donated as soon as this returns."""
     self.wait()  # orbax would wait too. The unfinished write has to be on disk to measure space.
+    self.directory.mkdir(parents=True, exist_ok=True)  # Someone may have deleted it.
     self._check_space(step, sum(x.nbytes for x in jax.tree.leaves(state)))
     record = {"data": data, "checksums": _checksums(state)}
     self._reporting(
@@ -62,22 +70,26 @@ class Checkpointer:
     Raises:
       RunError: there are checkpoints, but none of them can be read into `like`.
     """
-    reasons = []
-    for step in sorted(self._manager.all_steps(), reverse=True):
+    failed = {}
+    while steps := self._steps_on_disk() - failed.keys():
+      step = max(steps)
       try:
         restored = self._restore(step, like)
       except Exception as error:  # Damage raises many types: a missing file, a codec, a shape.
-        reasons.append(f"step {step}: {_first_line(error)}")
+        failed[step] = _first_line(error)
         continue
-      for reason in reasons:
-        print(f"Damaged checkpoint put aside, {reason}", file=sys.stderr)
-      if reasons:
+      damaged = self._still_there(failed)
+      for damaged_step, reason in damaged.items():
+        print(f"The checkpoint of step {damaged_step} cannot be read: {reason}", file=sys.stderr)
+      if damaged:
         print(f"Falling back to the checkpoint of step {step}.", file=sys.stderr)
-        self._put_aside(newer_than=step)
+      if damaged and not self._read_only:
+        self._put_aside(damaged)
       return restored
-    if reasons:
+    if damaged := self._still_there(failed):
+      reasons = "; ".join(f"step {step}: {reason}" for step, reason in damaged.items())
       raise RunError(
-        f"No checkpoint in {self.directory} can be restored: {'; '.join(reasons)}."
+        f"No checkpoint in {self.directory} can be restored: {reasons}."
         " Was it written with another model? A new --workdir starts afresh."
       )
     return None
@@ -96,10 +108,21 @@ class Checkpointer:
       raise ValueError(f"checksum of {wrong[0]} ({len(wrong)} arrays in all)")
     return Restored(step, items.state, items.record["data"])
 
-  def _put_aside(self, newer_than: int) -> None:
-    for step in self._manager.all_steps():
-      if step > newer_than and jax.process_index() == 0:
-        (self.directory / str(step)).rename(self.directory / f"damaged-{step}")
+  def _steps_on_disk(self) -> set[int]:
+    self._manager.reload()
+    return set(self._manager.all_steps())
+
+  def _still_there(self, failed: dict[int, str]) -> dict[int, str]:
+    """The failed steps that are damaged, not deleted by a training program beside this one."""
+    there = self._steps_on_disk()
+    return {step: reason for step, reason in failed.items() if step in there}
+
+  def _put_aside(self, steps: Iterable[int]) -> None:
+    if jax.process_index() == 0:
+      for step in steps:
+        names = (f"damaged-{step}" + (f"-{i}" if i > 1 else "") for i in itertools.count(1))
+        free = next(name for name in names if not (self.directory / name).exists())
+        (self.directory / str(step)).rename(self.directory / free)
     multihost_utils.sync_global_devices("damaged checkpoints are aside")
     self._manager.reload()
 
@@ -133,12 +156,11 @@ class Checkpointer:
 
   def describe_newest_on_disk(self) -> str:
     """As `describe_last_good`, but waits neither for a write nor for other processes."""
-    # orbax renames a checkpoint's directory to its step when it is complete.
-    steps = [int(path.name) for path in self.directory.iterdir() if path.name.isdecimal()]
-    return f"step {max(steps)} in {self.directory}" if steps else "none"
+    step = newest_step(self.directory)
+    return "none" if step is None else f"step {step} in {self.directory}"
 
   def _newest(self) -> str:
-    steps = self._manager.all_steps(read=True)
+    steps = self._steps_on_disk()
     return f"step {max(steps)} in {self.directory}" if steps else "none"
 
 

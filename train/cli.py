@@ -38,7 +38,7 @@ def _run(job, argv) -> None:
     sys.exit(f"Arguments must be flags: {' '.join(argv[1:])}. Did you mean --config.{argv[1]}?")
   # orbax logs every file that it writes, and its threads log errors that are raised here as well.
   logging.set_verbosity(logging.FATAL)
-  sys.excepthook = _excepthook
+  sys.unraisablehook = _unraisablehook
   xla_flags.set_flags()
   try:
     if _DISTRIBUTED.value:
@@ -51,10 +51,10 @@ def _run(job, argv) -> None:
     sys.exit(128 + error.signum if hasattr(error, "signum") else 1)
 
 
-def _excepthook(kind, error, traceback) -> None:
+def _unraisablehook(unraisable) -> None:
   # When one write fails, tensorstore reports the rest to an event loop that orbax has closed.
-  if not (kind is RuntimeError and str(error) == "Event loop is closed"):
-    sys.__excepthook__(kind, error, traceback)
+  if str(unraisable.exc_value) != "Event loop is closed":
+    sys.__unraisablehook__(unraisable)
 
 
 def _describe(error: Exception) -> str:

@@ -3,7 +3,6 @@
 python -m train.evaluate --config=configs/quickstart.py --workdir=runs/quickstart
 """
 
-import json
 from pathlib import Path
 
 import jax
@@ -12,16 +11,17 @@ from train import cli
 from train.config import Config
 from train.errors import RunError
 from train.run import make_run
+from train.workdir import newest_step, write_json
 
 
 def evaluate_checkpoint(config: Config, workdir: Path) -> dict[str, float]:
   """Scores the newest checkpoint in `workdir`, prints the scores and writes them there as JSON."""
-  if not (workdir / "checkpoints").is_dir():
-    raise RunError(f"{workdir} holds no checkpoints: train there first, or mend --workdir.")
-  run = make_run(config, workdir)
+  if newest_step(workdir / "checkpoints") is None:
+    raise RunError(f"{workdir} holds no checkpoint: train there first, or mend --workdir.")
+  run = make_run(config, workdir, read_only=True)
   restored = run.checkpointer.restore(run.abstract_state)
   if restored is None:
-    raise RunError(f"{run.checkpointer.directory} holds no finished checkpoint.")
+    raise RunError(f"{run.checkpointer.directory} holds no checkpoint any more: try again.")
   scores = run.evaluate(restored.state.params)
   if jax.process_index() != 0:
     return scores
@@ -30,7 +30,7 @@ def evaluate_checkpoint(config: Config, workdir: Path) -> dict[str, float]:
     print(f"  {name:26} {score:.4f}")
   data_set = run.builder.info.full_name.replace("/", "-")
   path = workdir / f"evaluation-{data_set}-{config.data.eval_split}.json"
-  path.write_text(json.dumps({"step": restored.step, **scores}, indent=2) + "\n")
+  write_json(path, {"step": restored.step, **scores})
   return scores
 
 

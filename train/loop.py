@@ -4,7 +4,6 @@ The host runs one step ahead: it reads a step's metrics after it has started the
 """
 
 import contextlib
-import json
 import signal
 import time
 from pathlib import Path
@@ -26,6 +25,7 @@ from train.sharding import batch_sharding, replicated
 from train.step import make_train_step, tensor_names
 from train.trace import Tracer
 from train.watchdog import Watchdog
+from train.workdir import lock, write_json
 
 
 class Stopped(RunError):
@@ -44,13 +44,18 @@ def train(config: Config, workdir: Path) -> dict:
 
   Several processes share `workdir`; only the first writes and returns the result.
   """
+  workdir.mkdir(parents=True, exist_ok=True)
+  with lock(workdir) if jax.process_index() == 0 else contextlib.nullcontext():
+    return _train_alone(config, workdir)
+
+
+def _train_alone(config: Config, workdir: Path) -> dict:
   first = jax.process_index() == 0
   check_continues(config, workdir)
-  workdir.mkdir(parents=True, exist_ok=True)
   run = make_run(config, workdir)
   if first:
     write_json(workdir / "config.json", config.to_dict())
-  started = time.time()
+  started = time.perf_counter()
   watchdog = Watchdog(
     config.step_timeout_seconds,
     config.pause_timeout_seconds,
@@ -62,7 +67,7 @@ def train(config: Config, workdir: Path) -> dict:
     _train(run, workdir, watchdog)
   if not first:
     return {}
-  result = _result(run, workdir, time.time() - started)
+  result = _result(run, workdir, time.perf_counter() - started)
   write_json(workdir / "result.json", result)
   write_report(workdir, f"{config.model.size} on {config.data.name}, recipe {config.model.recipe}")
   return result
@@ -319,22 +324,16 @@ def describe(run: Run, recorder: Recorder, start: int) -> None:
 def _result(run: Run, workdir: Path, seconds: float) -> dict:
   """The last metrics and scores, with the recipe, device and jax version of the run."""
   records = read_metrics(workdir / "metrics.jsonl")
-  scores = [r for r in records if any(name.startswith("eval/") for name in r)]
-  losses = [r for r in records if "loss" in r]
+  scores = [r for r in records if any(name.startswith("eval/") for name in r)] or [{}]
+  losses = [r for r in records if "loss" in r]  # Empty if someone deleted metrics.jsonl.
+  rates = [r["images_per_second"] for r in losses]
   return {
     "step": run.config.steps,
-    "loss": losses[-1]["loss"],
+    "loss": losses[-1]["loss"] if losses else None,
     "eval": {k.removeprefix("eval/"): v for k, v in scores[-1].items() if k != "step"},
-    "images_per_second": float(np.median([r["images_per_second"] for r in losses])),
+    "images_per_second": float(np.median(rates)) if rates else None,
     "seconds": round(seconds, 1),  # of the process that finished the run
     "recipe": run.config.model.recipe,
     "device": f"{run.mesh.size} x {jax.devices()[0].device_kind}",
     "jax": jax.__version__,
   }
-
-
-def write_json(path: Path, value: dict) -> None:
-  """Replaces the file at once, so that it is never partly written."""
-  partial = path.with_suffix(".partial")
-  partial.write_text(json.dumps(value, indent=2) + "\n")
-  partial.replace(path)

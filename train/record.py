@@ -3,18 +3,29 @@
 metrics.jsonl has one JSON object a line, with "step" and scalars by name. A resumed run first drops
 the lines after its checkpoint, so its file is the same as without the interruption. Only the first
 process writes.
+
+Everything is on disk when `write` returns, and a failed write is raised there.
 """
 
+import contextlib
 import json
+import os
+import socket
+import struct
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
-from tensorboardX import SummaryWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
+from tensorboardX.record_writer import masked_crc32c
 from tqdm import tqdm
 
 from train.config import Config
 from train.errors import RunError
+from train.workdir import replace_text
 
 
 class Recorder:
@@ -25,10 +36,12 @@ class Recorder:
     if not self._writes:
       return
     self._wandb = _wandb_run(config, workdir)
+    self._workdir = workdir
     path = workdir / "metrics.jsonl"
-    _drop_after(path, start)
-    self._file = path.open("a", buffering=1)
-    self._events = SummaryWriter(str(workdir / "tensorboard"), purge_step=start + 1)
+    with self._explained():
+      _drop_after(path, start)
+      self._events = _Events(workdir / "tensorboard", start)
+      self._file = path.open("a", buffering=1)
     self._progress = tqdm(
       total=config.steps,
       initial=start,
@@ -48,9 +61,9 @@ class Recorder:
     """Records the scalars of `step`."""
     if not self._writes:
       return
-    self._file.write(json.dumps({"step": step, **scalars}) + "\n")
-    for name, value in scalars.items():
-      self._events.add_scalar(name.replace("@", "_at_"), value, step)
+    with self._explained():
+      self._file.write(json.dumps({"step": step, **scalars}) + "\n")
+      self._events.write(step, scalars)
     if self._wandb is not None:
       self._wandb.log(scalars, step=step)
 
@@ -61,29 +74,77 @@ class Recorder:
       sys.stdout.flush()
 
   def close(self) -> None:
-    if self._writes:
-      self._progress.close()
-      self._file.close()
-      self._events.close()
-      if self._wandb is not None:
-        self._wandb.finish()
+    if not self._writes:
+      return
+    self._progress.close()
+    if self._wandb is not None:
+      self._wandb.finish()
+    with self._explained(), contextlib.closing(self._events), self._file:
+      pass  # Both are closed, even if the disk is full.
+
+  @contextlib.contextmanager
+  def _explained(self) -> Iterator[None]:
+    try:
+      yield
+    except OSError as error:
+      raise RunError(
+        f"Could not write to {self._workdir}: {error.strerror}. The same command continues from the"
+        " last checkpoint, as soon as it can write there."
+      ) from error
+
+
+class _Events:
+  """A TensorBoard event file. tensorboardX's own writer is a thread, which a full disk ends."""
+
+  def __init__(self, directory: Path, start: int):
+    directory.mkdir(exist_ok=True)
+    name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}.{start}"
+    self._file = (directory / name).open("ab")
+    self._put(file_version="brain.Event:2")
+    # TensorBoard hides the later steps of older files.
+    self._put(step=start + 1, session_log=SessionLog(status=SessionLog.START))
+
+  def write(self, step: int, scalars: dict[str, float]) -> None:
+    values = [Summary.Value(tag=n.replace("@", "_at_"), simple_value=v) for n, v in scalars.items()]
+    self._put(step=step, summary=Summary(value=values))
+
+  def close(self) -> None:
+    self._file.close()
+
+  def _put(self, **fields) -> None:
+    data = Event(wall_time=time.time(), **fields).SerializeToString()
+    for part in (struct.pack("<Q", len(data)), data):
+      self._file.write(part + struct.pack("<I", masked_crc32c(part)))
+    self._file.flush()
 
 
 def read_metrics(path: Path) -> list[dict]:
-  """The records of a metrics.jsonl, without a last line that a kill cut short."""
-  records = []
-  for line in path.read_text().splitlines():
-    try:
-      records.append(json.loads(line))
-    except json.JSONDecodeError:
-      break
-  return records
+  """The records of a metrics.jsonl, without lines that are damaged or cut short."""
+  return [record for record in map(_record, _lines(path)) if record]
 
 
 def _drop_after(path: Path, step: int) -> None:
-  if path.is_file():
-    records = [r for r in read_metrics(path) if r["step"] <= step]
-    path.write_text("".join(json.dumps(r) + "\n" for r in records))
+  """Removes the records after `step`, a line that a kill cut short, and damaged lines."""
+  if not path.is_file():
+    return
+  damaged = sum(_record(line) is None for line in _lines(path) if line.endswith(b"\n"))
+  if damaged:
+    print(f"{path}: {damaged} damaged lines are left out.", file=sys.stderr)
+  records = [r for r in read_metrics(path) if r["step"] <= step]
+  replace_text(path, "".join(json.dumps(r) + "\n" for r in records))
+
+
+def _lines(path: Path) -> list[bytes]:
+  return path.read_bytes().splitlines(keepends=True)
+
+
+def _record(line: bytes) -> dict | None:
+  """The record of a line; None if it is none."""
+  try:
+    record = json.loads(line)
+  except (ValueError, RecursionError):
+    return None
+  return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 
 
 def _wandb_run(config: Config, workdir: Path):

@@ -3,7 +3,7 @@
 Training and evaluation both use this, so they cannot disagree.
 """
 
-import json
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 
 from train import data
 from train.checkpoint import Checkpointer
-from train.config import Config
+from train.config import Config, ModelConfig
 from train.errors import RunError
 from train.loss import LOSSES
 from train.optimizer import make_optimizer
@@ -21,6 +21,7 @@ from train.sharding import make_mesh, state_shardings
 from train.step import TrainState, make_init
 from train.task import CLIPTask, block_options, make_task
 from train.tokenizer import Tokenizer, make_tokenizer
+from train.workdir import newest_step, read_config
 
 # Fields that may change when a run continues: they affect where it computes and what it reports.
 # After a change of `accumulate`, patch dropout draws other patches.
@@ -71,8 +72,10 @@ class Run(NamedTuple):
     )
 
 
-def make_run(config: Config, workdir: Path) -> Run:
+def make_run(config: Config, workdir: Path, read_only: bool = False) -> Run:
   """Makes everything that a run needs; prepares the data set if it is missing.
+
+  With `read_only` its checkpoints are only read, so that training may go on beside it.
 
   Raises:
     ValueError, RunError: a value of the config is invalid, or data is missing.
@@ -107,26 +110,42 @@ def make_run(config: Config, workdir: Path) -> Run:
     abstract_state=jax.tree.map(
       lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings
     ),
-    checkpointer=Checkpointer(workdir / "checkpoints", config.checkpoint_keep),
+    checkpointer=Checkpointer(workdir / "checkpoints", config.checkpoint_keep, read_only),
   )
 
 
 def check_continues(config: Config, workdir: Path) -> None:
-  """Raises a RunError if the workdir holds a run that this config would not continue."""
+  """Raises a RunError if this config would not continue the checkpoints of the workdir."""
+  done = newest_step(workdir / "checkpoints")
+  if done is None:
+    return  # A first try may have failed; its config binds nobody.
+  if config.steps < done:
+    raise RunError(
+      f"{workdir} holds a run after step {done}, and steps={config.steps} is before it: choose at"
+      f" least {done}, or a new --workdir."
+    )
   path = workdir / "config.json"
   if not path.is_file():
     return
-  before, now = (_flat(c) for c in (json.loads(path.read_text()), config.to_dict()))
+  defaults = Config(model=ModelConfig(size=""))  # Older files lack newer fields.
+  now, saved = _flat(config.to_dict()), _flat(read_config(path))
+  before = _flat(defaults.to_dict()) | saved
+  if gone := [f"{name}={value!r}" for name, value in saved.items() if name not in now]:
+    print(f"{path}: {', '.join(gone)} is ignored: no such field any more.", file=sys.stderr)
   changed = [
-    f"{name}: {before.get(name)!r} -> {now.get(name)!r}"
-    for name in sorted(before | now)
-    if before.get(name) != now.get(name) and not _may_change(name)
+    f"{name}: {before[name]!r} -> {value!r}"
+    for name, value in sorted(now.items())
+    if not (_may_change(name) or _same(before[name], value))
   ]
   if changed:
     raise RunError(
       f"{workdir} holds a run with another config ({'; '.join(changed)})."
       " Choose a new --workdir, or go back to that config to continue it."
     )
+
+
+def _same(a, b) -> bool:
+  return a == b or (a != a and b != b)  # NaN is the same as NaN here.
 
 
 def _may_change(name: str) -> bool:
@@ -144,9 +163,10 @@ def _flat(config: dict, prefix: str = "") -> dict:
 
 
 def _tokenizer(config: Config, builder, workdir: Path) -> Tokenizer:
-  """The tokenizer in the workdir, since checkpoints depend on it; makes it if there is none."""
+  """The tokenizer in the workdir if checkpoints depend on it; else makes it."""
   path = workdir / "tokenizer.json"
-  if jax.process_index() == 0 and not path.is_file():
+  needed = newest_step(workdir / "checkpoints") is not None
+  if jax.process_index() == 0 and not (needed and path.is_file()):
     tokenizer = make_tokenizer(
       config.data.tokenizer, data.captions(config, builder), config.data.tokenizer_vocab_size
     )
@@ -154,4 +174,7 @@ def _tokenizer(config: Config, builder, workdir: Path) -> Tokenizer:
     tokenizer.save(partial)
     partial.replace(path)
   multihost_utils.sync_global_devices("tokenizer.json is there")
-  return Tokenizer.load(path)
+  try:
+    return Tokenizer.load(path)
+  except ValueError as error:
+    raise RunError(f"{error} Delete it, and the same command makes it again.") from error

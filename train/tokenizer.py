@@ -64,7 +64,8 @@ class Tokenizer:
     return self._tokenizer.decode(list(text), skip_special_tokens=True).strip()
 
   def save(self, path: str | pathlib.Path) -> None:
-    self._tokenizer.save(str(path))
+    # Not `Tokenizer.save`: on a full disk it raises a bare Exception.
+    pathlib.Path(path).write_text(self._tokenizer.to_str(pretty=True), encoding="utf-8")
 
   @classmethod
   def load(cls, path: str | pathlib.Path) -> "Tokenizer":

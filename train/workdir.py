@@ -1,0 +1,68 @@
+"""The files of a work directory: one run holds it, and its JSON files are whole or named."""
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from train.errors import RunError
+
+
+@contextlib.contextmanager
+def lock(workdir: Path) -> Iterator[None]:
+  """Holds `workdir` for this process until it leaves the block or dies.
+
+  Raises:
+    RunError: another process holds it.
+  """
+  with (workdir / ".lock").open("a+") as file:
+    try:
+      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      file.seek(0)
+      holder = file.read().strip() or "another process"
+      raise RunError(
+        f"{workdir} is in use by {holder}. Wait until it ends or stop it, or choose another"
+        " --workdir."
+      ) from None
+    except OSError as error:  # Some network file systems have no locks.
+      print(f"{workdir} cannot be locked: {error}. Start no second run there.", file=sys.stderr)
+    file.truncate(0)
+    print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
+    yield
+
+
+def replace_text(path: Path, text: str) -> None:
+  """Replaces the file at once, so that it is never partly written."""
+  partial = path.with_suffix(".partial")
+  partial.write_text(text)
+  partial.replace(path)
+
+
+def write_json(path: Path, value: dict) -> None:
+  replace_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def read_config(path: Path) -> dict:
+  """The contents of a config.json."""
+  try:
+    config = json.loads(path.read_bytes())
+    if not isinstance(config, dict):
+      raise ValueError("it holds no object")
+  except (ValueError, RecursionError) as error:
+    raise RunError(
+      f"{path} is damaged: {error}. If the config of this command is the run's, delete that file,"
+      " and the same command continues."
+    ) from error
+  return config
+
+
+def newest_step(checkpoints: Path) -> int | None:
+  """The step of the newest complete checkpoint, without a look into it; None if there is none."""
+  # orbax renames a checkpoint's directory to its step when it is complete.
+  names = [path.name for path in checkpoints.iterdir()] if checkpoints.is_dir() else []
+  return max((int(name) for name in names if name.isdecimal()), default=None)
