@@ -6,7 +6,6 @@ Every field always exists; an empty string or a zero means "off" where the comme
 
 import dataclasses
 import re
-from collections.abc import Sequence
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -19,8 +18,8 @@ class ModelConfig:
   recipe: str = "switchback"
   backend: str = ""  # "xla", "mosaic", "triton"; "" chooses
   dtype: str = "bfloat16"  # compute dtype; parameters are float32
-  zero_init_layer_scale: bool = False
-  qk_norm: bool = False
+  zero_init_layer_scale: bool = False  # blocks with a learned scale that starts at 0
+  qk_norm: bool = False  # layer norm of queries and keys
   patch_dropout: float = 0.0  # fraction of patches dropped in training
   scan: bool = True  # one compiled block, scanned over the layers
   unroll: int = 1  # how many layers of a scan are compiled together; 0: all, faster on a GPU
@@ -31,24 +30,25 @@ class ModelConfig:
 class DataConfig:
   name: str = "shapes"  # a TFDS data set; with train_shards, the name to import them under
   data_dir: str = ""  # where prepared data sets live; "": TFDS's own default
-  # Tar shards to import under `name` (globs or {000..099} ranges, relative to root). "": none.
-  root: str = ""
+  root: str = ""  # the folder of the three files below
+  # Tar shards to import under `name`: globs or {000..099} ranges, relative to root. "": none.
   train_shards: str = ""
-  eval_shards: str = ""
-  class_names: str = ""  # a file that names the shards' classes, one a line. "": numbers
-  train_split: str = "train"
-  eval_split: str = "val"
-  image_key: str = "image"
+  eval_shards: str = ""  # likewise, for eval_split
+  class_names: str = ""  # a file with the names of the classes, one a line. "": numbers
+  train_split: str = "train"  # a split of the data set, or a part: "train[:90%]"
+  eval_split: str = "val"  # likewise
+  image_key: str = "image"  # an Image feature
   text_key: str = "captions"  # a Text or Sequence(Text) feature; "": captions from labels
   label_key: str = ""  # a ClassLabel feature; "": no zero-shot classification
   # Prompts with "{}" for a class name: for zero-shot classification, and as captions of data
   # that has only labels.
-  templates: Sequence[str] = ("a photo of a {}.",)
-  tokenizer: str = "bpe"  # "bpe": train one on the captions; "clip"; a path to a
-  # tokenizer.json or to CLIP's bpe_simple_vocab_16e6.txt.gz
+  templates: tuple[str, ...] = ("a photo of a {}.",)
+  # "bpe": train one on the captions; "clip"; a path to a tokenizer.json or to CLIP's
+  # bpe_simple_vocab_16e6.txt.gz
+  tokenizer: str = "bpe"
   tokenizer_vocab_size: int = 1024  # of a tokenizer trained here
   crop_scale: tuple[float, float] = (0.9, 1.0)  # RandomResizedCrop's share of the area
-  flip: bool = False
+  flip: bool = False  # mirror half of the training images
   workers: int = 0  # worker processes that decode and augment; 0: threads of this process
   prefetch: int = 4  # batches ready ahead of the step
 
@@ -56,11 +56,11 @@ class DataConfig:
 @dataclasses.dataclass(kw_only=True)
 class OptimizerConfig:
   name: str = "stable_adamw"  # a key of train.optimizer.OPTIMIZERS
-  learning_rate: float = 2e-3
-  warmup_steps: int = 5000
-  b1: float = 0.9
-  b2: float = 0.98
-  eps: float = 1e-6
+  learning_rate: float = 2e-3  # after the warm-up; then a half cosine to 0
+  warmup_steps: int = 5000  # steps of linear warm-up
+  b1: float = 0.9  # decay of the first moment
+  b2: float = 0.98  # decay of the second moment
+  eps: float = 1e-6  # added to the root of the second moment
   weight_decay: float = 0.2  # of parameters with two or more dimensions
   decay_with: str = "clipped"  # StableAdamW: "clipped" (the paper) or "plain" rate (its code)
   clip_norm: float = 0.0  # global gradient norm; 0: off
@@ -82,17 +82,18 @@ class Config:
   loss: str = "softmax"  # or "siglip"
   batch_size: int = 16384  # over all devices
   accumulate: int = 1  # microbatches a batch: takes the memory of one, the loss is over all
-  steps: int = 20_000
-  seed: int = 0
-  log_every: int = 50
+  steps: int = 20_000  # batches to train on
+  seed: int = 0  # of parameters, the order of the data, crops and dropped patches
+  log_every: int = 50  # steps between two records of the metrics
   eval_every: int = 1000  # 0: only at the end
-  eval_batch_size: int = 256
+  eval_batch_size: int = 256  # over all devices
   checkpoint_every: int = 1000  # 0: only at the end
-  checkpoint_keep: int = 3
+  checkpoint_keep: int = 3  # how many of the newest checkpoints stay
   wandb_project: str = ""  # "": no Weights & Biases
-  # A run that waits longer ends with a message (train/watchdog.py). 0: it waits forever.
-  step_timeout_seconds: int = 600  # for a step or its batch; three times that for the first
-  pause_timeout_seconds: int = 3600  # for an evaluation or a checkpoint
+  # A run that waits longer for a step or its batch ends with a message (train/watchdog.py); three
+  # times that for the first step. 0: it waits forever.
+  step_timeout_seconds: int = 600
+  pause_timeout_seconds: int = 3600  # the same for an evaluation or a checkpoint
   profile_steps: str = ""  # "a:b": writes a trace of steps a to b to workdir/profile; "": off
 
   def to_dict(self) -> dict:
