@@ -71,7 +71,7 @@ def test_every_field_can_be_set_by_a_flag_to_its_own_value():
     ("--config.steps", "--config.steps needs a value"),
     ("--config.optimizer.b1=big", "--config.optimizer.b1='big' must be a number."),
     ("--config.model.scan=maybe", "--config.model.scan='maybe' must be true or false."),
-    ("--config.data.crop_scale=a,b", "--config.data.crop_scale='a,b' must be numbers with commas"),
+    ("--config.data.crop_scale=a,b", "--config.data.crop_scale='a,b' must be two numbers, such as"),
     ("--config.data.templates=('a {}'", "must be texts, such as"),
   ],
 )

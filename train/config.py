@@ -1,11 +1,13 @@
 """A run is one `Config`, written out in a file of `configs/` and changed by flags.
 
 Every field always exists; an empty string or a zero means "off" where the comment says so.
-`check` is called once, after the flags are applied.
+`check` is called once, after the flags are applied; `LIMITS` has what each value must be.
 """
 
 import dataclasses
+import math
 import re
+import typing
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -118,24 +120,89 @@ class Config:
     return first, last
 
   def check(self) -> None:
-    """Raises a ValueError that names the first field with an invalid value."""
-    for name in (
-      "batch_size", "accumulate", "steps", "log_every", "eval_batch_size", "checkpoint_keep",
-    ):  # fmt: skip
-      if getattr(self, name) < 1:
-        raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
-    for name in ("eval_every", "checkpoint_every"):
-      if getattr(self, name) < 0:
-        raise ValueError(f"{name}={getattr(self, name)} must be 0 (only at the end) or more.")
-    for name in ("step_timeout_seconds", "pause_timeout_seconds"):
-      if getattr(self, name) < 0:
-        raise ValueError(f"{name}={getattr(self, name)} must be 0 (no limit) or more.")
+    """Raises a ValueError that names the first field with an invalid value.
+
+    The names of sizes, recipes, backends, losses and optimizers are checked where they are known
+    (train/run.py), before data are touched as well.
+    """
+    for path, kind, value in _values(self):
+      if not _has_type(value, kind):
+        raise ValueError(f"{path}={value!r} must be {TYPES[kind]}.")
+      for words, holds, paths in LIMITS:
+        if path in paths.split() and not holds(value):
+          raise ValueError(f"{path}={value!r} must be {words}.")
     self.profiled()
-    if self.model.dtype not in ("bfloat16", "float32"):
-      raise ValueError(f"model.dtype={self.model.dtype!r} must be 'bfloat16' or 'float32'.")
-    if self.mesh.gradient_dtype not in ("bfloat16", "float32"):
-      raise ValueError(
-        f"mesh.gradient_dtype={self.mesh.gradient_dtype!r} must be 'float32' or 'bfloat16'."
-      )
-    if not 0 < self.data.crop_scale[0] <= self.data.crop_scale[1] <= 1:
-      raise ValueError(f"data.crop_scale={self.data.crop_scale} must be 0 < low <= high <= 1.")
+
+  @classmethod
+  def from_dict(cls, values: dict) -> "Config":
+    """The inverse of `to_dict`; a field that is missing takes its default."""
+    return _from_dict(cls, values)
+
+
+TYPES = {  # What a value of a field's type must be.
+  str: "a text",
+  int: "a whole number",
+  float: "a number",
+  bool: "true or false",
+  tuple[float, float]: "two numbers, such as (0.5, 1)",
+  tuple[str, ...]: "texts, such as ('a {}', 'one {}')",
+}
+
+
+def _off_or_more(words: str) -> tuple:
+  return f"0 ({words}) or more", lambda x: x >= 0
+
+
+LIMITS = (  # What the fields' values must be, in words and as a test that nan fails.
+  ("at least 1", lambda x: x >= 1,
+   "batch_size accumulate steps log_every eval_batch_size checkpoint_keep"),
+  (*_off_or_more("only at the end"), "eval_every checkpoint_every"),
+  (*_off_or_more("no limit"), "step_timeout_seconds pause_timeout_seconds"),
+  (*_off_or_more("the size's own"), "model.image_size model.patch_size"),
+  (*_off_or_more("all layers"), "model.unroll"),
+  (*_off_or_more("threads of this process"), "data.workers"),
+  (*_off_or_more("no thread"), "data.prefetch"),
+  ("0 (the size's own) or at least 3", lambda x: x == 0 or x >= 3, "model.context_length"),
+  ("from 0 to 4294967295", lambda x: 0 <= x < 2**32, "seed"),
+  ("at least 0 and less than 1", lambda x: 0 <= x < 1,
+   "model.patch_dropout optimizer.b1 optimizer.b2"),
+  ("0 or more, and finite", lambda x: 0 <= x < math.inf,
+   "optimizer.learning_rate optimizer.weight_decay optimizer.clip_norm"),
+  ("more than 0, and finite", lambda x: 0 < x < math.inf, "optimizer.eps"),
+  ("-1 (what the other leaves) or at least 1", lambda x: x == -1 or x >= 1, "mesh.data mesh.fsdp"),
+  ("'bfloat16' or 'float32'", lambda x: x in ("bfloat16", "float32"),
+   "model.dtype mesh.gradient_dtype"),
+  ("the name of a feature", bool, "data.image_key"),
+  ("at least one text, each with {} for the name of a class",
+   lambda x: x and all("{}" in text for text in x), "data.templates"),
+  ("two numbers, 0 < low <= high <= 1", lambda x: len(x) == 2 and 0 < x[0] <= x[1] <= 1,
+   "data.crop_scale"),
+  # 256 bytes, 3 special tokens and a merge.
+  ("at least 260", lambda x: x >= 260, "data.tokenizer_vocab_size"),
+)  # fmt: skip
+
+
+def _values(group, prefix: str = ""):
+  """(path, type, value) of every field."""
+  for field in dataclasses.fields(group):
+    value = getattr(group, field.name)
+    if dataclasses.is_dataclass(field.type):
+      yield from _values(value, f"{prefix}{field.name}.")
+    else:
+      yield prefix + field.name, field.type, value
+
+
+def _has_type(value, kind) -> bool:
+  if typing.get_origin(kind) is tuple:
+    item = typing.get_args(kind)[0]
+    return isinstance(value, (tuple, list)) and all(_has_type(each, item) for each in value)
+  if isinstance(value, bool):  # which is an int, too
+    return kind is bool
+  return isinstance(value, (int, float) if kind is float else kind)
+
+
+def _from_dict(kind, value):
+  if isinstance(value, dict):
+    kinds = {field.name: field.type for field in dataclasses.fields(kind)}
+    return kind(**{name: _from_dict(kinds[name], value) for name, value in value.items()})
+  return tuple(value) if isinstance(value, list) else value

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from train.config import Config
+from train.config import TYPES, Config
 from train.errors import RunError
 
 _FLAG = re.compile(r"--?(no)?config\.([^=]*)(?:=(.*))?", re.DOTALL)
@@ -149,11 +149,10 @@ def _comments(group: type) -> dict[str, str]:
 
 
 def _parse(path: str, text: str, kind: Any) -> Any:
-  read, words = _READERS[kind]
   try:
-    return read(text)
+    return _READERS[kind](text)
   except (KeyError, ValueError, SyntaxError):
-    raise ValueError(f"--config.{path}={text!r} must be {words}.") from None
+    raise ValueError(f"--config.{path}={text!r} must be {TYPES[kind]}.") from None
 
 
 def _bool(text: str) -> bool:
@@ -168,11 +167,11 @@ def _texts(text: str) -> tuple[str, ...]:
   return tuple(ast.literal_eval(text)) if text.startswith(("(", "[")) else (text,)
 
 
-_READERS = {  # Of a field's type: the function that reads a text, and what the text must be.
-  str: (str, "a text"),
-  int: (int, "a whole number"),
-  float: (float, "a number"),
-  bool: (_bool, "true or false"),
-  tuple[float, float]: (_numbers, "numbers with commas, such as 0.5,1"),
-  tuple[str, ...]: (_texts, "texts, such as ('a {}', 'one {}'), or one text a flag"),
+_READERS = {  # Of a field's type: the function that reads a text.
+  str: str,
+  int: int,
+  float: float,
+  bool: _bool,
+  tuple[float, float]: _numbers,
+  tuple[str, ...]: _texts,
 }

@@ -175,7 +175,7 @@ class _Examples:
 
 
 def _prompts(config: Config, name: str) -> list[str]:
-  return [template.format(name) for template in config.data.templates]
+  return [template.replace("{}", name) for template in config.data.templates]
 
 
 @dataclasses.dataclass(frozen=True)

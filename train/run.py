@@ -19,7 +19,7 @@ from train.loss import LOSSES
 from train.optimizer import make_optimizer
 from train.sharding import make_mesh, state_shardings
 from train.step import TrainState, make_init
-from train.task import CLIPTask, block_options, make_task
+from train.task import CLIPTask, block_options, clip_config, make_task
 from train.tokenizer import Tokenizer, make_tokenizer
 
 # Fields that may change when a run continues: they affect where it computes and what it reports.
@@ -77,7 +77,9 @@ def make_run(config: Config, workdir: Path) -> Run:
     ValueError, RunError: a value of the config is invalid, or data is missing.
   """
   config.check()
-  block_options(config.model)  # Fails before the data set is prepared, which takes long.
+  # These fail before the data set is prepared, which takes long.
+  clip_config(config.model)
+  block_options(config.model)
   if config.loss not in LOSSES:
     raise ValueError(f"loss={config.loss!r} is none of {', '.join(LOSSES)}.")
   mesh = make_mesh(config.mesh)
