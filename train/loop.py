@@ -20,7 +20,7 @@ from train.errors import RunError
 from train.flops import BF16_PEAK
 from train.memory import explained
 from train.record import Recorder, read_metrics
-from train.report import write_report
+from train.report import describe_end, describe_scores, write_report
 from train.run import Run, check_continues, make_run
 from train.sharding import batch_sharding, replicated
 from train.step import make_train_step, tensor_names
@@ -46,6 +46,10 @@ def train(config: Config, workdir: Path) -> dict:
   """
   first = jax.process_index() == 0
   check_continues(config, workdir)
+  if finished := _finished(config, workdir):
+    if first:
+      print(f"Already finished {describe_end(workdir, finished)}", flush=True)
+    return finished if first else {}
   workdir.mkdir(parents=True, exist_ok=True)
   run = make_run(config, workdir)
   if first:
@@ -64,7 +68,7 @@ def train(config: Config, workdir: Path) -> dict:
     return {}
   result = _result(run, workdir, time.time() - started)
   write_json(workdir / "result.json", result)
-  write_report(workdir, f"{config.model.size} on {config.data.name}, recipe {config.model.recipe}")
+  print(f"Finished {describe_end(workdir, result)}", flush=True)
   return result
 
 
@@ -95,13 +99,14 @@ def _train(run: Run, workdir: Path, watchdog: Watchdog) -> None:
     describe(run, recorder, start)
     tracer = Tracer(workdir / "profile", config.profiled())
     with contextlib.closing(tracer):
-      _steps(run, state, start, iterator, recorder, signals, watchdog, tracer)
+      _steps(run, workdir, state, start, iterator, recorder, signals, watchdog, tracer)
     watchdog.pauses_for("the last checkpoint")
     checkpointer.wait()
 
 
 def _steps(
   run: Run,
+  workdir: Path,
   state,
   start: int,
   iterator,
@@ -148,6 +153,7 @@ def _steps(
         scores = run.evaluate(state.params)
         recorder.write(step, {f"eval/{name}": value for name, value in scores.items()})
         recorder.say(step, "  ".join(f"{name} {value:.3f}" for name, value in scores.items()))
+        _report(run, workdir, step, state.params, scores)
       if saving:
         watchdog.pauses_for(f"the checkpoint of step {step}")
         checkpointer.save(step, state, position)
@@ -314,6 +320,23 @@ def describe(run: Run, recorder: Recorder, start: int) -> None:
     f" {run.mesh.size} x {device.device_kind} (data {run.mesh.shape['data']},"
     f" fsdp {run.mesh.shape['fsdp']})",
   )
+
+
+def _report(run: Run, workdir: Path, step: int, params, scores: dict[str, float]) -> None:
+  config, samples = run.config, run.samples(params)
+  if jax.process_index() == 0:
+    title = f"{config.model.size} on {config.data.name}, recipe {config.model.recipe}"
+    write_report(workdir, f"{title}\nstep {step}: {describe_scores(scores)}", samples)
+
+
+def _finished(config: Config, workdir: Path) -> dict | None:
+  """The result of a run that has all its steps, and its last checkpoint; else None."""
+  try:
+    result = json.loads((workdir / "result.json").read_text())
+  except (FileNotFoundError, ValueError):
+    return None
+  last = workdir / "checkpoints" / str(result["step"])
+  return result if result["step"] >= config.steps and last.is_dir() else None
 
 
 def _result(run: Run, workdir: Path, seconds: float) -> dict:

@@ -19,7 +19,7 @@ from train.config import Config, ModelConfig
 from train.flops import model_flops
 from train.images import normalize
 from train.loss import LOSSES
-from train.zero_shot import evaluate, make_encoders
+from train.zero_shot import Sample, evaluate, make_encoders, nearest_captions
 
 
 class CLIPTask(NamedTuple):
@@ -74,6 +74,10 @@ class CLIPTask(NamedTuple):
   def evaluate(self, params, mesh: Mesh, *args, **options) -> dict[str, float]:
     """The scores of parameters on a mesh; the other arguments are train.zero_shot.evaluate's."""
     return evaluate(make_encoders(self.model, mesh), params, *args, **options)
+
+  def samples(self, params, mesh: Mesh, *args, **options) -> list[Sample]:
+    """Images with their nearest captions; the other arguments are `nearest_captions`'s."""
+    return nearest_captions(make_encoders(self.model, mesh), params, *args, **options)
 
 
 def make_task(config: Config, tokenizer) -> CLIPTask:
