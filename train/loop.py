@@ -200,13 +200,29 @@ class _Meter:
     self._peak_flops = run.mesh.size * BF16_PEAK.get(jax.devices()[0].device_kind, 0)
     self._pending = None
     self._first = True
+    self._ended = None  # the last step that the device had ended when the clock was read
     self.restart_clock()
 
   def restart_clock(self) -> None:
-    self._since, self._steps, self._waited = time.perf_counter(), 0, 0.0
+    self._since, self._waited = time.perf_counter(), 0.0
+
+  def _read_clock(self, step: int) -> None:
+    """Times the steps that the device ended since the last reading, up to `step` or the next.
+
+    A device that computes while the host starts a step (a CPU) has ended that step too. If it ended
+    nothing since, the times are still those of the last reading.
+    """
+    if self._pending and self._pending[2].is_ready():
+      step += 1
+    if step > self._ended:
+      seconds = time.perf_counter() - self._since
+      self._seconds, self._wait = (x / (step - self._ended) for x in (seconds, self._waited))
+    self._ended = step
+    self.restart_clock()
 
   def push(self, step, metrics, finite, waited) -> None:
     self._waited += waited  # First: the clock of the previous step still runs.
+    self._ended = step - 1 if self._ended is None else self._ended
     pending, self._pending = self._pending, (step, metrics, finite)
     self._read(pending)
 
@@ -222,21 +238,19 @@ class _Meter:
     if not finite.all():
       raise self._not_finite(step, finite, float(metrics["loss"]))
     self._recorder.advance(step)
-    self._steps += 1
     config = self._run.config
     if step % config.log_every == 0 or step == config.steps:
+      self._read_clock(step)
       self._log(step, metrics)
-      self.restart_clock()
     elif self._first:
-      seconds = time.perf_counter() - self._since
-      self._recorder.say(step, f"compiled and ran the first step in {seconds:.1f} s")
-      self.restart_clock()
+      self._read_clock(step)
+      self._recorder.say(step, f"compiled and ran the first step in {self._seconds:.1f} s")
     self._first = False
 
   def _log(self, step, metrics) -> None:
     config = self._run.config
-    seconds = (time.perf_counter() - self._since) / self._steps
-    waited, peak_bytes = _largest_of_all_processes(self._waited / self._steps, _peak_bytes())
+    seconds = self._seconds
+    waited, peak_bytes = _largest_of_all_processes(self._wait, _peak_bytes())
     scalars = {name: float(value) for name, value in jax.device_get(metrics).items()}
     scalars |= {
       "learning_rate": float(self._run.schedule(step - 1)),

@@ -17,8 +17,9 @@ _COLUMNS = 8  # of sample images
 
 
 def describe_scores(scores: dict[str, float]) -> str:
-  """The scores that name a run: "zero_shot_top1 0.921, image_to_text_recall@1 0.310"."""
-  return ", ".join(f"{name} {value:.3f}" for name, value in scores.items() if _is_headline(name))
+  """The scores for one nearest candidate: "zero_shot_top1 0.921, image_to_text_recall@1 0.310"."""
+  firsts = (name for name in scores if name.endswith(("top1", "@1")))
+  return ", ".join(f"{name} {scores[name]:.3f}" for name in firsts)
 
 
 def describe_end(workdir: Path, result: dict) -> str:
@@ -48,10 +49,10 @@ def _write(workdir: Path, title: str, samples: Sequence[Sample]) -> None:
   records = read_metrics(workdir / "metrics.jsonl")
   partial = workdir / "report.partial"
   with matplotlib.rc_context({"text.parse_math": False}):  # A caption may have a "$".
-    figure = Figure(figsize=(13, 10 + 3.2 * bool(samples)), layout="constrained")
-    figure.suptitle(title, fontsize="x-large")
+    figure = Figure(figsize=(13, 10 + 4.2 * bool(samples)), layout="constrained")
+    figure.suptitle(title, fontsize="large")
     if samples:
-      above, below = figure.subfigures(2, 1, height_ratios=(3, 1))
+      above, below = figure.subfigures(2, 1, height_ratios=(10, 4.2))
       _draw_samples(below, samples)
     else:
       above = figure
@@ -63,7 +64,7 @@ def _write(workdir: Path, title: str, samples: Sequence[Sample]) -> None:
 def _draw_curves(figure, records: list[dict]) -> None:
   panels = {
     "loss": _named(records, lambda n: n == "loss"),
-    "evaluation": _named(records, lambda n: n.startswith("eval/") and _is_headline(n)),
+    "evaluation": _named(records, _is_headline),
     "learning rate": _named(records, lambda n: n == "learning_rate"),
     "RMS of the patch embedding": _named(records, lambda n: n.startswith("rms/")),
     "images/s": _named(records, lambda n: n == "images_per_second"),
@@ -87,17 +88,21 @@ def _draw_curves(figure, records: list[dict]) -> None:
 
 
 def _draw_samples(figure, samples: Sequence[Sample]) -> None:
-  """Each image above its nearest captions, its own in green."""
-  figure.suptitle("evaluation images and their nearest captions, nearest first (green: its own)")
-  for axis, sample in zip(figure.subplots(1, _COLUMNS), samples, strict=False):
+  """Each image under its caption and above the nearest captions, its own in green."""
+  figure.suptitle("evaluation images: a caption above, the nearest captions below (its own: green)")
+  images, texts = figure.subplots(2, _COLUMNS, height_ratios=(1, 0.9))
+  for axis, text, sample in zip(images, texts, samples, strict=False):
     axis.imshow(sample.image)
+    axis.set_title(_lines(sample.captions[0]), fontsize="small")
     for i, caption in enumerate(sample.nearest):
-      text = textwrap.fill(caption, 22, max_lines=2, placeholder=" ...")
       colour = "green" if caption in sample.captions else "black"
-      at = {"xy": (0, -0.06 - 0.24 * i), "xycoords": "axes fraction"}
-      axis.annotate(text, **at, va="top", fontsize="small", color=colour)
+      text.text(0, 1 - i / 3, _lines(caption), va="top", fontsize="small", color=colour)
   for axis in figure.axes:
     axis.axis("off")
+
+
+def _lines(caption: str) -> str:
+  return textwrap.fill(caption, 22, max_lines=2, placeholder=" ...")
 
 
 def _named(records, wanted) -> dict[str, tuple[list, list]]:
@@ -111,7 +116,7 @@ def _named(records, wanted) -> dict[str, tuple[list, list]]:
 
 
 def _is_headline(name: str) -> bool:
-  return name.endswith(("top1", "recall@1", "recall@10"))
+  return name.startswith("eval/") and name.endswith(("top1", "recall@1", "recall@10"))
 
 
 def _some_blocks(records) -> dict[str, tuple[list, list]]:
