@@ -33,6 +33,7 @@ _STANDARD_PROMOTION = (
 _PROGRAM = (
   "test_benchmarks",
   "test_card",
+  "test_cli",
   "test_distributed",
   "test_docs",
   "test_examples",

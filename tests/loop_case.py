@@ -69,7 +69,8 @@ def replace_model(patch, step=adding_step) -> None:
   """Keeps the loop but removes the model's work, by `patch(object, name, value)`."""
   patch(loop, "jit_train_step", step)
   patch(Run, "evaluate", lambda run, params: {"top1": 0.0})
-  patch(loop, "write_report", lambda workdir, title: None)
+  patch(Run, "samples", lambda run, params: [])
+  patch(loop, "write_report", lambda workdir, title, samples: None)
   patch(Run, "new_state", zeros)
 
 

@@ -234,7 +234,10 @@ def test_a_wrong_value_is_named_with_what_would_be_right(program, tmp_path, opti
 @pytest.mark.parametrize(
   ("options", "message"),
   [
-    ({"optimizer.learning_rat": 1}, "no field 'learning_rat'. Did you mean learning_rate"),
+    (
+      {"optimizer.learning_rat": 1},
+      "no field 'optimizer.learning_rat'. Did you mean optimizer.learning_rate",
+    ),
     ({"steps": "many"}, "steps"),
     ({"data.name": "cifar10"}, "No data set data.name='cifar10'"),
   ],

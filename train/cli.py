@@ -4,21 +4,18 @@ Any field of the config is a flag: --config.optimizer.learning_rate=1e-3. Errors
 are printed as one message; --debug shows their traceback.
 """
 
-import dataclasses
-import difflib
 import functools
-import re
 import sys
+import textwrap
 from pathlib import Path
 
 from absl import app, flags, logging
-from ml_collections import config_flags
 
-from train import config, processes, xla_flags
+from train import config_flags, processes, xla_flags
 from train.errors import RunError
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "What to run: a file of configs/.")
-_WORKDIR = flags.DEFINE_string("workdir", None, "Where the run keeps what it makes.")
+_CONFIG = flags.DEFINE_string("config", None, "What to run: a file of configs/.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "The folder for all that the run writes.")
 _DISTRIBUTED = flags.DEFINE_bool(
   "distributed",
   False,
@@ -30,10 +27,19 @@ _DEBUG = flags.DEFINE_bool("debug", False, "Show the traceback of an explained e
 
 def run(job) -> None:
   """Parses the flags and calls job(config, workdir)."""
-  app.run(functools.partial(_run, job), flags_parser=_parse_flags)
+  if "--help" in sys.argv[1:]:
+    print(_help())
+    return
+  try:
+    overrides, rest = config_flags.split(sys.argv[1:])
+  except ValueError as error:
+    sys.exit(str(error))
+  app.run(
+    functools.partial(_run, job, overrides), argv=[sys.argv[0], *rest], flags_parser=_parse_flags
+  )
 
 
-def _run(job, argv) -> None:
+def _run(job, overrides, argv) -> None:
   if len(argv) > 1:
     sys.exit(f"Arguments must be flags: {' '.join(argv[1:])}. Did you mean --config.{argv[1]}?")
   # orbax logs every file that it writes, and its threads log errors that are raised here as well.
@@ -41,14 +47,19 @@ def _run(job, argv) -> None:
   sys.unraisablehook = _unraisablehook
   xla_flags.set_flags()
   try:
+    config = config_flags.load(_CONFIG.value)
+    config_flags.override(config, overrides)
     if _DISTRIBUTED.value:
       processes.join()
-    job(_CONFIG.value, Path(_WORKDIR.value))
+    job(config, Path(_WORKDIR.value).expanduser())
   except (RunError, ValueError, NotImplementedError, OSError) as error:
     if _DEBUG.value:
       raise
     print(f"\n{_describe(error)}", file=sys.stderr)
     sys.exit(128 + error.signum if hasattr(error, "signum") else 1)
+  except KeyboardInterrupt:  # Outside the steps, which take it for a signal to save and stop.
+    print("\nInterrupted; the same command continues.", file=sys.stderr)
+    sys.exit(130)
 
 
 def _unraisablehook(unraisable) -> None:
@@ -64,21 +75,24 @@ def _describe(error: Exception) -> str:
 
 
 def _parse_flags(argv):
-  """Parses flags; an error names the unknown field and those with similar names."""
-  flags.mark_flags_as_required(["config", "workdir"])
   try:
-    return app.parse_flags_with_usage(argv)
-  except (KeyError, AttributeError) as error:
-    field = re.search(r"[Ff]ield (\w+) not found", str(error))
-    if not field:
-      raise
-    near = difflib.get_close_matches(field[1], _field_names(), n=3)
-    hint = f" Did you mean {' or '.join(near)}?" if near else ""
-    sys.exit(f"The config has no field {field[1]!r}.{hint} train/config.py lists them all.")
-  except (ValueError, TypeError, OSError) as error:
-    sys.exit(f"{error}")
+    rest = flags.FLAGS(argv)
+  except flags.Error as error:
+    sys.exit(f"{error} --help lists all flags.")
+  if not (_CONFIG.value and _WORKDIR.value):
+    sys.exit("--config=FILE and --workdir=FOLDER are needed; --help lists all flags.")
+  return rest
 
 
-def _field_names() -> list[str]:
-  groups = (config.Config, config.ModelConfig, config.DataConfig, config.OptimizerConfig)
-  return [f.name for group in (*groups, config.MeshConfig) for f in dataclasses.fields(group)]
+def _help() -> str:
+  """The program's docstring, its flags, and all fields of the config."""
+  modules = dict.fromkeys((__name__, sys.argv[0]))
+  lines = [sys.modules["__main__"].__doc__ or ""]
+  for flag in (flag for name in modules for flag in flags.FLAGS.get_flags_for_module(name)):
+    head = f"  --{flag.name}" + ("" if flag.boolean else "=VALUE")
+    lines.append(
+      textwrap.fill(
+        " ".join(flag.help.split()), 100, initial_indent=f"{head:23} ", subsequent_indent=" " * 24
+      )
+    )
+  return "\n".join([*lines, "", config_flags.describe()])

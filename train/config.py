@@ -1,12 +1,13 @@
 """A run is one `Config`, written out in a file of `configs/` and changed by flags.
 
 Every field always exists; an empty string or a zero means "off" where the comment says so.
-`check` is called once, after the flags are applied.
+`check` is called once, after the flags are applied; `LIMITS` has what each value must be.
 """
 
 import dataclasses
+import math
 import re
-from collections.abc import Sequence
+import typing
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -19,8 +20,8 @@ class ModelConfig:
   recipe: str = "switchback"
   backend: str = ""  # "xla", "mosaic", "triton"; "" chooses
   dtype: str = "bfloat16"  # compute dtype; parameters are float32
-  zero_init_layer_scale: bool = False
-  qk_norm: bool = False
+  zero_init_layer_scale: bool = False  # blocks with a learned scale that starts at 0
+  qk_norm: bool = False  # layer norm of queries and keys
   patch_dropout: float = 0.0  # fraction of patches dropped in training
   scan: bool = True  # one compiled block, scanned over the layers
   unroll: int = 1  # how many layers of a scan are compiled together; 0: all, faster on a GPU
@@ -31,24 +32,25 @@ class ModelConfig:
 class DataConfig:
   name: str = "shapes"  # a TFDS data set; with train_shards, the name to import them under
   data_dir: str = ""  # where prepared data sets live; "": TFDS's own default
-  # Tar shards to import under `name` (globs or {000..099} ranges, relative to root). "": none.
-  root: str = ""
+  root: str = ""  # the folder of the three files below
+  # Tar shards to import under `name`: globs or {000..099} ranges, relative to root. "": none.
   train_shards: str = ""
-  eval_shards: str = ""
-  class_names: str = ""  # a file that names the shards' classes, one a line. "": numbers
-  train_split: str = "train"
-  eval_split: str = "val"
-  image_key: str = "image"
+  eval_shards: str = ""  # likewise, for eval_split
+  class_names: str = ""  # a file with the names of the classes, one a line. "": numbers
+  train_split: str = "train"  # a split of the data set, or a part: "train[:90%]"
+  eval_split: str = "val"  # likewise
+  image_key: str = "image"  # an Image feature
   text_key: str = "captions"  # a Text or Sequence(Text) feature; "": captions from labels
   label_key: str = ""  # a ClassLabel feature; "": no zero-shot classification
   # Prompts with "{}" for a class name: for zero-shot classification, and as captions of data
   # that has only labels.
-  templates: Sequence[str] = ("a photo of a {}.",)
-  tokenizer: str = "bpe"  # "bpe": train one on the captions; "clip"; a path to a
-  # tokenizer.json or to CLIP's bpe_simple_vocab_16e6.txt.gz
+  templates: tuple[str, ...] = ("a photo of a {}.",)
+  # "bpe": train one on the captions; "clip"; a path to a tokenizer.json or to CLIP's
+  # bpe_simple_vocab_16e6.txt.gz
+  tokenizer: str = "bpe"
   tokenizer_vocab_size: int = 1024  # of a tokenizer trained here
   crop_scale: tuple[float, float] = (0.9, 1.0)  # RandomResizedCrop's share of the area
-  flip: bool = False
+  flip: bool = False  # mirror half of the training images
   workers: int = 0  # worker processes that decode and augment; 0: threads of this process
   prefetch: int = 4  # batches ready ahead of the step
   # Limits on data that others made. An import skips and lists samples beyond them. Images are
@@ -62,11 +64,11 @@ class DataConfig:
 @dataclasses.dataclass(kw_only=True)
 class OptimizerConfig:
   name: str = "stable_adamw"  # a key of train.optimizer.OPTIMIZERS
-  learning_rate: float = 2e-3
-  warmup_steps: int = 5000
-  b1: float = 0.9
-  b2: float = 0.98
-  eps: float = 1e-6
+  learning_rate: float = 2e-3  # after the warm-up; then a half cosine to 0
+  warmup_steps: int = 5000  # steps of linear warm-up
+  b1: float = 0.9  # decay of the first moment
+  b2: float = 0.98  # decay of the second moment
+  eps: float = 1e-6  # added to the root of the second moment
   weight_decay: float = 0.2  # of parameters with two or more dimensions
   decay_with: str = "clipped"  # StableAdamW: "clipped" (the paper) or "plain" rate (its code)
   clip_norm: float = 0.0  # global gradient norm; 0: off
@@ -88,17 +90,18 @@ class Config:
   loss: str = "softmax"  # or "siglip"
   batch_size: int = 16384  # over all devices
   accumulate: int = 1  # microbatches a batch: takes the memory of one, the loss is over all
-  steps: int = 20_000
-  seed: int = 0
-  log_every: int = 50
+  steps: int = 20_000  # batches to train on
+  seed: int = 0  # of parameters, the order of the data, crops and dropped patches
+  log_every: int = 50  # steps between two records of the metrics
   eval_every: int = 1000  # 0: only at the end
-  eval_batch_size: int = 256
+  eval_batch_size: int = 256  # over all devices
   checkpoint_every: int = 1000  # 0: only at the end
-  checkpoint_keep: int = 3
+  checkpoint_keep: int = 3  # how many of the newest checkpoints stay
   wandb_project: str = ""  # "": no Weights & Biases
-  # A run that waits longer ends with a message (train/watchdog.py). 0: it waits forever.
-  step_timeout_seconds: int = 600  # for a step or its batch; three times that for the first
-  pause_timeout_seconds: int = 3600  # for an evaluation or a checkpoint
+  # A run that waits longer for a step or its batch ends with a message (train/watchdog.py); three
+  # times that for the first step. 0: it waits forever.
+  step_timeout_seconds: int = 600
+  pause_timeout_seconds: int = 3600  # the same for an evaluation or a checkpoint
   profile_steps: str = ""  # "a:b": writes a trace of steps a to b to workdir/profile; "": off
 
   def to_dict(self) -> dict:
@@ -123,29 +126,91 @@ class Config:
     return first, last
 
   def check(self) -> None:
-    """Raises a ValueError that names the first field with an invalid value."""
-    for name in (
-      "batch_size", "accumulate", "steps", "log_every", "eval_batch_size", "checkpoint_keep",
-    ):  # fmt: skip
-      if getattr(self, name) < 1:
-        raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
-    for name in ("eval_every", "checkpoint_every"):
-      if getattr(self, name) < 0:
-        raise ValueError(f"{name}={getattr(self, name)} must be 0 (only at the end) or more.")
-    for name in ("step_timeout_seconds", "pause_timeout_seconds"):
-      if getattr(self, name) < 0:
-        raise ValueError(f"{name}={getattr(self, name)} must be 0 (no limit) or more.")
+    """Raises a ValueError that names the first field with an invalid value.
+
+    The names of sizes, recipes, backends, losses and optimizers are checked where they are known
+    (train/run.py), before data are touched as well.
+    """
+    for path, kind, value in _values(self):
+      if not _has_type(value, kind):
+        raise ValueError(f"{path}={value!r} must be {TYPES[kind]}.")
+      for words, holds, paths in LIMITS:
+        if path in paths.split() and not holds(value):
+          raise ValueError(f"{path}={value!r} must be {words}.")
     self.profiled()
-    if self.model.dtype not in ("bfloat16", "float32"):
-      raise ValueError(f"model.dtype={self.model.dtype!r} must be 'bfloat16' or 'float32'.")
-    if self.mesh.gradient_dtype not in ("bfloat16", "float32"):
-      raise ValueError(
-        f"mesh.gradient_dtype={self.mesh.gradient_dtype!r} must be 'float32' or 'bfloat16'."
-      )
-    if not 0 < self.data.crop_scale[0] <= self.data.crop_scale[1] <= 1:
-      raise ValueError(f"data.crop_scale={self.data.crop_scale} must be 0 < low <= high <= 1.")
-    for name in ("max_member_bytes", "max_image_pixels", "max_aspect_ratio"):
-      if not getattr(self.data, name) >= 1:  # Nor NaN.
-        raise ValueError(f"data.{name}={getattr(self.data, name)} must be at least 1.")
-    if self.data.max_label < 0:
-      raise ValueError(f"data.max_label={self.data.max_label} must be 0 or more.")
+
+  @classmethod
+  def from_dict(cls, values: dict) -> "Config":
+    """The inverse of `to_dict`; a field that is missing takes its default."""
+    return _from_dict(cls, values)
+
+
+TYPES = {  # What a value of a field's type must be.
+  str: "a text",
+  int: "a whole number",
+  float: "a number",
+  bool: "true or false",
+  tuple[float, float]: "two numbers, such as (0.5, 1)",
+  tuple[str, ...]: "texts, such as ('a {}', 'one {}')",
+}
+
+
+def _off_or_more(words: str) -> tuple:
+  return f"0 ({words}) or more", lambda x: x >= 0
+
+
+LIMITS = (  # What the fields' values must be, in words and as a test that nan fails.
+  ("at least 1", lambda x: x >= 1,
+   "batch_size accumulate steps log_every eval_batch_size checkpoint_keep"
+   " data.max_member_bytes data.max_image_pixels data.max_aspect_ratio"),
+  ("0 or more", lambda x: x >= 0, "data.max_label"),
+  (*_off_or_more("only at the end"), "eval_every checkpoint_every"),
+  (*_off_or_more("no limit"), "step_timeout_seconds pause_timeout_seconds"),
+  (*_off_or_more("the size's own"), "model.image_size model.patch_size"),
+  (*_off_or_more("all layers"), "model.unroll"),
+  (*_off_or_more("threads of this process"), "data.workers"),
+  (*_off_or_more("no thread"), "data.prefetch"),
+  ("0 (the size's own) or at least 3", lambda x: x == 0 or x >= 3, "model.context_length"),
+  ("from 0 to 4294967295", lambda x: 0 <= x < 2**32, "seed"),
+  ("at least 0 and less than 1", lambda x: 0 <= x < 1,
+   "model.patch_dropout optimizer.b1 optimizer.b2"),
+  ("0 or more, and finite", lambda x: 0 <= x < math.inf,
+   "optimizer.learning_rate optimizer.weight_decay optimizer.clip_norm"),
+  ("more than 0, and finite", lambda x: 0 < x < math.inf, "optimizer.eps"),
+  ("-1 (what the other leaves) or at least 1", lambda x: x == -1 or x >= 1, "mesh.data mesh.fsdp"),
+  ("'bfloat16' or 'float32'", lambda x: x in ("bfloat16", "float32"),
+   "model.dtype mesh.gradient_dtype"),
+  ("the name of a feature", bool, "data.image_key"),
+  ("at least one text, each with {} for the name of a class",
+   lambda x: x and all("{}" in text for text in x), "data.templates"),
+  ("two numbers, 0 < low <= high <= 1", lambda x: len(x) == 2 and 0 < x[0] <= x[1] <= 1,
+   "data.crop_scale"),
+  # 256 bytes, 3 special tokens and a merge.
+  ("at least 260", lambda x: x >= 260, "data.tokenizer_vocab_size"),
+)  # fmt: skip
+
+
+def _values(group, prefix: str = ""):
+  """(path, type, value) of every field."""
+  for field in dataclasses.fields(group):
+    value = getattr(group, field.name)
+    if dataclasses.is_dataclass(field.type):
+      yield from _values(value, f"{prefix}{field.name}.")
+    else:
+      yield prefix + field.name, field.type, value
+
+
+def _has_type(value, kind) -> bool:
+  if typing.get_origin(kind) is tuple:
+    item = typing.get_args(kind)[0]
+    return isinstance(value, (tuple, list)) and all(_has_type(each, item) for each in value)
+  if isinstance(value, bool):  # which is an int, too
+    return kind is bool
+  return isinstance(value, (int, float) if kind is float else kind)
+
+
+def _from_dict(kind, value):
+  if isinstance(value, dict):
+    kinds = {field.name: field.type for field in dataclasses.fields(kind)}
+    return kind(**{name: _from_dict(kinds[name], value) for name, value in value.items()})
+  return tuple(value) if isinstance(value, list) else value

@@ -191,7 +191,7 @@ def _only(values: Any, key: str) -> Any:
 
 
 def _prompts(config: Config, name: str) -> list[str]:
-  return [template.format(name) for template in config.data.templates]
+  return [template.replace("{}", name) for template in config.data.templates]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,6 +4,7 @@ The host runs one step ahead: it reads a step's metrics after it has started the
 """
 
 import contextlib
+import json
 import signal
 import time
 from pathlib import Path
@@ -19,7 +20,7 @@ from train.errors import RunError
 from train.flops import BF16_PEAK
 from train.memory import explained
 from train.record import Recorder, read_metrics
-from train.report import write_report
+from train.report import describe_end, describe_scores, write_report
 from train.run import Run, check_continues, make_run
 from train.sharding import batch_sharding, replicated
 from train.step import make_train_step, tensor_names
@@ -53,6 +54,10 @@ def _train_alone(config: Config, workdir: Path) -> dict:
   first = jax.process_index() == 0
   check_continues(config, workdir)
   run = make_run(config, workdir)
+  if finished := _finished(run, workdir):
+    if first:
+      print(f"Already finished {describe_end(workdir, finished)}", flush=True)
+    return finished if first else {}
   if first:
     write_json(workdir / "config.json", config.to_dict())
   started = time.perf_counter()
@@ -69,7 +74,7 @@ def _train_alone(config: Config, workdir: Path) -> dict:
     return {}
   result = _result(run, workdir, time.perf_counter() - started)
   write_json(workdir / "result.json", result)
-  write_report(workdir, f"{config.model.size} on {config.data.name}, recipe {config.model.recipe}")
+  print(f"Finished {describe_end(workdir, result)}", flush=True)
   return result
 
 
@@ -100,13 +105,14 @@ def _train(run: Run, workdir: Path, watchdog: Watchdog) -> None:
     describe(run, recorder, start)
     tracer = Tracer(workdir / "profile", config.profiled())
     with contextlib.closing(tracer):
-      _steps(run, state, start, iterator, recorder, signals, watchdog, tracer)
+      _steps(run, workdir, state, start, iterator, recorder, signals, watchdog, tracer)
     watchdog.pauses_for("the last checkpoint")
     checkpointer.wait()
 
 
 def _steps(
   run: Run,
+  workdir: Path,
   state,
   start: int,
   iterator,
@@ -153,6 +159,7 @@ def _steps(
         scores = run.evaluate(state.params)
         recorder.write(step, {f"eval/{name}": value for name, value in scores.items()})
         recorder.say(step, "  ".join(f"{name} {value:.3f}" for name, value in scores.items()))
+        _report(run, workdir, step, state.params, scores)
       if saving:
         watchdog.pauses_for(f"the checkpoint of step {step}")
         checkpointer.save(step, state, position)
@@ -199,13 +206,29 @@ class _Meter:
     self._peak_flops = run.mesh.size * BF16_PEAK.get(jax.devices()[0].device_kind, 0)
     self._pending = None
     self._first = True
+    self._ended = None  # the last step that the device had ended when the clock was read
     self.restart_clock()
 
   def restart_clock(self) -> None:
-    self._since, self._steps, self._waited = time.perf_counter(), 0, 0.0
+    self._since, self._waited = time.perf_counter(), 0.0
+
+  def _read_clock(self, step: int) -> None:
+    """Times the steps that the device ended since the last reading, up to `step` or the next.
+
+    A device that computes while the host starts a step (a CPU) has ended that step too. If it ended
+    nothing since, the times are still those of the last reading.
+    """
+    if self._pending and self._pending[2].is_ready():
+      step += 1
+    if step > self._ended:
+      seconds = time.perf_counter() - self._since
+      self._seconds, self._wait = (x / (step - self._ended) for x in (seconds, self._waited))
+    self._ended = step
+    self.restart_clock()
 
   def push(self, step, metrics, finite, waited) -> None:
     self._waited += waited  # First: the clock of the previous step still runs.
+    self._ended = step - 1 if self._ended is None else self._ended
     pending, self._pending = self._pending, (step, metrics, finite)
     self._read(pending)
 
@@ -221,21 +244,19 @@ class _Meter:
     if not finite.all():
       raise self._not_finite(step, finite, float(metrics["loss"]))
     self._recorder.advance(step)
-    self._steps += 1
     config = self._run.config
     if step % config.log_every == 0 or step == config.steps:
+      self._read_clock(step)
       self._log(step, metrics)
-      self.restart_clock()
     elif self._first:
-      seconds = time.perf_counter() - self._since
-      self._recorder.say(step, f"compiled and ran the first step in {seconds:.1f} s")
-      self.restart_clock()
+      self._read_clock(step)
+      self._recorder.say(step, f"compiled and ran the first step in {self._seconds:.1f} s")
     self._first = False
 
   def _log(self, step, metrics) -> None:
     config = self._run.config
-    seconds = (time.perf_counter() - self._since) / self._steps
-    waited, peak_bytes = _largest_of_all_processes(self._waited / self._steps, _peak_bytes())
+    seconds = self._seconds
+    waited, peak_bytes = _largest_of_all_processes(self._wait, _peak_bytes())
     scalars = {name: float(value) for name, value in jax.device_get(metrics).items()}
     scalars |= {
       "learning_rate": float(self._run.schedule(step - 1)),
@@ -319,6 +340,24 @@ def describe(run: Run, recorder: Recorder, start: int) -> None:
     f" {run.mesh.size} x {device.device_kind} (data {run.mesh.shape['data']},"
     f" fsdp {run.mesh.shape['fsdp']})",
   )
+
+
+def _report(run: Run, workdir: Path, step: int, params, scores: dict[str, float]) -> None:
+  config, samples = run.config, run.samples(params)
+  if jax.process_index() == 0:
+    title = f"{config.model.size} on {config.data.name}, recipe {config.model.recipe}"
+    write_report(workdir, f"{title}\nstep {step}: {describe_scores(scores)}", samples)
+
+
+def _finished(run: Run, workdir: Path) -> dict | None:
+  """The result of a run that has all its steps, and its last checkpoint intact; else None."""
+  try:
+    result = json.loads((workdir / "result.json").read_bytes())
+    finished = result["step"] == run.config.steps
+  except (FileNotFoundError, ValueError, LookupError, TypeError):
+    return None
+  restored = run.checkpointer.restore(run.abstract_state) if finished else None
+  return result if restored and restored.step == run.config.steps else None
 
 
 def _result(run: Run, workdir: Path, seconds: float) -> dict:

@@ -1,43 +1,108 @@
-"""Plots a run: loss, RMS of the patch embedding, accuracy and features over the steps."""
+"""What a run shows for its users: report.png, and its last lines.
 
+The picture has the curves of metrics.jsonl and a few images with their nearest captions. It is
+drawn at each evaluation, and a failure to draw never ends a run.
+"""
+
+import sys
+import textwrap
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 from train.record import read_metrics
+from train.zero_shot import Sample
+
+_COLUMNS = 8  # of sample images
 
 
-def write_report(workdir: Path, title: str) -> Path:
-  """Draws report.png from metrics.jsonl; returns its path."""
+def describe_scores(scores: dict[str, float]) -> str:
+  """The scores for one nearest candidate: "zero_shot_top1 0.921, image_to_text_recall@1 0.310"."""
+  firsts = (name for name in scores if name.endswith(("top1", "@1")))
+  return ", ".join(f"{name} {scores[name]:.3f}" for name in firsts)
+
+
+def describe_end(workdir: Path, result: dict) -> str:
+  """The step, the scores and where everything is, for the contents of result.json."""
+  return (
+    f"after step {result['step']}: {describe_scores(result['eval'])}\n"
+    f"  report      {workdir / 'report.png'}\n"
+    f"  result      {workdir / 'result.json'}\n"
+    f"  checkpoint  {workdir / 'checkpoints' / str(result['step'])}"
+  )
+
+
+def write_report(workdir: Path, title: str, samples: Sequence[Sample] = ()) -> None:
+  """Draws report.png from metrics.jsonl and samples, or prints why it could not."""
+  try:
+    with warnings.catch_warnings():
+      warnings.simplefilter("ignore")  # Of letters that the font lacks.
+      _write(workdir, title, samples)
+  except Exception as error:  # The picture matters less than the run.
+    print(f"report.png could not be drawn: {type(error).__name__}: {error}", file=sys.stderr)
+
+
+def _write(workdir: Path, title: str, samples: Sequence[Sample]) -> None:
   import matplotlib
-
-  matplotlib.use("Agg")
-  import matplotlib.pyplot as plt
+  from matplotlib.figure import Figure
 
   records = read_metrics(workdir / "metrics.jsonl")
-  figure, axes = plt.subplots(2, 2, figsize=(11, 7), constrained_layout=True)
-  figure.suptitle(title)
-  panels = (
-    ("loss", _named(records, lambda n: n == "loss")),
-    ("RMS of the patch embedding", _named(records, lambda n: n.startswith("rms/"))),
-    ("evaluation", _named(records, lambda n: n.startswith("eval/") and _is_headline(n))),
-    ("mean |feature| of a block's output", _some_blocks(records)),
-  )
-  for axis, (heading, curves) in zip(axes.flat, panels, strict=True):
+  partial = workdir / "report.partial"
+  with matplotlib.rc_context({"text.parse_math": False}):  # A caption may have a "$".
+    figure = Figure(figsize=(13, 10 + 4.2 * bool(samples)), layout="constrained")
+    figure.suptitle(title, fontsize="large")
+    if samples:
+      above, below = figure.subfigures(2, 1, height_ratios=(10, 4.2))
+      _draw_samples(below, samples)
+    else:
+      above = figure
+    _draw_curves(above, records)
+    figure.savefig(partial, dpi=110, format="png")
+  partial.replace(workdir / "report.png")
+
+
+def _draw_curves(figure, records: list[dict]) -> None:
+  panels = {
+    "loss": _named(records, lambda n: n == "loss"),
+    "evaluation": _named(records, _is_headline),
+    "learning rate": _named(records, lambda n: n == "learning_rate"),
+    "RMS of the patch embedding": _named(records, lambda n: n.startswith("rms/")),
+    "images/s": _named(records, lambda n: n == "images_per_second"),
+    "mean |feature| of a block's output": _some_blocks(records),
+  }
+  for axis, (heading, curves) in zip(figure.subplots(3, 2).flat, panels.items(), strict=True):
     for name, (steps, values) in curves.items():
       axis.plot(steps, values, marker="." if len(steps) < 40 else None, label=name)
     axis.set_title(heading)
     axis.set_xlabel("step")
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.grid(alpha=0.3)
+    if heading == "RMS of the patch embedding" and curves:
+      axis.axhline(1.0, color="gray", linestyle="--", linewidth=1)
+    if heading in ("learning rate", "images/s"):
+      axis.set_ylim(bottom=0)
     if len(curves) > 1:
-      axis.legend(fontsize="small")
+      axis.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small", frameon=False)
     if not curves:
       axis.text(0.5, 0.5, "not measured", ha="center", transform=axis.transAxes)
-  if panels[1][1]:
-    axes.flat[1].axhline(1.0, color="gray", linestyle="--", linewidth=1)
-  path = workdir / "report.png"
-  figure.savefig(path, dpi=110)
-  plt.close(figure)
-  return path
+
+
+def _draw_samples(figure, samples: Sequence[Sample]) -> None:
+  """Each image under its caption and above the nearest captions, its own in green."""
+  figure.suptitle("evaluation images: a caption above, the nearest captions below (its own: green)")
+  images, texts = figure.subplots(2, _COLUMNS, height_ratios=(1, 0.9))
+  for axis, text, sample in zip(images, texts, samples, strict=False):
+    axis.imshow(sample.image)
+    axis.set_title(_lines(sample.captions[0]), fontsize="small")
+    for i, caption in enumerate(sample.nearest):
+      colour = "green" if caption in sample.captions else "black"
+      text.text(0, 1 - i / 3, _lines(caption), va="top", fontsize="small", color=colour)
+  for axis in figure.axes:
+    axis.axis("off")
+
+
+def _lines(caption: str) -> str:
+  return textwrap.fill(caption, 22, max_lines=2, placeholder=" ...")
 
 
 def _named(records, wanted) -> dict[str, tuple[list, list]]:
@@ -51,7 +116,7 @@ def _named(records, wanted) -> dict[str, tuple[list, list]]:
 
 
 def _is_headline(name: str) -> bool:
-  return name.endswith(("top1", "recall@1", "recall@10"))
+  return name.startswith("eval/") and name.endswith(("top1", "recall@1", "recall@10"))
 
 
 def _some_blocks(records) -> dict[str, tuple[list, list]]:

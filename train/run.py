@@ -3,6 +3,7 @@
 Training and evaluation both use this, so they cannot disagree.
 """
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -19,9 +20,10 @@ from train.loss import LOSSES
 from train.optimizer import make_optimizer
 from train.sharding import make_mesh, state_shardings
 from train.step import TrainState, make_init
-from train.task import CLIPTask, block_options, make_task
+from train.task import CLIPTask, block_options, clip_config, make_task
 from train.tokenizer import Tokenizer, make_tokenizer
 from train.workdir import newest_step, read_config
+from train.zero_shot import Sample
 
 # Fields that may change when a run continues: they affect where it computes and what it reports.
 # After a change of `accumulate`, patch dropout draws other patches.
@@ -53,22 +55,36 @@ class Run(NamedTuple):
 
   def evaluate(self, params) -> dict[str, float]:
     """The scores of parameters on the evaluation split."""
-    config, sizes = self.config, self.task.example_sizes
+    config = self.config
     return self.task.evaluate(
       params,
       self.mesh,
-      lambda texts: self.tokenizer(texts, sizes["context_length"]),
-      data.eval_batches(
-        config,
-        self.builder,
-        config.data.eval_split,
-        image_size=sizes["image_size"],
-        batch_size=config.eval_batch_size,
-      ),
+      self._tokenize,
+      self._eval_batches(),
       batch_size=config.eval_batch_size,
       class_names=data.class_names(config, self.builder) or (),
       templates=config.data.templates,
       retrieval=bool(config.data.text_key),
+    )
+
+  def samples(self, params) -> list[Sample]:
+    """Images of the first evaluation batch, with their nearest captions."""
+    with contextlib.closing(self._eval_batches()) as batches:
+      batch = next(batches)
+    return self.task.samples(
+      params, self.mesh, self._tokenize, batch, batch_size=self.config.eval_batch_size
+    )
+
+  def _tokenize(self, texts):
+    return self.tokenizer(texts, self.task.example_sizes["context_length"])
+
+  def _eval_batches(self):
+    return data.eval_batches(
+      self.config,
+      self.builder,
+      self.config.data.eval_split,
+      image_size=self.task.example_sizes["image_size"],
+      batch_size=self.config.eval_batch_size,
     )
 
 
@@ -81,7 +97,9 @@ def make_run(config: Config, workdir: Path, read_only: bool = False) -> Run:
     ValueError, RunError: a value of the config is invalid, or data is missing.
   """
   config.check()
-  block_options(config.model)  # Fails before the data set is prepared, which takes long.
+  # These fail before the data set is prepared, which takes long.
+  clip_config(config.model)
+  block_options(config.model)
   if config.loss not in LOSSES:
     raise ValueError(f"loss={config.loss!r} is none of {', '.join(LOSSES)}.")
   mesh = make_mesh(config.mesh)

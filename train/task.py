@@ -19,7 +19,7 @@ from train.config import Config, ModelConfig
 from train.flops import model_flops
 from train.images import normalize
 from train.loss import LOSSES
-from train.zero_shot import evaluate, make_encoders
+from train.zero_shot import Sample, evaluate, make_encoders, nearest_captions
 
 
 class CLIPTask(NamedTuple):
@@ -75,10 +75,24 @@ class CLIPTask(NamedTuple):
     """The scores of parameters on a mesh; the other arguments are train.zero_shot.evaluate's."""
     return evaluate(make_encoders(self.model, mesh), params, *args, **options)
 
+  def samples(self, params, mesh: Mesh, *args, **options) -> list[Sample]:
+    """Images with their nearest captions; the other arguments are `nearest_captions`'s."""
+    return nearest_captions(make_encoders(self.model, mesh), params, *args, **options)
+
 
 def make_task(config: Config, tokenizer) -> CLIPTask:
   """The CLIP of the config's size and options, with the tokenizer's vocabulary."""
-  c = config.model
+  size = clip_config(config.model)
+  text = dataclasses.replace(size.text, vocab_size=tokenizer.vocab_size, eot_id=tokenizer.eot_id)
+  siglip = {"init_logit_scale": 10.0, "init_logit_bias": -10.0} if config.loss == "siglip" else {}
+  size = dataclasses.replace(size, text=text)
+  options = block_options(config.model)
+  model = CLIP(size, options, patch_dropout=config.model.patch_dropout, **siglip)
+  return CLIPTask(model, LOSSES[config.loss])
+
+
+def clip_config(c: ModelConfig) -> CLIPConfig:
+  """The size that a ModelConfig names, with the fields that it changes."""
   if c.size not in SIZES:
     raise ValueError(f"model.size={c.size!r} is unknown; known: {', '.join(SIZES)}.")
   size = SIZES[c.size]
@@ -87,16 +101,9 @@ def make_task(config: Config, tokenizer) -> CLIPTask:
     image_size=c.image_size or size.vision.image_size,
     patch_size=c.patch_size or size.vision.patch_size,
   )
-  text = dataclasses.replace(
-    size.text,
-    context_length=c.context_length or size.text.context_length,
-    vocab_size=tokenizer.vocab_size,
-    eot_id=tokenizer.eot_id,
-  )
-  siglip = {"init_logit_scale": 10.0, "init_logit_bias": -10.0} if config.loss == "siglip" else {}
-  size = CLIPConfig(size.embed_dim, vision, text)
-  model = CLIP(size, block_options(c), patch_dropout=c.patch_dropout, **siglip)
-  return CLIPTask(model, LOSSES[config.loss])
+  context_length = c.context_length or size.text.context_length
+  text = dataclasses.replace(size.text, context_length=context_length)
+  return CLIPConfig(size.embed_dim, vision, text)
 
 
 def block_options(config: ModelConfig) -> BlockOptions:

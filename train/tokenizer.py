@@ -97,9 +97,10 @@ def make_tokenizer(spec: str, captions: Iterable[str] | None, vocab_size: int) -
     return _train(captions, vocab_size)
   if spec == "clip":
     return _clip(_installed_clip_file())
-  if not pathlib.Path(spec).is_file():
+  path = pathlib.Path(spec).expanduser()
+  if not path.is_file():
     raise ValueError(f'No tokenizer {spec!r}: expected "bpe", "clip" or the path of a file.')
-  return _clip(pathlib.Path(spec)) if spec.endswith(".gz") else Tokenizer.load(spec)
+  return _clip(path) if spec.endswith(".gz") else Tokenizer.load(path)
 
 
 def _first_id(tokenizer: tokenizers.Tokenizer, names: Sequence[str]) -> int | None:

@@ -84,18 +84,8 @@ def evaluate(
     class_names, templates: as in `zero_shot_classifier`.
     retrieval: whether to compute recall.
   """
-  batch_size = -(-batch_size // encoders.mesh.size) * encoders.mesh.size
-  sharding = batch_sharding(encoders.mesh)
-
-  def encode(encoder, rows):
-    def place(x):
-      return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
-
-    return _in_pieces(lambda x: encoder(params, place(x)), rows, batch_size)
-
-  def encode_text(tokens):
-    return encode(encoders.text, tokens)
-
+  encode = functools.partial(encode_rows, params, encoders.mesh, batch_size)
+  encode_text = functools.partial(encode, encoders.text)
   images, captions, labels = [], [], []
   for batch in batches:
     images.append(encode(encoders.image, batch["image"]))
@@ -117,6 +107,39 @@ def evaluate(
   return metrics
 
 
+class Sample(NamedTuple):
+  image: np.ndarray  # uint8 [S, S, 3]
+  captions: Sequence[str]  # its own
+  nearest: Sequence[str]  # of the captions of its batch, the nearest first
+
+
+def nearest_captions(
+  encoders: Encoders,
+  params,
+  tokenize: Callable[[Sequence[str]], np.ndarray],
+  batch: dict,
+  *,
+  batch_size: int,
+  images: int = 8,
+  captions: int = 3,
+) -> list[Sample]:
+  """Some images of a batch, with the nearest among the first captions of all its images.
+
+  The arguments are as in `evaluate`.
+  """
+  encode = functools.partial(encode_rows, params, encoders.mesh, batch_size)
+  texts = list(dict.fromkeys(own[0] for own in batch["captions"] if own))
+  rows = np.unique(np.linspace(0, len(batch["image"]) - 1, images).round().astype(int))
+  # Whole batches, whose shape is compiled already.
+  image_features = unit(encode(encoders.image, batch["image"]))[rows]
+  text_features = unit(encode(encoders.text, tokenize(texts)))
+  nearest = np.argsort(-image_features @ text_features.T, axis=1)[:, :captions]
+  return [
+    Sample(batch["image"][row], batch["captions"][row], [texts[i] for i in order])
+    for row, order in zip(rows, nearest, strict=True)
+  ]
+
+
 def zero_shot_classifier(
   encode_text: Callable[[np.ndarray], np.ndarray],
   tokenize: Callable[[Sequence[str]], np.ndarray],
@@ -132,8 +155,8 @@ def zero_shot_classifier(
     if "{}" not in template:
       raise ValueError(f'The template {template!r} has no "{{}}", where the class name goes.')
   prompts = [template.replace("{}", name) for name in class_names for template in templates]
-  features = _unit(encode_text(tokenize(prompts)))
-  return _unit(features.reshape(len(class_names), len(templates), -1).mean(axis=1))
+  features = unit(encode_text(tokenize(prompts)))
+  return unit(features.reshape(len(class_names), len(templates), -1).mean(axis=1))
 
 
 def accuracy(
@@ -197,6 +220,17 @@ def _jitted_hits(queries, query_owners, candidates, candidate_owners, k, chunk):
   return jax.lax.map(hits, (queries, query_owners), batch_size=chunk)
 
 
+def encode_rows(params, mesh: Mesh, batch_size: int, encoder: Callable, rows) -> np.ndarray:
+  """Features [N, E] of one of the Encoders, in batches of one shape."""
+  batch_size = -(-batch_size // mesh.size) * mesh.size
+  sharding = batch_sharding(mesh)
+
+  def place(x):
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+  return _in_pieces(lambda x: encoder(params, place(x)), rows, batch_size)
+
+
 def _in_pieces(encode, rows: np.ndarray, size: int) -> np.ndarray:
   """`encode(rows)` [N, E], computed in pieces of equal size, so that it compiles once."""
   pieces = []
@@ -208,5 +242,6 @@ def _in_pieces(encode, rows: np.ndarray, size: int) -> np.ndarray:
   return np.concatenate(pieces)
 
 
-def _unit(x: np.ndarray) -> np.ndarray:
+def unit(x: np.ndarray) -> np.ndarray:
+  """Rows [N, E] scaled to length 1."""
   return x / np.maximum(np.linalg.norm(x, axis=-1, keepdims=True), 1e-12)

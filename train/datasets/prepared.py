@@ -1,8 +1,10 @@
 """Prepares the data set that a config names: drawn, imported from shards, or already on disk."""
 
 import contextlib
+import dataclasses
 import fcntl
 import io
+import os
 import pathlib
 import re
 import sys
@@ -18,6 +20,7 @@ from train.datasets.webdataset import WebDataset
 
 def prepare(config: DataConfig) -> tfds.core.DatasetBuilder:
   """A builder to read the data set from. If the data set is missing, it is built first."""
+  config = dataclasses.replace(config, data_dir=os.path.expanduser(config.data_dir))
   if config.train_shards:
     builder = _shards_builder(config)
   elif config.name.partition("/")[0] == Shapes.name:

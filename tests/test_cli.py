@@ -1,0 +1,189 @@
+"""The command line: every field is a flag, --help lists them, and a slip is one message."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from absl.testing import flagsaver
+
+from configs import quickstart
+from train import cli, config_flags
+from train.config import Config, DataConfig, MeshConfig, ModelConfig, OptimizerConfig
+from train.errors import RunError
+
+ROOT = Path(__file__).parents[1]
+
+
+def changed(*arguments):
+  """The quickstart's config after these flags."""
+  config = quickstart.get_config()
+  overrides, rest = config_flags.split(arguments)
+  assert not rest
+  config_flags.override(config, overrides)
+  return config
+
+
+@pytest.mark.parametrize(
+  ("arguments", "expected"),
+  [
+    (["--config.steps=7"], {"steps": 7}),
+    (["--config.steps", "7"], {"steps": 7}),
+    (["--config.mesh.fsdp", "-1"], {"mesh.fsdp": -1}),
+    (["--config.optimizer.learning_rate=1e-3"], {"optimizer.learning_rate": 1e-3}),
+    (["--config.data.flip"], {"data.flip": True}),
+    (["--noconfig.model.scan"], {"model.scan": False}),
+    (["--config.model.scan=False"], {"model.scan": False}),
+    (["--config.data.text_key="], {"data.text_key": ""}),
+    (["--config.data.crop_scale=0.5,1"], {"data.crop_scale": (0.5, 1.0)}),
+    (["--config.data.crop_scale=(0.5, 1)"], {"data.crop_scale": (0.5, 1.0)}),
+    (["--config.data.templates=a red, round {}."], {"data.templates": ("a red, round {}.",)}),
+    (["--config.data.templates=('a {}', 'one {}')"], {"data.templates": ("a {}", "one {}")}),
+    (
+      ["--config.data.templates=a {}", "--config.data.templates=one {}"],
+      {"data.templates": ("a {}", "one {}")},
+    ),
+  ],
+  ids=str,
+)
+def test_a_flag_sets_its_field(arguments, expected):
+  config = changed(*arguments)
+  assert {path: config_flags.get(config, path) for path in expected} == expected
+
+
+def test_every_field_can_be_set_by_a_flag_to_its_own_value():
+  config = quickstart.get_config()
+  for path in config_flags.fields():
+    value = config_flags.get(config, path)
+    assert config_flags.get(changed(f"--config.{path}={value}"), path) == value, path
+
+
+@pytest.mark.parametrize(
+  ("argument", "message"),
+  [
+    ("--config.optimiser.b1=0.5", "no field 'optimiser.b1'. Did you mean optimizer.b1?"),
+    ("--config.learning_rate=1", "no field 'learning_rate'. Did you mean optimizer.learning_rate?"),
+    ("--config.optimizer.lerning_rate=1", "Did you mean optimizer.learning_rate?"),
+    ("--config.model=tiny", "no field 'model'. Did you mean one of model.size, "),
+    ("--config.steps=many", "--config.steps='many' must be a whole number."),
+    ("--config.steps", "--config.steps needs a value"),
+    ("--config.optimizer.b1=big", "--config.optimizer.b1='big' must be a number."),
+    ("--config.model.scan=maybe", "--config.model.scan='maybe' must be true or false."),
+    ("--config.data.crop_scale=a,b", "--config.data.crop_scale='a,b' must be two numbers, such as"),
+    ("--config.data.templates=('a {}'", "must be texts, such as"),
+  ],
+)
+def test_a_wrong_flag_is_named_with_what_would_be_right(argument, message):
+  with pytest.raises(ValueError) as raised:
+    changed(argument)
+  assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+  ("text", "message"),
+  [
+    ("x = 1\ndef get_config(:\n", "config.py, line 2: invalid syntax"),
+    ("x = 1\n", "config.py has no function get_config()"),
+    (
+      "def get_config():\n  return 3\n",
+      "config.py: get_config() must return a train.config.Config",
+    ),
+    ("\ndef get_config():\n  return siez\n", "config.py, line 3: NameError: name 'siez'"),
+    ("import train.none_such\n", "config.py, line 1: ModuleNotFoundError: No module named"),
+    (None, "There is no config file "),
+  ],
+)
+def test_a_wrong_config_file_is_one_message_with_its_line(tmp_path, text, message):
+  path = tmp_path / "config.py"
+  if text is not None:
+    path.write_text(text)
+  with pytest.raises(RunError) as raised:
+    config_flags.load(str(path))
+  assert message in str(raised.value)
+  assert str(path) in str(raised.value)
+
+
+def test_every_field_has_a_comment_that_help_prints():
+  text = " ".join(config_flags.describe().split())
+  for group in (Config, ModelConfig, DataConfig, OptimizerConfig, MeshConfig):
+    for field in dataclasses.fields(group):
+      if not dataclasses.is_dataclass(field.type):
+        assert f" {field.name} " in text
+  assert "learning_rate float 0.002 " in text
+  assert "eval_every int 1000 0: only at the end" in text
+  assert not [path for path, field in config_flags.fields().items() if not field.comment]
+
+
+def program(*arguments, module="train.main"):
+  return subprocess.run(
+    [sys.executable, "-m", module, *map(str, arguments)],
+    cwd=ROOT,
+    env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
+
+
+def test_help_lists_the_flags_and_the_fields():
+  run = program("--help")
+  assert run.returncode == 0, run.stderr
+  for words in ("--config=", "--workdir=", "--distributed", "--debug", "--config.optimizer."):
+    assert words in run.stdout
+  assert config_flags.describe() in run.stdout
+  assert max(map(len, run.stdout.splitlines())) <= 100
+
+
+def started(monkeypatch, capsys, *arguments, job=lambda config, workdir: None):
+  """The exit status and stderr of the program `job` in this process."""
+  monkeypatch.setattr(sys, "argv", ["train.main", *map(str, arguments)])
+  monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+  monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
+  with flagsaver.flagsaver(), pytest.raises(SystemExit) as raised:
+    cli.run(job)
+  code = raised.value.code
+  return (code if isinstance(code, int) else 1), f"{code}" + capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+  ("arguments", "message"),
+  [
+    (["--workdir=x"], "--config=FILE and --workdir=FOLDER are needed"),
+    (["--config=configs/quickstart.py"], "--config=FILE and --workdir=FOLDER are needed"),
+    (["--config=configs/quickstart.py", "--wrkdir=x"], "Unknown command line flag 'wrkdir'"),
+    (
+      ["--config=configs/quickstart.py", "--workdir=x", "steps=3"],
+      "Did you mean --config.steps=3?",
+    ),
+    (["--config=no.py", "--workdir=x"], "There is no config file no.py"),
+    (["--config=configs/quickstart.py", "--workdir=x", "--config.stesp=3"], "Did you mean steps?"),
+  ],
+)
+def test_a_slip_on_the_command_line_is_one_message(monkeypatch, capsys, arguments, message):
+  code, said = started(monkeypatch, capsys, *arguments)
+  assert code == 1
+  assert message in said
+  assert "Traceback" not in said
+
+
+def test_ctrl_c_outside_the_steps_is_one_line_and_exit_code_130(monkeypatch, capsys):
+  def interrupted(config, workdir):
+    raise KeyboardInterrupt
+
+  arguments = ("--config=configs/quickstart.py", "--workdir=x")
+  code, said = started(monkeypatch, capsys, *arguments, job=interrupted)
+  assert code == 130
+  assert "Interrupted; the same command continues." in said
+  assert "Traceback" not in said
+
+
+def test_a_tilde_in_workdir_is_the_home_folder(monkeypatch, capsys, tmp_path):
+  def job(config, workdir):
+    sys.exit(str(workdir))
+
+  monkeypatch.setenv("HOME", str(tmp_path))
+  arguments = ("--config=configs/quickstart.py", "--workdir=~/x")
+  _, said = started(monkeypatch, capsys, *arguments, job=job)
+  assert said == str(tmp_path / "x")
