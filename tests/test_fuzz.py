@@ -21,6 +21,9 @@ from flax import nnx
 from flax_case import compiled
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from mesh_case import make_mesh, put
 
 import sbjax
 from sbjax import (
@@ -288,6 +291,170 @@ def test_quantized_dot_and_its_gradients_are_within_their_bounds(recipe, layer, 
     assert_within(db[None], cast(total, "float32"))
 
 
+# (shape of lhs, of rhs, dimension_numbers, lhs's axes as batch, m and k, rhs's as batch, k and n)
+CONTRACTIONS = (
+  ((3, 17), (17, 5), (((1,), (0,)), ((), ())), (0, 1), (0, 1)),
+  ((9, 2), (3, 9), (((0,), (1,)), ((), ())), (1, 0), (1, 0)),
+  ((2, 3, 4), (4, 2, 5), (((0, 2), (1, 0)), ((), ())), (1, 0, 2), (1, 0, 2)),
+  ((3, 2, 4), (2, 4, 5), (((2,), (1,)), ((1,), (0,))), (1, 0, 2), (0, 1, 2)),
+  ((0, 3), (3, 4), (((1,), (0,)), ((), ())), (0, 1), (0, 1)),
+)
+
+
+@functools.partial(compiled, static_argnums=(0, 3))
+def contract(dot_general, lhs, rhs, dimensions):
+  return dot_general(lhs, rhs, dimensions)
+
+
+@fuzz(150)
+@given(st.sampled_from(list(RECIPES)), st.sampled_from(CONTRACTIONS), contents, contents)
+def test_quantized_dot_general_is_within_its_bound(name, contraction, c_lhs, c_rhs):
+  lhs_shape, rhs_shape, dimensions, lhs_axes, rhs_axes = contraction
+  lhs, rhs = c_lhs.array(*lhs_shape), c_rhs.array(*rhs_shape)
+  y = contract(quantized_dot_general(name), lhs, rhs, dimensions)
+  (lhs_k, _), (batch, _) = dimensions
+  parts, k = (2 if batch else 1), math.prod(lhs_shape[axis] for axis in lhs_k)
+  lhs = lhs.transpose(lhs_axes).reshape(parts, lhs.size // (parts * k), k)
+  rhs = rhs.transpose(rhs_axes).reshape(parts, k, rhs.size // (parts * k))
+  with np.errstate(all="ignore"):
+    for part, a, b in zip(y if batch else y[None], lhs, rhs, strict=True):  # Each has its scales.
+      assert_within(part, cast(product(a, b, RECIPES[name].fwd, "float32"), "float32"))
+
+
+def standardized(x, norm):
+  """Layer norm in float64, and the error of float32."""
+  x = x.astype(np.float64)
+  centred = x - np.mean(x, axis=-1, keepdims=True)
+  inverse = 1 / np.sqrt(np.mean(centred**2, axis=-1, keepdims=True) + 1e-5)
+  error = 1e-6 * (np.max(np.abs(x), axis=-1, keepdims=True) * inverse + 4) * np.abs(norm.scale)
+  return centred * inverse * norm.scale + norm.bias, error + 1e-6 * np.abs(norm.bias)
+
+
+def gelu(bound):
+  cdf = 0.5 * (1 + np.vectorize(math.erf, otypes=[float])(bound.value / math.sqrt(2)))
+  return bound.value * cdf, 1.13 * bound.error + 1e-6 * np.abs(bound.value)
+
+
+@functools.partial(compiled, static_argnums=(0, 1))
+def layer(kind, recipe, x, norm, w1, b1, w2, b2):
+  """The result of the function or the Flax layer of that kind, with these parameters."""
+  norms, first = norm._asdict(), {"kernel": w1, "bias": b1}
+  if kind == "layer_norm_dense":
+    return layer_norm_dense(x, norm, w1, recipe, bias=b1)[1]
+  if kind == "layer_norm_mlp":
+    return layer_norm_mlp(x, norm, w1, b1, w2, b2, recipe)[1]
+  if kind == "LayerNormDense":
+    params = {"norm": norms, "dense": first}
+    return LayerNormDense(len(b1), recipe=recipe).apply({"params": params}, x)[1]
+  if kind == "LayerNormMLP":
+    params = {"norm": norms, "fc1": first, "fc2": {"kernel": w2, "bias": b2}}
+    return LayerNormMLP(len(b1), recipe=recipe).apply({"params": params}, x)[1]
+  if kind == "SwitchBackDense":
+    return SwitchBackDense(len(b1), recipe=recipe).apply({"params": first}, x)
+  if kind == "quantize_weight":
+    return quantized_dot(x, quantize_weight(w1, recipe), recipe, bias=b1)
+  linear = SwitchBackLinear(*w1.shape, recipe=recipe, rngs=nnx.Rngs(0))
+  linear.kernel, linear.bias = nnx.Param(w1), nnx.Param(b1)
+  return linear(x)
+
+
+PLAIN = ("SwitchBackDense", "SwitchBackLinear", "quantize_weight")
+WITH_NORM = ("layer_norm_dense", "LayerNormDense", "layer_norm_mlp", "LayerNormMLP")
+few_recipes = st.sampled_from(
+  [RECIPES[name] for name in ("full", "switchback", "switchback_m", "fp8_tensorwise")]
+)
+tokens = st.sampled_from(((3, 9), (0, 9), (2, 1, 9)))
+
+
+@fuzz(150)
+@given(st.sampled_from(PLAIN), few_recipes, tokens, contents, contents, contents)
+def test_a_linear_layer_is_within_its_bound(kind, recipe, shape, cx, cw, cb):
+  x, w, b = cx.array(*shape), cw.array(9, 5), cb.array(5)
+  y = layer(kind, recipe, x, NORM, w, b, w, b)
+  with np.errstate(all="ignore"):
+    assert_within(rows(y), cast(plus(product(rows(x), w, recipe.fwd, "float32"), b), "float32"))
+
+
+@fuzz(150)
+@given(st.sampled_from(WITH_NORM), few_recipes, tokens, mild, mild, mild, st.booleans())
+def test_a_layer_with_layer_norm_is_within_its_bound(kind, recipe, shape, cx, cw, cb, has_nan):
+  x, w1, b1, w2, b2 = (
+    c.array(*of) for c, of in ((cx, shape), (cw, (9, 5)), (cb, (5,)), (cb, (5, 9)), (cw, (9,)))
+  )
+  norm = LayerNormParams(*cb.array(2, 9))
+  if has_nan and x.size:
+    x[..., 3] = np.nan
+  y = layer(kind, recipe, x, norm, w1, b1, w2, b2)
+  with np.errstate(all="ignore"):
+    n, error = standardized(rows(x), norm)
+    bound = plus(product(n, w1, recipe.fwd, "float64", error), b1)
+    if "mlp" in kind.lower():
+      g, error = gelu(bound)
+      bound = plus(product(g, w2, recipe.fwd, "float64", error), b2)
+    assert_within(rows(y), cast(bound, "float32"))
+
+
+# ---- On a mesh of 2 x 4 devices
+
+
+@functools.cache
+def on_mesh(mode, recipe):
+  """`quantized_dot` of x [4, 8] and w [8, 5], as one function of whole arrays."""
+
+  def gathered(x, w):
+    return quantized_dot(x, gather_weight(w, recipe, "fsdp", dtype=jnp.float32), recipe)
+
+  dot = functools.partial(quantized_dot, recipe=recipe)
+  mesh = make_mesh(AxisType.Explicit if mode == "explicit" else AxisType.Auto)
+  if mode == "shard_map":
+    specs = P("data"), P("fsdp")
+    dot = jax.shard_map(gathered, mesh=mesh, in_specs=specs, out_specs=P("data"), check_vma=False)
+    run, specs = compiled(dot), [P("data"), P("fsdp")]
+  else:
+    run, specs = compiled(dot), [P("data"), P(None, None)]
+
+  def call(x, w):
+    with jax.set_mesh(mesh) if mode == "explicit" else contextlib.nullcontext():
+      return np.asarray(run(*put(mesh, specs, x, w)))
+
+  return call
+
+
+@fuzz(100)
+@given(
+  st.sampled_from(("auto", "explicit", "shard_map")),
+  st.sampled_from(("full", "switchback", "switchback_q", "fp8_switchback")),
+  contents,
+  contents,
+)
+def test_quantized_dot_on_a_mesh_is_within_its_bound(mode, name, cx, cw):
+  x, w = cx.array(4, 8), cw.array(8, 5)
+  with np.errstate(all="ignore"):
+    bound = cast(product(x, w, RECIPES[name].fwd, "float32"), "float32")
+    assert_within(on_mesh(mode, name)(x, w), bound)
+
+
+# ---- The optimizer
+
+
+@fuzz(100)
+@given(contents, contents, st.sampled_from((1e-30, 0.1, 1.0)), st.floats(0, 0.999))
+def test_the_first_update_of_stable_adamw_is_within_its_bound(cg, cp, rate, b1):
+  """Debiased moments are the gradient and its square, so the update is -rate * (sign + decay)."""
+  g, p = cg.array(3, 4), cp.array(3, 4)
+  update = np.asarray(adamw(g, p, rate, b1=b1, weight_decay=0.1)[0]["w"]).astype(np.float64)
+  with np.errstate(all="ignore"):
+    g, p = g.astype(np.float64), p.astype(np.float64)
+    whole = np.all(np.abs(g) < 1e18) and np.all(np.isfinite(g))
+    sizes = np.abs(g)
+    value = -rate * (g / (sizes + 1e-6) + 0.1 * p)
+    slack = np.where(sizes < 1e-15, sizes / 1e-6, 0)  # Squares that vanish.
+    error = rate * (1e-3 * (1 + 0.1 * np.abs(p)) + slack) + LEAST
+    close = np.abs(update - value) <= error
+  assert np.all(close | ~np.isfinite(value)) if whole else True
+  assert np.all(np.isfinite(update[np.isfinite(value)])) if whole else True
+
+
 # ---- One argument spoiled
 
 X, W = np.ones((3, 4), np.float32), np.ones((4, 5), np.float32)
@@ -329,7 +496,8 @@ def adamw(g=X, p=X, rate=1e-3, **options):
 
 def leaf(a):
   """a, or a string for what is no leaf of a pytree."""
-  return a if len(jax.tree.leaves(a)) == 1 and not isinstance(a, list) else "x"
+  leaves = jax.tree.leaves(a)
+  return a if len(leaves) == 1 and leaves[0] is a else "x"
 
 
 def is_matrix(shape):
@@ -426,7 +594,7 @@ CHOICES = {
   "SwitchBackDense dtype": lambda a: init(SwitchBackDense(5, dtype=a), X),
   "SwitchBackDense param_dtype": lambda a: init(SwitchBackDense(5, param_dtype=a), X),
   "SwitchBackLinear recipe": lambda a: linear(recipe=a),
-  "SwitchBackLinear backend": lambda a: linear(backend=a),
+  "SwitchBackLinear backend": lambda a: linear(backend=leaf(a)),
   "SwitchBackLinear dtype": lambda a: linear(dtype=a),
   "SwitchBackLinear param_dtype": lambda a: linear(param_dtype=a),
   "LayerNormDense recipe": lambda a: init(LayerNormDense(5, recipe=a), X),
