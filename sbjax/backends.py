@@ -54,7 +54,7 @@ def get_backend(name: str | None = None) -> Backend:
   """
   if name is None:
     return _default_backend(target())
-  if name not in NAMES:
+  if not isinstance(name, str) or name not in NAMES:
     offered = ", ".join(repr(known) for known in NAMES)
     raise ValueError(f"Unknown backend {name!r}; there are {offered}; None chooses.")
   if reason := _unsupported_reason(name, target()):

@@ -3,11 +3,14 @@
 import dataclasses
 import functools
 import math
+import operator
 
 import jax
 import jax.numpy as jnp
 
 from sbjax.backends import get_backend
+from sbjax.formats import floating_dtype
+from sbjax.quantize import as_floating
 from sbjax.quantized_dot import merge_splits, quantized_dot, reshape, splits_of, unmerge_splits
 from sbjax.recipes import Recipe, as_recipe
 
@@ -55,12 +58,10 @@ class DotGeneral:
         f"{precision=} cannot be honoured by a quantized product; leave it None, and set"
         " jax.default_matmul_precision for the matmuls that a recipe leaves in full."
       )
-    (lhs_k, rhs_k), (lhs_b, rhs_b) = dimension_numbers
-    if [lhs.shape[a] for a in lhs_k] != [rhs.shape[a] for a in rhs_k]:
-      raise ValueError(
-        f"The contracted axes {lhs_k} of {lhs.shape} and {rhs_k} of {rhs.shape} must agree in K."
-      )
+    lhs, rhs = as_floating("lhs", lhs), as_floating("rhs", rhs)
+    (lhs_k, rhs_k), (lhs_b, rhs_b) = _checked_axes(lhs.shape, rhs.shape, dimension_numbers)
     if preferred_element_type is not None:
+      preferred_element_type = floating_dtype("preferred_element_type", preferred_element_type)
       # Widened first, not last: x is quantized to the same bits, and y is cast once.
       wider = jnp.dtype(preferred_element_type).itemsize > lhs.dtype.itemsize
       lhs = lhs.astype(preferred_element_type) if wider else lhs
@@ -80,6 +81,28 @@ class DotGeneral:
     if preferred_element_type is not None:
       y = y.astype(preferred_element_type)
     return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
+
+
+def _checked_axes(lhs_shape, rhs_shape, dimension_numbers):
+  """dimension_numbers, or a ValueError unless they fit the shapes."""
+  try:
+    pairs = [[tuple(map(operator.index, axes)) for axes in pair] for pair in dimension_numbers]
+    (lhs_k, rhs_k), (lhs_b, rhs_b) = pairs
+  except (TypeError, ValueError):
+    raise ValueError(
+      f"{dimension_numbers=} must be ((lhs_k, rhs_k), (lhs_batch, rhs_batch)) of tuples of axes."
+    ) from None
+  for shape, axes in ((lhs_shape, lhs_k + lhs_b), (rhs_shape, rhs_k + rhs_b)):
+    if len(set(axes)) < len(axes) or not set(axes) <= set(range(len(shape))):
+      raise ValueError(
+        f"{dimension_numbers=} must name axes of {lhs_shape} and {rhs_shape}, counted from 0, once."
+      )
+  for axes, rhs_axes, kind in ((lhs_k, rhs_k, "contracted"), (lhs_b, rhs_b, "batch")):
+    if [lhs_shape[a] for a in axes] != [rhs_shape[a] for a in rhs_axes]:
+      raise ValueError(
+        f"The {kind} axes {axes} of {lhs_shape} and {rhs_axes} of {rhs_shape} must agree in size."
+      )
+  return pairs
 
 
 def _grouped(x: jax.Array, batch, *groups) -> jax.Array:

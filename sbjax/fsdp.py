@@ -14,8 +14,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from sbjax.linear import QuantizedWeight, quantize_weight
-from sbjax.quantize import Quantized, Spec, largest, round_to
+from sbjax.formats import floating_dtype
+from sbjax.linear import QuantizedWeight, as_kernel, quantize_weight
+from sbjax.quantize import Quantized, Spec, as_floating, largest, round_to
 from sbjax.recipes import Recipe, as_recipe
 
 Axes = str | tuple[str, ...]
@@ -54,7 +55,7 @@ def gather_weight(
     backend: quantizes a kernel that is not split; None chooses.
 
   Raises:
-    ValueError: w is not [K / n, N], or an unknown recipe.
+    ValueError: w is not [K / n, N], an unknown recipe, or an axis that no shard_map has.
 
   >>> mesh = jax.make_mesh((1,), ("fsdp",), (jax.sharding.AxisType.Auto,))
   >>> def layer(x, w):
@@ -63,12 +64,11 @@ def gather_weight(
   >>> layer(jnp.ones((4, 32)), jnp.ones((32, 16))).shape
   (4, 16)
   """
-  if w.ndim != 2:
-    raise ValueError(f"gather_weight takes a shard of a kernel [K, N], not {w.shape}.")
-  recipe = as_recipe(recipe)
-  how = (axis_name, 0, reduce_axes, jnp.dtype(gradient_dtype))
+  recipe, w, dtype = as_recipe(recipe), as_kernel("w", w), floating_dtype("dtype", dtype)
+  _check_axes(axis_name, reduce_axes)
+  how = (axis_name, 0, reduce_axes, floating_dtype("gradient_dtype", gradient_dtype))
   if not recipe.rounds_w:
-    return _gather(*how, jnp.dtype(dtype), w)
+    return _gather(*how, dtype, w)
   if recipe.fwd is None or recipe.dgrad is None:
     return quantize_weight(_gather(*how, w.dtype, w), recipe, backend=backend)
   return _gather_weight(how, recipe, backend, w)
@@ -98,8 +98,31 @@ def gather(
   >>> jax.shard_map(lambda x: gather(x, "fsdp"), mesh=mesh, **specs)(jnp.ones(8)).shape
   (8,)
   """
-  dtype = jnp.dtype(x.dtype if dtype is None else dtype)
-  return _gather(axis_name, axis, reduce_axes, jnp.dtype(gradient_dtype), dtype, x)
+  x = as_floating("x", x)
+  _check_axes(axis_name, reduce_axes)
+  if not isinstance(axis, int) or not 0 <= axis < max(x.ndim, 1):
+    raise ValueError(f"{axis=} must be an axis of x {x.shape}, counted from 0.")
+  dtype = x.dtype if dtype is None else floating_dtype("dtype", dtype)
+  gradient_dtype = floating_dtype("gradient_dtype", gradient_dtype)
+  return _gather(axis_name, axis, reduce_axes, gradient_dtype, dtype, x)
+
+
+def _check_axes(axis_name, reduce_axes) -> None:
+  """Raises unless the names are those of mesh axes that this code runs over."""
+  names = reduce_axes if isinstance(reduce_axes, tuple) else (reduce_axes,)
+  for name in names if axis_name is None else (axis_name, *names):
+    if not isinstance(name, str) or not _is_bound(name):
+      raise ValueError(
+        f"{name!r} is no mesh axis here; gather within a jax.shard_map over that axis."
+      )
+
+
+def _is_bound(axis_name: str) -> bool:
+  try:
+    jax.lax.axis_size(axis_name)
+  except NameError:
+    return False
+  return True
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))

@@ -18,13 +18,13 @@ from sbjax.backends import get_backend
 from sbjax.fused_ops import LayerNormParams
 from sbjax.linear import QuantizedWeight
 from sbjax.partition import vary_alike
-from sbjax.quantize import Quantized
+from sbjax.quantize import Quantized, as_floating
 from sbjax.quantized_dot import (
   DOT_NAME,
   RESIDUAL_NAME,
+  as_bias,
   as_rows,
-  check_bias,
-  check_floating,
+  as_tokens,
   from_rows,
   named_dot,
   prepared,
@@ -61,12 +61,14 @@ def layer_norm_dense(
   >>> y.shape
   (4, 16)
   """
-  recipe = as_recipe(recipe)
-  _check_norm(x, norm)
+  recipe, x = as_recipe(recipe), as_tokens(x)
+  norm = _as_norm(x, norm)
   w = prepared("w", w, x.shape, recipe, backend)
-  check_bias("bias", bias, w)
+  bias = as_bias("bias", bias, w)
   columns = linear.master_weight(w).shape[1]
-  if num_outputs is not None and (num_outputs < 1 or columns % num_outputs):
+  if num_outputs is not None and (
+    not isinstance(num_outputs, int) or num_outputs < 1 or columns % num_outputs
+  ):
     raise ValueError(f"{num_outputs=} must divide the {columns} columns of w.")
   x_rows, norm, w, bias = vary_alike(as_rows(x), norm, w, bias)
   results: Any = _layer_norm_dense(recipe, backend, num_outputs or 1, x_rows, norm, w, bias)
@@ -104,13 +106,13 @@ def layer_norm_mlp(
   >>> layer_norm_mlp(x, norm, w1, None, w2, None, recipe, add_residual=True).shape
   (4, 32)
   """
-  pair = recipe if isinstance(recipe, tuple) else (recipe, recipe)
+  pair = recipe if isinstance(recipe, tuple) and len(recipe) == 2 else (recipe, recipe)
   recipes = first, second = tuple(as_recipe(one) for one in pair)
-  _check_norm(x, norm)
+  x = as_tokens(x)
+  norm = _as_norm(x, norm)
   w1 = prepared("w1", w1, x.shape, first, backend)
   w2 = prepared("w2", w2, (*x.shape[:-1], linear.master_weight(w1).shape[1]), second, backend)
-  check_bias("b1", b1, w1)
-  check_bias("b2", b2, w2)
+  b1, b2 = as_bias("b1", b1, w1), as_bias("b2", b2, w2)
   if add_residual and linear.master_weight(w2).shape[1] != x.shape[-1]:
     raise ValueError(
       f"add_residual needs w2 [H, {x.shape[-1]}], not {linear.master_weight(w2).shape}."
@@ -121,11 +123,15 @@ def layer_norm_mlp(
   return named_dot(y, x) if add_residual else (from_rows(x_rows, x), named_dot(y, x))
 
 
-def _check_norm(x, norm):
-  check_floating("x", x)
-  for name, vector in norm._asdict().items():
+def _as_norm(x, norm) -> LayerNormParams:
+  """norm with JAX's arrays; a ValueError unless they fit x."""
+  if not isinstance(norm, LayerNormParams):
+    raise ValueError(f"norm must be LayerNormParams(scale, bias), not a {type(norm).__name__}.")
+  arrays = {name: as_floating(f"norm.{name}", vector) for name, vector in norm._asdict().items()}
+  for name, vector in arrays.items():
     if vector.shape != x.shape[-1:]:
       raise ValueError(f"norm.{name} must be {x.shape[-1:]} for x {x.shape}, not {vector.shape}.")
+  return LayerNormParams(**arrays)
 
 
 def _spec(pair):

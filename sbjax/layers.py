@@ -7,13 +7,15 @@ trained in 16 bits loads into an int8 layer and back.
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.linen.dtypes import canonicalize_dtype
 
+from sbjax.formats import floating_dtype
 from sbjax.fused import layer_norm_dense, layer_norm_mlp
 from sbjax.fused_ops import LayerNormParams
 from sbjax.linear import QuantizedWeight, master_weight
-from sbjax.quantized_dot import check_floating, quantized_dot
+from sbjax.quantized_dot import as_tokens, quantized_dot
 from sbjax.recipes import SWITCHBACK, Recipe, as_recipe
 
 # What nn.Dense and nnx.Linear offer to replace the product: here the recipe is the product.
@@ -47,7 +49,7 @@ class SwitchBackDense(nn.Dense):
   backend: str | None = None
 
   def __call__(self, inputs: jax.Array) -> jax.Array:
-    check_floating("x", inputs)
+    inputs = as_tokens(inputs)
     return _linear(self, inputs, *self.parameters(inputs.shape[-1]))
 
   @nn.compact
@@ -59,6 +61,7 @@ class SwitchBackDense(nn.Dense):
     _check_not_replaced(
       {name for name in _REPLACED if getattr(self, name, None) is not getattr(nn.Dense, name, None)}
     )
+    _check_arguments(self.dtype, self.param_dtype, width=width, features=self.features)
     kernel = self.param("kernel", self.kernel_init, (width, self.features), self.param_dtype)
     if self.has_variable("quantized", "kernel"):
       kernel = QuantizedWeight(kernel, *self.get_variable("quantized", "kernel"))
@@ -89,12 +92,14 @@ class SwitchBackLinear(nnx.Linear):
     **kwargs,
   ):
     _check_not_replaced(kwargs.keys() & set(_REPLACED))
+    dtypes = kwargs.get("dtype"), kwargs.get("param_dtype", jnp.float32)
+    _check_arguments(*dtypes, in_features=in_features, out_features=out_features)
     super().__init__(in_features, out_features, rngs=rngs, **kwargs)
     self.recipe = as_recipe(recipe)
     self.backend = backend
 
   def __call__(self, inputs: jax.Array, out_sharding=None) -> jax.Array:
-    check_floating("x", inputs)
+    inputs = as_tokens(inputs)
     bias = None if self.bias is None else self.bias[...]
     y = _linear(self, inputs, self.kernel[...], bias)
     return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
@@ -103,6 +108,21 @@ class SwitchBackLinear(nnx.Linear):
 def _check_not_replaced(names) -> None:
   if names:
     raise ValueError(f"The recipe decides the product; leave {', '.join(sorted(names))} unset.")
+
+
+def _check_arguments(dtype, param_dtype, **sizes) -> None:
+  if dtype is not None:
+    floating_dtype("dtype", dtype)
+  floating_dtype("param_dtype", param_dtype)
+  for name, size in sizes.items():
+    if not isinstance(size, int | np.integer) or size < 1:
+      raise ValueError(f"{name}={size!r} must be a positive integer.")
+
+
+def _as_input(x, dtype) -> jax.Array:
+  """x in a layer's dtype, None for its own."""
+  x = as_tokens(x)
+  return x if dtype is None else x.astype(floating_dtype("dtype", dtype))
 
 
 def _linear(layer, x, kernel, bias):
@@ -147,8 +167,8 @@ class LayerNormDense(nn.Module):
 
   @nn.compact
   def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    check_floating("x", x)
-    x, width = x.astype(self.dtype or x.dtype), x.shape[-1]
+    x = _as_input(x, self.dtype)
+    width = x.shape[-1]
     norm = LayerNorm(name="norm")(width)
     dense = SwitchBackDense(self.features, use_bias=self.use_bias, name="dense")
     kernel, bias = dense.parameters(width)
@@ -180,8 +200,8 @@ class LayerNormMLP(nn.Module):
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array | tuple[jax.Array, jax.Array]:
-    check_floating("x", x)
-    x, width = x.astype(self.dtype or x.dtype), x.shape[-1]
+    x = _as_input(x, self.dtype)
+    width = x.shape[-1]
     norm = LayerNorm(name="norm")(width)
     fc1 = SwitchBackDense(self.hidden, name="fc1").parameters(width)
     fc2 = SwitchBackDense(width, name="fc2").parameters(self.hidden)

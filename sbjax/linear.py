@@ -13,7 +13,7 @@ from jax.sharding import reshard
 from sbjax.backends import Backend, get_backend
 from sbjax.matmul import full_dot
 from sbjax.partition import is_explicit
-from sbjax.quantize import Quantized
+from sbjax.quantize import Quantized, as_floating
 from sbjax.recipes import Recipe, as_recipe
 from sbjax.split_k_matmul import split_k_matmul
 
@@ -40,16 +40,24 @@ def quantize_weight(
   >>> w.dgrad.values.dtype, quantized_dot(jnp.ones((4, 32)), w, "switchback").shape
   (dtype('int8'), (4, 16))
   """
-  recipe = as_recipe(recipe)
+  recipe, ops, w = as_recipe(recipe), get_backend(backend), as_kernel("w", w)
   if not recipe.rounds_w:
     return w
-  ops, constant = get_backend(backend), jax.lax.stop_gradient(w)
+  constant = jax.lax.stop_gradient(w)
   fwd, dgrad = (pair and pair[1] for pair in (recipe.fwd, recipe.dgrad))
   if fwd is not None and fwd == dgrad and not fwd.is_rowwise:
     values, transposed = ops.quantize_both(constant, fwd)
     return QuantizedWeight(w, transposed, values)
   transposed = None if fwd is None else ops.quantize_transposed(constant, fwd)
   return QuantizedWeight(w, transposed, None if dgrad is None else ops.quantize(constant, dgrad))
+
+
+def as_kernel(name: str, w) -> jax.Array:
+  """w as JAX's array; a ValueError unless it is floating point [K, N]."""
+  w = as_floating(name, w)
+  if w.ndim != 2:
+    raise ValueError(f"{name} must be a kernel [K, N], not {w.shape}.")
+  return w
 
 
 def forward(ops: Backend, recipe: Recipe, x, w, bias, dtype, residual=None):

@@ -6,8 +6,8 @@ And the one that a recipe leaves in full.
 import jax
 import jax.numpy as jnp
 
-from sbjax.formats import INT8, accumulator_dtype
-from sbjax.quantize import Quantized
+from sbjax.formats import INT8, accumulator_dtype, floating_dtype
+from sbjax.quantize import Quantized, check_quantized
 
 # 127 * 127 * K must stay below 2**31.
 MAX_INT8_CONTRACTION = 2**17
@@ -38,6 +38,9 @@ def scaled_matmul(
   Array([[16, 16],
          [16, 16]], dtype=bfloat16)
   """
+  check_quantized("lhs", lhs)
+  check_quantized("rhs", rhs)
+  out_dtype = floating_dtype("out_dtype", out_dtype)
   check_operands(lhs.values, rhs.values)
   check_residual(residual, (lhs.values.shape[0], rhs.values.shape[0]), out_dtype)
   total = jax.lax.dot_general(

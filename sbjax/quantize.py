@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sbjax.formats import INT8, max_value
+from sbjax.formats import FLOATS, INT8, floating_dtype, max_value
 
 SCALINGS = ("rowwise", "tensorwise", "static")
 _LARGEST = float(np.finfo(np.float32).max)
@@ -39,7 +39,7 @@ class Spec:
   def __post_init__(self):
     max_value(self.dtype)
     object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
-    if self.scaling not in SCALINGS:
+    if not isinstance(self.scaling, str) or self.scaling not in SCALINGS:
       raise ValueError(f"Unknown scaling {self.scaling!r}; known: {', '.join(SCALINGS)}.")
 
   @property
@@ -85,13 +85,15 @@ def quantize(x: jax.Array, spec: Spec) -> Quantized:
     spec: the format and what shares a scale.
 
   Raises:
-    ValueError: x is not floating point or not 2-d.
+    ValueError: x is not floating point or not 2-d, or spec is no Spec.
 
   >>> quantize(jnp.array([[1.0, -2.0], [0.5, 0.25]]), Spec(INT8, "rowwise")).values
   Array([[  64, -127],
          [ 127,   64]], dtype=int8)
   """
-  check_quantizable(x)
+  x = check_quantizable(x)
+  if not isinstance(spec, Spec):
+    raise ValueError(f"spec must be a Spec, not {spec!r}.")
   return round_to(x, largest(x, spec), spec)
 
 
@@ -114,12 +116,24 @@ def round_to(x: jax.Array, absmax: jax.Array, spec: Spec) -> Quantized:
   return Quantized(values.astype(spec.dtype), scale, spec)
 
 
-def check_quantizable(x: jax.Array) -> None:
-  """Raises the ValueErrors of `quantize`."""
-  if not jnp.issubdtype(x.dtype, jnp.floating):
-    raise ValueError(f"quantize takes floating-point x, not {x.dtype.name}.")
+def check_quantizable(x) -> jax.Array:
+  """x as `quantize` takes it, or a ValueError."""
+  x = as_floating("x", x)
   if x.ndim != 2:
     raise ValueError(f"quantize takes x [rows, K], not shape {x.shape}.")
+  return x
+
+
+def as_floating(name: str, x) -> jax.Array:
+  """x as JAX's array; a ValueError unless it is an array of a dtype in FLOATS."""
+  if isinstance(x, Quantized):
+    raise ValueError(f"{name} is Quantized already: pass the array, or dequantize({name}).")
+  if not (isinstance(x, jax.Array | np.ndarray | np.generic) or hasattr(x, "__jax_array__")):
+    raise ValueError(f"{name} must be an array, not a {type(x).__name__}.")
+  if x.dtype not in FLOATS:
+    known = ", ".join(dtype.name for dtype in FLOATS)
+    raise ValueError(f"{name} must be floating point ({known}), not {x.dtype.name}.")
+  return jnp.asarray(x)
 
 
 def factor_and_scale(absmax: jax.Array, spec: Spec) -> tuple[jax.Array, jax.Array]:
@@ -146,4 +160,10 @@ def dequantize(x: Quantized, dtype=jnp.float32) -> jax.Array:
   >>> dequantize(quantize(jnp.array([[1.0, -2.0]]), Spec(INT8, "rowwise")))
   Array([[ 1.007874, -2.      ]], dtype=float32)
   """
-  return (x.values.astype(jnp.float32) * x.scale).astype(dtype)
+  check_quantized("x", x)
+  return (x.values.astype(jnp.float32) * x.scale).astype(floating_dtype("dtype", dtype))
+
+
+def check_quantized(name: str, x) -> None:
+  if not isinstance(x, Quantized):
+    raise ValueError(f"{name} must be Quantized, not a {type(x).__name__}; see quantize.")

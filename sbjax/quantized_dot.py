@@ -9,7 +9,6 @@ import functools
 import math
 
 import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
@@ -18,7 +17,7 @@ from sbjax.backends import get_backend
 from sbjax.linear import QuantizedWeight
 from sbjax.matmul import check_residual
 from sbjax.partition import is_explicit, vary_alike
-from sbjax.quantize import Quantized, dequantize
+from sbjax.quantize import Quantized, as_floating, dequantize
 from sbjax.recipes import Recipe, as_recipe
 
 # What `jax.checkpoint` policies can keep: products, and the 8-bit operands the backward reuses.
@@ -51,8 +50,8 @@ def quantized_dot(
     backend: "xla", ...; None chooses.
 
   Raises:
-    TypeError: a Quantized operand.
-    ValueError: integer or complex operands, sizes that do not match, an unknown recipe or backend.
+    ValueError: operands that are Quantized, no arrays, or not floating point of 16 bits or more;
+      sizes that do not match; an unknown recipe or backend.
     NotImplementedError: the named backend cannot compute this.
 
   >>> x, w = jnp.ones((4, 32), jnp.bfloat16), jnp.ones((32, 16))
@@ -61,14 +60,23 @@ def quantized_dot(
   ((32, 16), dtype('float32'))
   """
   recipe = as_recipe(recipe)
-  check_floating("x", x)
+  x = as_tokens(x)
   w = prepared("w", w, x.shape, recipe, backend)
-  check_bias("bias", bias, w)
+  bias = as_bias("bias", bias, w)
+  residual = None if residual is None else as_floating("residual", residual)
   check_residual(residual, (*x.shape[:-1], linear.master_weight(w).shape[1]), x.dtype)
   residual = None if residual is None else as_rows(residual)
   residual_sharding = None if residual is None else jax.typeof(residual).sharding
   operands = vary_alike(as_rows(x), w, bias, residual)
   return named_dot(_dot(recipe, backend, x.dtype, residual_sharding, *operands), x)
+
+
+def as_tokens(x) -> jax.Array:
+  """x as JAX's array; a ValueError unless it is floating point [..., K]."""
+  x = as_floating("x", x)
+  if x.ndim == 0:
+    raise ValueError("x must be [..., K], not a scalar.")
+  return x
 
 
 def as_rows(x: jax.Array) -> jax.Array:
@@ -117,15 +125,15 @@ def unmerge_splits(merged, splits):
 
 def prepared(name: str, w, x_shape, recipe: Recipe, backend: str | None):
   """w, checked against x; in 8 bits if the backward is to find those that the forward took."""
-  array = linear.master_weight(w)
-  check_floating(name, array)
-  if array.ndim != 2:
-    raise ValueError(f"{name} must be [K, N], not {array.shape}.")
-  if len(x_shape) < 1 or x_shape[-1] != array.shape[0]:
+  get_backend(backend)
+  array = linear.as_kernel(name, linear.master_weight(w))
+  if x_shape[-1] != array.shape[0]:
     raise ValueError(f"x [..., K] and {name} [K, N] must agree in K: {x_shape} and {array.shape}.")
   if isinstance(w, QuantizedWeight):
     w = _with_transpose(w, recipe)
     _check_made_for(name, w, recipe)
+  else:
+    w = array
   if recipe.saved == "quantized" and not isinstance(w, QuantizedWeight):
     return linear.quantize_weight(w, recipe, backend=backend)
   return w
@@ -149,25 +157,14 @@ def _check_made_for(name: str, kernel: QuantizedWeight, recipe: Recipe) -> None:
       )
 
 
-def check_bias(name: str, bias, w) -> None:
-  """Raises unless bias is None or fits the columns of w."""
+def as_bias(name: str, bias, w) -> jax.Array | None:
+  """bias as JAX's array, or None; a ValueError unless it fits the columns of w."""
   if bias is None:
-    return
-  check_floating(name, bias)
+    return None
+  bias = as_floating(name, bias)
   if bias.shape != linear.master_weight(w).shape[1:]:
     raise ValueError(f"{name} must be {linear.master_weight(w).shape[1:]}, not {bias.shape}.")
-
-
-def check_floating(name: str, operand: jax.Array) -> None:
-  if isinstance(operand, Quantized):
-    raise TypeError(
-      f"{name} is Quantized, but the recipe decides how {name} is quantized: pass the array, or"
-      f" dequantize({name})."
-    )
-  if not hasattr(operand, "dtype"):
-    raise TypeError(f"{name} must be an array, not a {type(operand).__name__}.")
-  if not jnp.issubdtype(operand.dtype, jnp.floating):
-    raise ValueError(f"{name} must be floating point, not {operand.dtype.name}.")
+  return bias
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))

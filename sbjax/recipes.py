@@ -38,7 +38,7 @@ class Recipe:
   def __post_init__(self):
     for name in ("fwd", "dgrad", "wgrad"):
       _check_pair(name, getattr(self, name))
-    if self.saved not in ("original", "quantized"):
+    if not isinstance(self.saved, str) or self.saved not in ("original", "quantized"):
       raise ValueError(f"saved={self.saved!r} must be 'original' or 'quantized'.")
     if self.saved == "quantized":
       if self.fwd is None or self.dgrad is None:
@@ -113,7 +113,7 @@ def as_recipe(recipe: Recipe | str) -> Recipe:
   if isinstance(recipe, Recipe):
     return recipe
   if not isinstance(recipe, str):
-    raise TypeError(f"A recipe is a Recipe or the name of one, not {recipe!r}.")
+    raise ValueError(f"A recipe is a Recipe or the name of one, not {recipe!r}.")
   if recipe not in RECIPES:
     raise ValueError(f"Unknown recipe {recipe!r}; known: {', '.join(RECIPES)}.")
   return RECIPES[recipe]
@@ -134,9 +134,17 @@ class RecipeRules:
 
   rules: tuple[tuple[str, Recipe], ...]
 
+  def __post_init__(self):
+    if not (isinstance(self.rules, tuple) and all(map(_is_rule, self.rules))):
+      raise ValueError(
+        f"rules={self.rules!r} must be a tuple of pairs (pattern, Recipe); see RecipeRules.of."
+      )
+
   @classmethod
   def of(cls, rules: Mapping[str, Recipe | str]) -> "RecipeRules":
     """The rules of a mapping in its order; a ValueError for a recipe of an unknown name."""
+    if not isinstance(rules, Mapping):
+      raise ValueError(f"rules={rules!r} must be a mapping of patterns to recipes.")
     return cls(tuple((pattern, as_recipe(recipe)) for pattern, recipe in rules.items()))
 
   def at(self, path: str) -> Recipe:
@@ -161,13 +169,22 @@ class RecipeRules:
         )
 
 
+def _is_rule(rule) -> bool:
+  return (
+    isinstance(rule, tuple)
+    and len(rule) == 2
+    and isinstance(rule[0], str)
+    and isinstance(rule[1], Recipe)
+  )
+
+
 def parse_recipe(text: str) -> Recipe | RecipeRules:
   """A recipe by its name, or rules written "*/fc1=full, *=switchback".
 
   Raises:
     ValueError: an unknown name, or a rule without a pattern.
   """
-  if "=" not in text:
+  if not isinstance(text, str) or "=" not in text:
     return as_recipe(text)
   rules = []
   for rule in text.split(","):

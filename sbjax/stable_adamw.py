@@ -8,12 +8,17 @@ StableAdamW (their Algorithm 2) divides the learning rate of that tensor by `max
 update clipping of AdaFactor (Shazeer and Stern 2018, https://arxiv.org/abs/1804.04235).
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+
+from sbjax.formats import floating_dtype
+from sbjax.quantize import as_floating
 
 
 class ScaleByStableAdamState(NamedTuple):
@@ -42,17 +47,25 @@ def scale_by_stable_adam(
   >>> optimizer = optax.chain(scale_by_stable_adam(b2=0.95), optax.scale(-1e-3))
   >>> state = optimizer.init({"w": jnp.ones(3)})
   """
-  if decay_with not in ("clipped", "plain"):
+  _check("b1", b1, "from 0 to below 1", lambda b: 0 <= b < 1)
+  _check("b2", b2, "from 0 to below 1", lambda b: 0 <= b < 1)
+  _check("eps", eps, "0 or more", lambda e: 0 <= e < jnp.inf)
+  _check("clip_threshold", clip_threshold, "above 0", lambda d: d > 0)
+  if not callable(weight_decay):
+    _check("weight_decay", weight_decay, "a schedule or finite", np.isfinite)
+  mu_dtype = None if mu_dtype is None else floating_dtype("mu_dtype", mu_dtype)
+  if not isinstance(decay_with, str) or decay_with not in ("clipped", "plain"):
     raise ValueError(f"{decay_with=} is not a rule for weight decay: 'clipped' or 'plain'.")
 
   def init(params):
-    leading_axes = stacked(params) if callable(stacked) else stacked or 0
+    leading_axes = stacked(params) if callable(stacked) else 0 if stacked is None else stacked
+    jax.tree.map(functools.partial(as_floating, "a parameter"), params)
     return ScaleByStableAdamState(
       count=jnp.zeros([], jnp.int32),
       mu=optax.tree.zeros_like(params, dtype=mu_dtype),
       nu=optax.tree.zeros_like(params, dtype=jnp.float32),
       rms=jax.tree.map(
-        lambda axes, tree: jax.tree.map(lambda p: jnp.zeros(p.shape[:axes], jnp.float32), tree),
+        lambda axes, tree: jax.tree.map(functools.partial(_rms_of_none, axes), tree),
         leading_axes,
         params,
       ),
@@ -61,7 +74,7 @@ def scale_by_stable_adam(
   def update(updates, state, params=None):
     count = optax.safe_increment(state.count)
     w1, w2 = _newest_weight(b1, count), _newest_weight(b2, count)
-    g = _map(lambda g: g.astype(jnp.float32), updates)
+    g = _map(_as_gradient, updates, state.mu)
     mu = _map(lambda g, m: (1 - w1) * m.astype(jnp.float32) + w1 * g, g, state.mu)
     nu = _map(lambda g, n: (1 - w2) * n + w2 * g**2, g, state.nu)
     rms = _map(lambda g, n, r: _rms(g, n, eps, _own_axes(r, g)), g, nu, state.rms)
@@ -137,6 +150,8 @@ def stable_adamw(
   >>> optax.apply_updates(params, updates)["w"].round(4)
   Array([0.9988, 0.9988, 0.9988], dtype=float32)
   """
+  if not callable(learning_rate):
+    _check("learning_rate", learning_rate, "a schedule or finite", np.isfinite)
   return optax.chain(
     scale_by_stable_adam(
       b1,
@@ -168,6 +183,28 @@ def tensor_rms(opt_state) -> dict[str, jax.Array]:
     for state in filter(is_ours, jax.tree.leaves(opt_state, is_leaf=is_ours))
     for path, rms in jax.tree_util.tree_leaves_with_path(state.rms)
   }
+
+
+def _check(name: str, value, range_: str, fits: Callable) -> None:
+  """Raises a ValueError for a number beyond its range; `optax.inject_hyperparams` gives arrays."""
+  is_number = isinstance(value, int | float | np.number) and not isinstance(value, complex)
+  if not isinstance(value, jax.Array | np.ndarray) and not (is_number and fits(value)):
+    raise ValueError(f"{name}={value!r} must be a number, {range_}.")
+
+
+def _rms_of_none(axes, p) -> jax.Array:
+  """The RMS before the first update: 0 for each tensor that p stacks along its first `axes`."""
+  if not isinstance(axes, int) or not 0 <= axes <= p.ndim:
+    raise ValueError(f"stacked={axes!r} must be a number of leading axes of {p.shape}.")
+  return jnp.zeros(p.shape[:axes], jnp.float32)
+
+
+def _as_gradient(g, m) -> jax.Array:
+  """g in float32; a ValueError unless it is floating point and of its parameter's shape."""
+  g = as_floating("a gradient", g)
+  if g.shape != m.shape:
+    raise ValueError(f"A gradient {g.shape} must have its parameter's shape {m.shape}.")
+  return g.astype(jnp.float32)
 
 
 def _newest_weight(b, count):

@@ -195,9 +195,9 @@ def test_errors_name_the_value_and_what_would_be_right():
 
 def test_a_quantized_input_is_refused():
   x = quantize(normal((5, 12)), SWITCHBACK.fwd[0])
-  with pytest.raises(TypeError, match="x is Quantized"):
+  with pytest.raises(ValueError, match="x is Quantized"):
     shapes(SwitchBackDense(8), x)
-  with pytest.raises(TypeError, match="x is Quantized"):
+  with pytest.raises(ValueError, match="x is Quantized"):
     SwitchBackLinear(12, 8, rngs=nnx.Rngs(0))(x)
 
 

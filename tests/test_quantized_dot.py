@@ -365,9 +365,9 @@ def test_errors_name_the_value_and_what_would_be_right(x, w, recipe, message):
 def test_a_quantized_operand_is_refused():
   x, w = jnp.ones((2, 4)), jnp.ones((4, 3))
   x_q, w_q = (quantize(a, SWITCHBACK.fwd[0]) for a in (x, w))
-  with pytest.raises(TypeError, match=r"x is Quantized.* pass the array, or dequantize\(x\)"):
+  with pytest.raises(ValueError, match=r"x is Quantized.* pass the array, or dequantize\(x\)"):
     quantized_dot(x_q, w, "switchback")
-  with pytest.raises(TypeError, match=r"w is Quantized.* pass the array, or dequantize\(w\)"):
+  with pytest.raises(ValueError, match=r"w is Quantized.* pass the array, or dequantize\(w\)"):
     quantized_dot(x, w_q, "switchback")
 
 

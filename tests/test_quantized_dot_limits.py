@@ -81,5 +81,5 @@ def test_a_symbolic_batch_can_be_exported(name):
   ],
 )
 def test_arguments_of_the_wrong_type_are_named(x, recipe, message):
-  with pytest.raises(TypeError, match=message):
+  with pytest.raises(ValueError, match=message):
     quantized_dot(x, jnp.ones((1, 1)), recipe)
