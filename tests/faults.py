@@ -15,6 +15,7 @@ draw: start-0.txt and so on are the output of each start.
 import argparse
 import collections
 import concurrent.futures
+import importlib.metadata
 import itertools
 import json
 import os
@@ -29,8 +30,6 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-
-import jax
 
 from tests.fault_case import STEPS, Case, Damage, Lost, Truth, remove
 
@@ -349,7 +348,7 @@ def summary(rows: list[dict], seconds: float) -> str:
   lines = [f"{'':20}{''.join(f'{outcome:>9}' for outcome in outcomes)}"]
   for name in ("draws", *FAULTS):
     lines.append(f"{name:20}{''.join(f'{counts[name, outcome]:9}' for outcome in outcomes)}")
-  versions = f"jax {jax.__version__}, Python {platform.python_version()}"
+  versions = f"jax {importlib.metadata.version('jax')}, Python {platform.python_version()}"
   return "\n".join([*lines, f"{len(rows)} draws in {seconds:.0f} s, {versions}."])
 
 
