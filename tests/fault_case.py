@@ -78,6 +78,14 @@ class Start:
   def signal(self, signum: int) -> None:
     self.process.send_signal(signum)
 
+  @contextlib.contextmanager
+  def stopped(self):
+    self.signal(signal.SIGSTOP)
+    try:
+      yield
+    finally:
+      self.signal(signal.SIGCONT)
+
   def step(self) -> int:
     """The last step that this process has printed; 0 before the first."""
     steps = re.findall(r"^step +(\d+)/\d+  (?:loss|compiled)", "".join(self.out), re.MULTILINE)

@@ -15,6 +15,7 @@ draw: start-0.txt and so on are the output of each start.
 import argparse
 import collections
 import concurrent.futures
+import contextlib
 import importlib.metadata
 import itertools
 import json
@@ -33,6 +34,7 @@ from pathlib import Path
 
 from tests.fault_case import STEPS, Case, Damage, Lost, Truth, remove
 
+OUTCOMES = ("equal", "refused", "lost")
 _DISK_BYTES = 80 * 2**20  # A run takes 30 MB.
 
 
@@ -70,9 +72,8 @@ def stop(case: Case, rng: random.Random) -> None:
   """SIGSTOP, and SIGCONT up to 4 seconds later."""
   seconds = 4 * rng.random()
   if case.program:
-    case.program.signal(signal.SIGSTOP)
-    time.sleep(seconds)
-    case.program.signal(signal.SIGCONT)
+    with case.program.stopped():
+      time.sleep(seconds)
 
 
 def fill(case: Case, rng: random.Random) -> None:
@@ -86,12 +87,10 @@ def fill(case: Case, rng: random.Random) -> None:
     case.settle()
     return
   filler = case.disk / "filler"
-  with filler.open("wb", buffering=0) as file:
-    try:
-      while (free := shutil.disk_usage(case.disk).free) > room:
-        file.write(bytes(min(free - room, 2**20)))
-    except OSError:
-      pass  # The program took the rest meanwhile.
+  # A write fails if the program took the rest meanwhile.
+  with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+    while (free := shutil.disk_usage(case.disk).free) > room:
+      file.write(bytes(min(free - room, 2**20)))
   case.settle()
   filler.unlink()
 
@@ -100,13 +99,12 @@ def second_program(case: Case, rng: random.Random) -> None:
   """The same command is started again while the program runs."""
   if not case.program or not 0 < case.program.step() < STEPS - 4:
     return
-  case.program.signal(signal.SIGSTOP)  # It cannot end before the second looks.
-  second = case.new_start()
-  try:
-    second.wait(case.limit)
-  finally:
-    case.log(second)
-    case.program.signal(signal.SIGCONT)
+  with case.program.stopped():  # It cannot end before the second looks.
+    second = case.new_start()
+    try:
+      second.wait(case.limit)
+    finally:
+      case.log(second)
   message = second.message()
   if second.process.returncode < 1 or "Traceback" in message or str(case.workdir) not in message:
     raise Lost(f"a second program, code {second.process.returncode}: {message or 'no message'}")
@@ -151,9 +149,10 @@ def delete_checkpoints(case: Case, rng: random.Random) -> None:
   """The folder of checkpoints is deleted, half of the time under the running program."""
   if rng.random() < 0.5:
     case.kill()
-  if case.checkpoints.exists():
-    case.damages.append(Damage(case, case.checkpoints))
-    shutil.rmtree(case.checkpoints, ignore_errors=True)
+  with case.program.stopped() if case.program else contextlib.nullcontext():
+    if case.checkpoints.exists():
+      case.damages.append(Damage(case, case.checkpoints))
+      shutil.rmtree(case.checkpoints)
 
 
 def damage_config(case: Case, rng: random.Random) -> None:
@@ -241,7 +240,7 @@ def plan(seed: int) -> list[tuple[int, str]]:
   return list(zip(sorted(rng.randint(0, STEPS) for _ in names), names, strict=True))
 
 
-def draw(seed: int, truth: Truth, shared: Path, limit: float, keep: bool = True) -> dict:
+def draw(seed: int, truth: Truth, shared: Path, limit: float) -> dict:
   """Carries out the plan of a seed; the row that describes what came of it."""
   faults, started, reason = plan(seed), time.monotonic(), ""
   names = [name for _, name in faults]
@@ -256,14 +255,14 @@ def draw(seed: int, truth: Truth, shared: Path, limit: float, keep: bool = True)
     case.finish()
     case.check(truth)
     outcome = "refused" if case.refusals else "equal"
-  except Lost as lost:
-    outcome, reason = "lost", str(lost)
+  except (Lost, OSError) as error:
+    outcome, reason = "lost", str(error)
   finally:
     if case.program:
       case.log(case.program)
     if mounted:
-      subprocess.run(["umount", case.disk], check=True)
-  if outcome != "lost" or not keep:
+      subprocess.run(["umount", "--lazy", case.disk], check=True)
+  if outcome != "lost":
     shutil.rmtree(case.folder)
   return {
     "seed": seed,
@@ -284,53 +283,66 @@ def can_mount(folder: Path) -> bool:
     return False
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
   parser.add_argument("--draws", type=int, help="how many; without it, until --seconds")
-  parser.add_argument("--seconds", type=float, help="no draw starts later")
+  parser.add_argument("--seconds", type=float, default=float("inf"), help="no draw starts later")
   parser.add_argument("--seed", type=int, default=0, help="of the first draw")
   parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="draws at a time")
   parser.add_argument("--limit", type=float, default=180, help="seconds until a start hangs")
-  parser.add_argument("--out", help="a file to add a line of JSON a draw to")
-  options = parser.parse_args(arguments)
-  if options.draws is None and options.seconds is None:
+  parser.add_argument("--out", type=Path, help="a file to add a line of JSON a draw to")
+  options = parser.parse_args()
+  if options.draws is None and options.seconds == float("inf"):
     parser.error("Give --draws or --seconds.")
   shared = Path(tempfile.mkdtemp(prefix="faults-"))
-  started, rows, lock = time.monotonic(), [], threading.Lock()
+  if can_mount(shared):
+    subprocess.run(["umount", shared], check=True)
+  else:
+    print("Mounting is not permitted: `fill` limits the size of files instead.")
+  rows = run_draws(options, shared)
+  print(table(rows))
+  print(json.dumps(totals(rows)))
+  if options.out:
+    append(options.out, totals(rows))
+  if any(row["outcome"] == "lost" for row in rows):
+    print(f"The folders of lost draws are in {shared}.")
+    return 1
+  shutil.rmtree(shared)
+  return 0
+
+
+def run_draws(options: argparse.Namespace, shared: Path) -> list[dict]:
+  """The rows of the draws, `options.jobs` at a time, each printed when it ends."""
+  last_start = time.monotonic() + options.seconds
   print("Training without faults.", flush=True)
   truth = Truth(shared, options.limit)
-  if not can_mount(shared / "whole/disk"):
-    print("Mounting is not permitted: `fill` limits the size of files instead.")
-  else:
-    subprocess.run(["umount", shared / "whole/disk"], check=True)
-  end = None if options.draws is None else options.seed + options.draws
   seeds = itertools.count(options.seed)
+  if options.draws is not None:
+    seeds = iter(range(options.seed, options.seed + options.draws))
+  rows, lock = [], threading.Lock()
 
   def work() -> None:
-    while True:
+    while time.monotonic() < last_start:
       with lock:
-        seed = next(seeds)
-      late = options.seconds is not None and time.monotonic() - started > options.seconds
-      if late or (end is not None and seed >= end):
+        seed = next(seeds, None)
+      if seed is None:
         return
       row = draw(seed, truth, shared, options.limit)
       with lock:
         rows.append(row)
         print(describe(row), flush=True)
         if options.out:
-          with open(options.out, "a") as file:
-            file.write(json.dumps(row) + "\n")
+          append(options.out, row)
 
   with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
     for job in [pool.submit(work) for _ in range(options.jobs)]:
       job.result()
-  lost = [row for row in rows if row["outcome"] == "lost"]
-  print(summary(rows, time.monotonic() - started))
-  if lost:
-    print(f"The folders of lost draws are in {shared}.")
-  else:
-    shutil.rmtree(shared)
-  return 1 if lost else 0
+  return rows
+
+
+def append(path: Path, row: dict) -> None:
+  with path.open("a") as file:
+    file.write(json.dumps(row) + "\n")
 
 
 def describe(row: dict) -> str:
@@ -338,18 +350,29 @@ def describe(row: dict) -> str:
   return f"{line}\n  {row['reason']}" if "reason" in row else line
 
 
-def summary(rows: list[dict], seconds: float) -> str:
-  """The outcomes of all draws, and of the draws with each fault."""
-  outcomes = ("equal", "refused", "lost")
-  counts = collections.Counter()
-  for row in rows:
-    for name in {"draws", *(fault.partition(" ")[0] for fault in row["faults"])}:
-      counts[name, row["outcome"]] += 1
-  lines = [f"{'':20}{''.join(f'{outcome:>9}' for outcome in outcomes)}"]
-  for name in ("draws", *FAULTS):
-    lines.append(f"{name:20}{''.join(f'{counts[name, outcome]:9}' for outcome in outcomes)}")
-  versions = f"jax {importlib.metadata.version('jax')}, Python {platform.python_version()}"
-  return "\n".join([*lines, f"{len(rows)} draws in {seconds:.0f} s, {versions}."])
+def table(rows: list[dict]) -> str:
+  """The outcomes of the draws with each fault."""
+  counts = collections.Counter(
+    (name, row["outcome"])
+    for row in rows
+    for name in {fault.partition(" ")[0] for fault in row["faults"]}
+  )
+  lines = [f"{'':20}{''.join(f'{outcome:>9}' for outcome in OUTCOMES)}"]
+  for name in FAULTS:
+    lines.append(f"{name:20}{''.join(f'{counts[name, outcome]:9}' for outcome in OUTCOMES)}")
+  return "\n".join(lines)
+
+
+def totals(rows: list[dict]) -> dict:
+  counts = collections.Counter(row["outcome"] for row in rows)
+  return {
+    "draws": len(rows),
+    **{outcome: counts[outcome] for outcome in OUTCOMES},
+    "command": f"python -m tests.faults {' '.join(sys.argv[1:])}",
+    "jax": importlib.metadata.version("jax"),
+    "python": platform.python_version(),
+    "cores": os.cpu_count(),
+  }
 
 
 if __name__ == "__main__":
