@@ -37,6 +37,7 @@ _PROGRAM = (
   "test_distributed",
   "test_docs",
   "test_examples",
+  "test_faults",
   "test_loop",
   "test_main",
   "test_step",
