@@ -153,11 +153,13 @@ def tar_header(kind, size):
 @pytest.mark.parametrize(
   "shard",
   [
-    tar_header(tarfile.XHDTYPE, 2**30),
-    tar_header(tarfile.GNUTYPE_LONGNAME, 2**30),
-    tar_header(tarfile.REGTYPE, -1024),
+    tar_header(tarfile.XHDTYPE, 2**21) + bytes(2**21) + tar_header(tarfile.REGTYPE, 0),
+    tar_header(tarfile.GNUTYPE_LONGNAME, 2**21) + b"n" * 2**21 + tar_header(tarfile.REGTYPE, 0),
+    tar_header(tarfile.REGTYPE, -512),  # The next header would be this one.
     tar_header(tarfile.XHDTYPE, 512) * 2000,
-    tar_header(tarfile.XHDTYPE, 512) + b"14 size=-1024\n".ljust(512, b"\0") + tar_header(b"0", 9),
+    tar_header(tarfile.XHDTYPE, 512)
+    + b"14 size=-1536\n".ljust(512, b"\0")
+    + tar_header(tarfile.REGTYPE, 9),
   ],
   ids=["large pax", "large name", "negative", "nested", "negative pax"],
 )
