@@ -161,7 +161,7 @@ def test_a_damaged_jpeg_is_decoded_by_pillow_or_refused():
   ("size", "limits", "message"),
   [
     ((109, 93), {"image_pixels": 10_000}, "more pixels than data.max_image_pixels=10000"),
-    ((900, 3), {}, "thinner than data.max_aspect_ratio=100 to 1"),
+    ((900, 3), {}, "a ratio of sides above data.max_aspect_ratio=100"),
   ],
 )
 def test_an_image_beyond_a_limit_is_refused_before_it_is_decoded(

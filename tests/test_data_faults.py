@@ -99,7 +99,7 @@ def test_an_error_nobody_foresaw_skips_its_sample(config, folder, monkeypatch):
   [
     ({"max_member_bytes": 2_000}, "file larger than data.max_member_bytes=2000"),
     ({"max_image_pixels": 63}, "image with more pixels than data.max_image_pixels=63"),
-    ({"max_aspect_ratio": 3}, "image with thinner than data.max_aspect_ratio=3 to 1"),
+    ({"max_aspect_ratio": 3}, "image with a ratio of sides above data.max_aspect_ratio=3"),
   ],
 )
 def test_samples_beyond_a_limit_are_listed_and_skipped(config, folder, limit, reason):
@@ -108,6 +108,21 @@ def test_samples_beyond_a_limit_are_listed_and_skipped(config, folder, limit, re
   builder = data.prepare(dataclasses.replace(config, **limit))
   assert captions(builder) == [["caption 0"]]
   assert skipped(builder) == {"large": reason}
+
+
+@pytest.mark.parametrize(
+  ("field", "value"),
+  [
+    ("max_member_bytes", 0),
+    ("max_image_pixels", -1),
+    ("max_aspect_ratio", 0.5),
+    ("max_aspect_ratio", float("nan")),
+    ("max_label", -1),
+  ],
+)
+def test_a_limit_that_admits_nothing_is_refused(config, field, value):
+  with pytest.raises(ValueError, match=f"data.{field}={value} must be"):
+    whole_run(dataclasses.replace(config, **{field: value})).check()
 
 
 @pytest.mark.parametrize("compress", ["w", "w:gz"])
@@ -138,11 +153,13 @@ def tar_header(kind, size):
 @pytest.mark.parametrize(
   "shard",
   [
-    tar_header(tarfile.XHDTYPE, 2**30),
-    tar_header(tarfile.GNUTYPE_LONGNAME, 2**30),
-    tar_header(tarfile.REGTYPE, -1024),
+    tar_header(tarfile.XHDTYPE, 2**21) + bytes(2**21) + tar_header(tarfile.REGTYPE, 0),
+    tar_header(tarfile.GNUTYPE_LONGNAME, 2**21) + b"n" * 2**21 + tar_header(tarfile.REGTYPE, 0),
+    tar_header(tarfile.REGTYPE, -512),  # The next header would be this one.
     tar_header(tarfile.XHDTYPE, 512) * 2000,
-    tar_header(tarfile.XHDTYPE, 512) + b"14 size=-1024\n".ljust(512, b"\0") + tar_header(b"0", 9),
+    tar_header(tarfile.XHDTYPE, 512)
+    + b"14 size=-1536\n".ljust(512, b"\0")
+    + tar_header(tarfile.REGTYPE, 9),
   ],
   ids=["large pax", "large name", "negative", "nested", "negative pax"],
 )

@@ -50,7 +50,7 @@ def check_size(width: int, height: int, limits: Limits) -> None:
   if width * height > limits.image_pixels:
     raise BeyondLimits(f"more pixels than data.max_image_pixels={limits.image_pixels}")
   if max(width, height) > limits.aspect_ratio * min(width, height):
-    raise BeyondLimits(f"thinner than data.max_aspect_ratio={limits.aspect_ratio:g} to 1")
+    raise BeyondLimits(f"a ratio of sides above data.max_aspect_ratio={limits.aspect_ratio:g}")
 
 
 def decode(content: bytes, limits: Limits) -> Image.Image:
