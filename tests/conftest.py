@@ -37,8 +37,10 @@ _PROGRAM = (
   "test_distributed",
   "test_docs",
   "test_examples",
+  "test_inference",
   "test_loop",
   "test_main",
+  "test_run_end",
   "test_step",
   "test_watchdog",
 )

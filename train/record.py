@@ -14,7 +14,7 @@ from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
 from train.config import Config
-from train.errors import RunError
+from train.wandb_log import WandbLog
 
 
 class Recorder:
@@ -24,7 +24,7 @@ class Recorder:
     self._writes = jax.process_index() == 0
     if not self._writes:
       return
-    self._wandb = _wandb_run(config, workdir)
+    self._wandb = WandbLog(config, workdir) if config.wandb_project else None
     path = workdir / "metrics.jsonl"
     _drop_after(path, start)
     self._file = path.open("a", buffering=1)
@@ -84,18 +84,3 @@ def _drop_after(path: Path, step: int) -> None:
   if path.is_file():
     records = [r for r in read_metrics(path) if r["step"] <= step]
     path.write_text("".join(json.dumps(r) + "\n" for r in records))
-
-
-def _wandb_run(config: Config, workdir: Path):
-  if not config.wandb_project:
-    return None
-  try:
-    import wandb
-  except ImportError as error:
-    raise RunError(
-      f"wandb_project={config.wandb_project!r} needs Weights & Biases: pip install wandb,"
-      ' or leave it "".'
-    ) from error
-  return wandb.init(
-    project=config.wandb_project, id=workdir.name, resume="allow", config=config.to_dict()
-  )
