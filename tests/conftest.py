@@ -38,8 +38,10 @@ _PROGRAM = (
   "test_docs",
   "test_examples",
   "test_faults",
+  "test_inference",
   "test_loop",
   "test_main",
+  "test_run_end",
   "test_step",
   "test_watchdog",
 )

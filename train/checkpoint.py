@@ -34,7 +34,7 @@ class Restored(NamedTuple):
 class Checkpointer:
   """Saves to and restores from `directory`, keeping the newest `keep` steps, or only reads."""
 
-  def __init__(self, directory: str | Path, keep: int, read_only: bool = False):
+  def __init__(self, directory: str | Path, keep: int = 1, read_only: bool = False):
     self.directory = Path(directory).absolute()
     self._read_only = read_only
     self._manager = ocp.CheckpointManager(

@@ -141,7 +141,7 @@ class Config:
 
   @classmethod
   def from_dict(cls, values: dict) -> "Config":
-    """The inverse of `to_dict`; a field that is missing takes its default."""
+    """The inverse of `to_dict`: a missing field takes its default, an unknown one is ignored."""
     return _from_dict(cls, values)
 
 
@@ -212,5 +212,5 @@ def _has_type(value, kind) -> bool:
 def _from_dict(kind, value):
   if isinstance(value, dict):
     kinds = {field.name: field.type for field in dataclasses.fields(kind)}
-    return kind(**{name: _from_dict(kinds[name], value) for name, value in value.items()})
+    return kind(**{name: _from_dict(kinds[name], v) for name, v in value.items() if name in kinds})
   return tuple(value) if isinstance(value, list) else value

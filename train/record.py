@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from train.config import Config
 from train.errors import RunError
+from train.wandb_log import WandbLog
 from train.workdir import replace_text
 
 
@@ -35,8 +36,8 @@ class Recorder:
     self._writes = jax.process_index() == 0
     if not self._writes:
       return
-    self._wandb = _wandb_run(config, workdir)
     self._workdir = workdir
+    self._wandb = WandbLog(config, workdir) if config.wandb_project else None
     path = workdir / "metrics.jsonl"
     with self._explained():
       _drop_after(path, start)
@@ -145,18 +146,3 @@ def _record(line: bytes) -> dict | None:
   except (ValueError, RecursionError):
     return None
   return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
-
-
-def _wandb_run(config: Config, workdir: Path):
-  if not config.wandb_project:
-    return None
-  try:
-    import wandb
-  except ImportError as error:
-    raise RunError(
-      f"wandb_project={config.wandb_project!r} needs Weights & Biases: pip install wandb,"
-      ' or leave it "".'
-    ) from error
-  return wandb.init(
-    project=config.wandb_project, id=workdir.name, resume="allow", config=config.to_dict()
-  )

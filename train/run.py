@@ -115,8 +115,6 @@ def make_run(config: Config, workdir: Path, read_only: bool = False) -> Run:
     data.check_split(builder, split)
   tokenizer = _tokenizer(config, builder, workdir)
   task = make_task(config, tokenizer)
-  abstract = jax.eval_shape(make_init(task, optimizer, config.seed))
-  shardings = state_shardings(abstract, abstract.params, mesh)
   return Run(
     config=config,
     builder=builder,
@@ -125,10 +123,17 @@ def make_run(config: Config, workdir: Path, read_only: bool = False) -> Run:
     task=task,
     optimizer=optimizer,
     schedule=schedule,
-    abstract_state=jax.tree.map(
-      lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings
-    ),
+    abstract_state=abstract_state(task, optimizer, config.seed, mesh),
     checkpointer=Checkpointer(workdir / "checkpoints", config.checkpoint_keep, read_only),
+  )
+
+
+def abstract_state(task: CLIPTask, optimizer, seed: int, mesh: jax.sharding.Mesh) -> TrainState:
+  """The shapes and shardings of a run's state on a mesh."""
+  abstract = jax.eval_shape(make_init(task, optimizer, seed))
+  shardings = state_shardings(abstract, abstract.params, mesh)
+  return jax.tree.map(
+    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings
   )
 
 
