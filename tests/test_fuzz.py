@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 from flax_case import compiled
 from fuzz_case import (
+  LARGEST,
   LEAST,
   MOST,
   UNIT,
