@@ -127,12 +127,12 @@ def check_quantizable(x) -> jax.Array:
 def as_floating(name: str, x) -> jax.Array:
   """x as JAX's array; a ValueError unless it is an array of a dtype in FLOATS."""
   if isinstance(x, Quantized):
-    raise ValueError(f"{name} is Quantized already: pass the array, or dequantize({name}).")
+    raise ValueError(f"{name} is Quantized: pass the array, or dequantize({name}).")
   if not (isinstance(x, jax.Array | np.ndarray | np.generic) or hasattr(x, "__jax_array__")):
     raise ValueError(f"{name} must be an array, not a {type(x).__name__}.")
   if x.dtype not in FLOATS:
     known = ", ".join(dtype.name for dtype in FLOATS)
-    raise ValueError(f"{name} must be floating point ({known}), not {x.dtype.name}.")
+    raise ValueError(f"{name} must be floating point, not {x.dtype.name}: {known}.")
   return jnp.asarray(x)
 
 

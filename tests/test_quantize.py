@@ -226,8 +226,8 @@ def test_the_factor_of_the_smallest_magnitudes_is_the_largest_float32(dtype):
 @pytest.mark.parametrize(
   ("x", "spec", "message"),
   [
-    (jnp.ones((2, 3), jnp.int32), INT8_ROW, r"floating-point.*int32"),
-    (jnp.ones((2, 3), bool), INT8_ROW, r"floating-point.*bool"),
+    (jnp.ones((2, 3), jnp.int32), INT8_ROW, r"floating point.*int32"),
+    (jnp.ones((2, 3), bool), INT8_ROW, r"floating point.*bool"),
     (jnp.ones((2, 3, 4)), INT8_ROW, r"\[rows, K\].*\(2, 3, 4\)"),
     (jnp.ones(3), INT8_ROW, r"\[rows, K\].*\(3,\)"),
   ],
