@@ -22,7 +22,7 @@ import pytest
 from train import loop
 from train.config import Config, ModelConfig
 from train.errors import RunError
-from train.run import check_continues
+from train.run import _MAY_CHANGE, check_continues
 from train.task import CLIPTask
 from train.watchdog import EXIT_CODE
 
@@ -247,6 +247,11 @@ def test_a_failed_first_try_does_not_block_the_workdir(train, whole, tmp_path, m
   for there, here in zip(final_state(tmp_path), final_state(whole), strict=True):
     np.testing.assert_array_equal(there, here)
   assert (tmp_path / "tokenizer.json").read_text() == (whole / "tokenizer.json").read_text()
+
+
+def test_the_docs_name_each_field_that_may_change():
+  text = (ROOT / "docs" / "training_clip.md").read_text()
+  assert {name for name in _MAY_CHANGE if f"`{name}`" not in text} == set()
 
 
 def test_nan_in_a_config_equals_itself(tmp_path):
