@@ -5,7 +5,6 @@ import itertools
 import json
 import os
 import re
-import resource
 import subprocess
 import sys
 import time
@@ -347,14 +346,3 @@ def test_a_clock_that_jumps_back_changes_no_duration(train, tmp_path, monkeypatc
   records = train(tmp_path)
   assert all(r["step_seconds"] > 0 for r in records if "loss" in r)
   assert json.loads((tmp_path / "result.json").read_text())["seconds"] >= 0
-
-
-def test_a_full_disk_at_the_first_file_is_an_os_error_with_its_reason(train, tmp_path):
-  before = resource.getrlimit(resource.RLIMIT_FSIZE)
-  resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
-  try:
-    with pytest.raises(OSError, match="File too large"):
-      train(tmp_path)
-  finally:
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-  train(tmp_path)
