@@ -117,6 +117,11 @@ def test_a_saved_tokenizer_gives_the_same_ids(bpe, tmp_path):
     np.testing.assert_array_equal(loaded(NASTY, 32), bpe(NASTY, 32))
 
 
+def test_a_full_disk_is_an_os_error(bpe):
+  with pytest.raises(OSError, match="No space left on device"):
+    bpe.save("/dev/full")
+
+
 def test_a_foreign_file_keeps_its_own_cleaning_and_special_tokens(tmp_path):
   words = {"<|endoftext|>": 0, "Red": 1, "red": 2, "[UNK]": 3}
   foreign = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
