@@ -157,6 +157,7 @@ class Case:
     self._newest_good = 0
     self._environment = {
       **os.environ,
+      "TMPDIR": str(folder),
       "JAX_PLATFORMS": "cpu",
       "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
       "JAX_COMPILATION_CACHE_DIR": str(shared / "compiled"),
@@ -219,8 +220,9 @@ class Case:
     code = program.process.returncode
     self.log(program)
     self.program = None
-    if "Traceback (most recent call last)" in "".join(program.err):
-      raise Lost(f"traceback: {''.join(program.err).strip().splitlines()[-1]}")
+    traceback = re.search(r"Traceback \(most.*\n(?:\s.*\n)*(.*)", "".join(program.err))
+    if traceback:
+      raise Lost(f"traceback: {traceback[1]}")
     if program.step() and program.continued_after() < self._newest_good:
       raise Lost(
         f"started after step {program.continued_after()} though step {self._newest_good} was good"
