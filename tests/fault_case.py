@@ -52,7 +52,7 @@ class Lost(Exception):
 class Start:
   """One start of the program. Threads read its output."""
 
-  def __init__(self, command: list[str], environment: dict[str, str]):
+  def __init__(self, command: list[str], environment: dict[str, str] | None = None):
     self.process = subprocess.Popen(
       command,
       cwd=ROOT,
@@ -310,10 +310,12 @@ class Truth:
     write_tars(case.data / "tars")
     case.finish()
     self.data, self.records, self.state = case.data, case.records(), case.state()
-    # A resume compiles more than a first start. It is also the first test.
-    remove(case.checkpoints / str(STEPS))
-    case.finish()
-    case.check(self)
+
+  def resume(self) -> None:
+    """Repeats the last steps, which compiles what only a resumed run needs."""
+    remove(self.case.checkpoints / str(STEPS))
+    self.case.finish()
+    self.case.check(self)
 
 
 def write_tars(folder: Path) -> None:
