@@ -52,7 +52,7 @@ class Lost(Exception):
 class Start:
   """One start of the program. Threads read its output."""
 
-  def __init__(self, command: list[str], environment: dict[str, str]):
+  def __init__(self, command: list[str], environment: dict[str, str] | None = None):
     self.process = subprocess.Popen(
       command,
       cwd=ROOT,
@@ -157,6 +157,7 @@ class Case:
     self._newest_good = 0
     self._environment = {
       **os.environ,
+      "TMPDIR": str(folder),
       "JAX_PLATFORMS": "cpu",
       "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
       "JAX_COMPILATION_CACHE_DIR": str(shared / "compiled"),
@@ -219,8 +220,9 @@ class Case:
     code = program.process.returncode
     self.log(program)
     self.program = None
-    if "Traceback (most recent call last)" in "".join(program.err):
-      raise Lost(f"traceback: {''.join(program.err).strip().splitlines()[-1]}")
+    traceback = re.search(r"Traceback \(most.*\n(?:\s.*\n)*(.*)", "".join(program.err))
+    if traceback:
+      raise Lost(f"traceback: {traceback[1]}")
     if program.step() and program.continued_after() < self._newest_good:
       raise Lost(
         f"started after step {program.continued_after()} though step {self._newest_good} was good"
@@ -308,10 +310,12 @@ class Truth:
     write_tars(case.data / "tars")
     case.finish()
     self.data, self.records, self.state = case.data, case.records(), case.state()
-    # A resume compiles more than a first start. It is also the first test.
-    remove(case.checkpoints / str(STEPS))
-    case.finish()
-    case.check(self)
+
+  def resume(self) -> None:
+    """Repeats the last steps, which compiles what only a resumed run needs."""
+    remove(self.case.checkpoints / str(STEPS))
+    self.case.finish()
+    self.case.check(self)
 
 
 def write_tars(folder: Path) -> None:

@@ -316,6 +316,7 @@ def run_draws(options: argparse.Namespace, shared: Path) -> list[dict]:
   last_start = time.monotonic() + options.seconds
   print("Training without faults.", flush=True)
   truth = Truth(shared, options.limit)
+  truth.resume()
   seeds = itertools.count(options.seed)
   if options.draws is not None:
     seeds = iter(range(options.seed, options.seed + options.draws))

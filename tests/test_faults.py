@@ -2,11 +2,12 @@
 
 import json
 import shutil
+import sys
 
 import pytest
 
 from tests import faults
-from tests.fault_case import STEPS, Lost, Truth
+from tests.fault_case import STEPS, Case, Lost, Start, Truth
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +64,19 @@ def test_another_final_state_is_lost(truth, case):
     case.check(truth)
 
 
-def test_a_good_checkpoint_that_is_not_used_is_lost(truth, case):
-  case.start()
-  case._newest_good = STEPS + 1  # As if there were a newer one.
-  with pytest.raises(Lost, match=f"started after step {STEPS} though step {STEPS + 1} was good"):
+@pytest.mark.parametrize(
+  ("program", "reason"),
+  [
+    ("print('step  5/24  loss 1')", "started after step 0 though step 4 was good"),
+    ("import sys; sys.exit('Something is wrong.')", "naming no damage: Something is wrong."),
+    ("1 / 0", "traceback: ZeroDivisionError"),
+    ("import time; time.sleep(60)", "hangs: no end 2 s after step 0"),
+  ],
+)
+def test_a_program_that_ends_wrongly_is_lost(tmp_path, program, reason):
+  case = Case(tmp_path, tmp_path, limit=2 if "hangs" in reason else 60)
+  case.program, case.excused, case._newest_good = Start([sys.executable, "-c", program]), False, 4
+  with pytest.raises(Lost, match=reason):
     case.settle()
+  if case.program:
+    case.program.close()
