@@ -63,6 +63,8 @@ def _tier(item):
   name = _file(item)
   if name.endswith(_KERNELS):
     return "kernels"
+  if name.startswith("test_fuzz"):
+    return "fuzz"
   if name in _PROGRAM:
     return "program"
   return None if {"aot", "gpu", "interop", "program"} & set(item.keywords) else "core"

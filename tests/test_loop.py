@@ -305,6 +305,18 @@ def test_a_damaged_tokenizer_json_is_named_with_the_cure(train, tmp_path):
   assert (tmp_path / "tokenizer.json").read_text() == whole
 
 
+def test_another_tokenizer_json_than_the_run_s_is_named_with_the_cure(train, tmp_path):
+  train(tmp_path, steps=2)
+  path = tmp_path / "tokenizer.json"
+  whole = path.read_text()
+  path.write_text(whole.replace("Ġ", "ġ", 1))  # Still a tokenizer.
+  with pytest.raises(RunError, match=r"tokenizer.json is not the one .* Delete it"):
+    train(tmp_path)
+  path.unlink()
+  train(tmp_path)
+  assert path.read_text() == whole
+
+
 def test_fewer_steps_than_a_run_has_taken_are_refused_and_change_nothing(train, tmp_path):
   train(tmp_path, steps=4)
   before = [(tmp_path / name).read_text() for name in ("config.json", "result.json")]

@@ -7,6 +7,7 @@ are printed as one message; --debug shows their traceback.
 import functools
 import sys
 import textwrap
+import warnings
 from pathlib import Path
 
 from absl import app, flags, logging
@@ -45,6 +46,7 @@ def _run(job, overrides, argv) -> None:
   # orbax logs every file that it writes, and its threads log errors that are raised here as well.
   logging.set_verbosity(logging.FATAL)
   sys.unraisablehook = _unraisablehook
+  warnings.filterwarnings("ignore", ".*was never awaited", RuntimeWarning)  # of the same writes
   xla_flags.set_flags()
   try:
     config = config_flags.load(_CONFIG.value)

@@ -19,7 +19,7 @@ def evaluate_checkpoint(config: Config, workdir: Path) -> dict[str, float]:
   if newest_step(workdir / "checkpoints") is None:
     raise RunError(f"{workdir} holds no checkpoint: train there first, or mend --workdir.")
   run = make_run(config, workdir, read_only=True)
-  restored = run.checkpointer.restore(run.abstract_state)
+  restored = run.restore()
   if restored is None:
     raise RunError(f"{run.checkpointer.directory} holds no checkpoint any more: try again.")
   scores = run.evaluate(restored.state.params)

@@ -90,7 +90,7 @@ def _train(run: Run, workdir: Path, watchdog: Watchdog) -> None:
     process_count=jax.process_count(),
   )
   watchdog.pauses_for("the checkpoint to continue from")
-  restored = checkpointer.restore(run.abstract_state)
+  restored = run.restore()
   if restored is None:
     watchdog.waits_for("the initial state", first=True)
     start, state = 0, run.new_state()
@@ -162,7 +162,7 @@ def _steps(
         _report(run, workdir, step, state.params, scores)
       if saving:
         watchdog.pauses_for(f"the checkpoint of step {step}")
-        checkpointer.save(step, state, position)
+        checkpointer.save(step, state, {**position, "tokenizer": run.tokenizer_checksum})
       if stop and not last:
         checkpointer.wait()
         raise Stopped(stop, step, checkpointer.describe_last_good())
@@ -356,7 +356,7 @@ def _finished(run: Run, workdir: Path) -> dict | None:
     finished = result["step"] == run.config.steps
   except (FileNotFoundError, ValueError, LookupError, TypeError):
     return None
-  restored = run.checkpointer.restore(run.abstract_state) if finished else None
+  restored = run.restore() if finished else None
   return result if restored and restored.step == run.config.steps else None
 
 

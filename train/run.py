@@ -5,6 +5,7 @@ Training and evaluation both use this, so they cannot disagree.
 
 import contextlib
 import sys
+import zlib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ import optax
 from jax.experimental import multihost_utils
 
 from train import data
-from train.checkpoint import Checkpointer
+from train.checkpoint import Checkpointer, Restored
 from train.config import Config, ModelConfig
 from train.errors import RunError
 from train.loss import LOSSES
@@ -40,6 +41,7 @@ class Run(NamedTuple):
   config: Config
   builder: object  # of the data set, prepared
   tokenizer: Tokenizer
+  tokenizer_checksum: int  # of tokenizer.json
   mesh: jax.sharding.Mesh
   task: CLIPTask
   optimizer: optax.GradientTransformation
@@ -66,6 +68,22 @@ class Run(NamedTuple):
       templates=config.data.templates,
       retrieval=bool(config.data.text_key),
     )
+
+  def restore(self) -> Restored | None:
+    """The newest undamaged checkpoint; None if there is none.
+
+    Raises:
+      RunError: no checkpoint can be read, or tokenizer.json is another than the run's.
+    """
+    restored = self.checkpointer.restore(self.abstract_state)
+    before = restored and restored.data.get("tokenizer")  # Older checkpoints do not have it.
+    if before not in (None, self.tokenizer_checksum):
+      path = self.checkpointer.directory.parent / "tokenizer.json"
+      raise RunError(
+        f"{path} is not the one that this run trained with. Delete it, and the same command makes"
+        " it again."
+      )
+    return restored
 
   def samples(self, params) -> list[Sample]:
     """Images of the first evaluation batch, with their nearest captions."""
@@ -119,6 +137,7 @@ def make_run(config: Config, workdir: Path, read_only: bool = False) -> Run:
     config=config,
     builder=builder,
     tokenizer=tokenizer,
+    tokenizer_checksum=zlib.crc32((workdir / "tokenizer.json").read_bytes()),
     mesh=mesh,
     task=task,
     optimizer=optimizer,
