@@ -296,7 +296,7 @@ def test_remat_changes_no_gradient():
   x, w, _ = make_case()
   expected = jax.jit(gradients(SWITCHBACK_M, remat=False))(x, w, w.T)
   for policy in (None, SAVE_PRODUCTS):
-    assert_close(jax.jit(gradients(SWITCHBACK_M, policy))(x, w, w.T), expected, 1e-6)
+    assert_close(jax.jit(gradients(SWITCHBACK_M, policy))(x, w, w.T), expected, 2e-6)
 
 
 def test_a_remat_policy_that_saves_products_recomputes_none():

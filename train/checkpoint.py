@@ -167,6 +167,7 @@ class Checkpointer:
 def _first_line(error: Exception) -> str:
   """The error's type and first line; a long line is cut in the middle, as its ends say most."""
   line = next(iter(str(error).strip().splitlines()), "")
+  line = line.partition(" [source locations")[0]  # Of tensorstore's C++.
   line = f"{line[:120]} ... {line[-180:]}" if len(line) > 310 else line
   return f"{type(error).__name__}: {line}" if line else type(error).__name__
 

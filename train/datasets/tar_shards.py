@@ -85,12 +85,10 @@ class _StrictTarInfo(tarfile.TarInfo):
   Also raises for a size that tarfile would follow backwards, or read into memory.
   """
 
-  @classmethod
-  def frombuf(cls, buf, encoding, errors):
-    info = super().frombuf(buf, encoding, errors)
-    if info.size < 0 or (info.type in b"LKxgX" and info.size > _MAX_HEADER):
-      raise tarfile.InvalidHeaderError(f"a header has {info.size} bytes")
-    return info
+  def _proc_member(self, archive):  # Private, but the same in all versions; `frombuf` is not.
+    if self.size < 0 or (self.type in b"LKxgX" and self.size > _MAX_HEADER):
+      raise tarfile.InvalidHeaderError(f"a header has {self.size} bytes")
+    return super()._proc_member(archive)
 
   @classmethod
   def fromtarfile(cls, tar):
