@@ -19,7 +19,7 @@ FLOATS = tuple(map(jnp.dtype, ("bfloat16", "float16", "float32", "float64")))
 def max_value(dtype) -> float:
   """The largest magnitude a quantized value takes: 127, 448 or 57344."""
   known = _dtype(dtype)
-  if known not in _MAX_VALUE:
+  if known is None or known not in _MAX_VALUE:
     formats = ", ".join(d.name for d in _MAX_VALUE)
     raise ValueError(
       f"{getattr(known, 'name', dtype)!r} is not an 8-bit format sbjax knows: {formats}."

@@ -174,10 +174,10 @@ class Case:
   def checkpoints(self) -> Path:
     return self.workdir / "checkpoints"
 
-  def new_start(self) -> Start:
+  def new_start(self, program: str = "train.main") -> Start:
     paths = {"data.root": self.data / "tars", "data.data_dir": self.prepared}
     options = {**OPTIONS, **paths, "data.workers": self.workers}
-    command = [sys.executable, "-m", "train.main", "--config=configs/quickstart.py"]
+    command = [sys.executable, "-m", program, "--config=configs/quickstart.py"]
     command += [f"--config.{name}={value}" for name, value in options.items()]
     environment = {**self._environment, "JAX_ENABLE_COMPILATION_CACHE": str(self.cached).lower()}
     return Start([*command, f"--workdir={self.workdir}"], environment)

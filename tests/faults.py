@@ -32,7 +32,7 @@ import threading
 import time
 from pathlib import Path
 
-from tests.fault_case import STEPS, Case, Damage, Lost, Truth, remove
+from tests.fault_case import STEPS, Case, Damage, Lost, Start, Truth, remove
 
 OUTCOMES = ("equal", "refused", "lost")
 _DISK_BYTES = 80 * 2**20  # A run takes 30 MB.
@@ -100,14 +100,30 @@ def second_program(case: Case, rng: random.Random) -> None:
   if not case.program or not 0 < case.program.step() < STEPS - 4:
     return
   with case.program.stopped():  # It cannot end before the second looks.
-    second = case.new_start()
-    try:
-      second.wait(case.limit)
-    finally:
-      case.log(second)
+    second = _beside(case, "train.main")
   message = second.message()
   if second.process.returncode < 1 or "Traceback" in message or str(case.workdir) not in message:
     raise Lost(f"a second program, code {second.process.returncode}: {message or 'no message'}")
+
+
+def evaluate(case: Case, rng: random.Random) -> None:
+  """The newest checkpoint is scored while the program runs and writes others."""
+  if not case.program or case.damages:  # It may be right that it finds none.
+    return
+  scored = _beside(case, "train.evaluate")
+  message = scored.message()
+  if scored.process.returncode and "no checkpoint" not in message:
+    raise Lost(f"evaluation, code {scored.process.returncode}: {message or 'no message'}")
+
+
+def _beside(case: Case, program: str) -> Start:
+  """A program that has run to its end."""
+  start = case.new_start(program)
+  try:
+    start.wait(case.limit)
+  finally:
+    case.log(start)
+  return start
 
 
 def kill_worker(case: Case, rng: random.Random) -> None:
@@ -226,8 +242,15 @@ def _damage(case: Case, path: Path, rng: random.Random) -> bool:
 FAULTS = {
   fault.__name__: fault
   for fault in (
-    *(kill, kill_in_save, recompile, terminate, stop, fill, second_program, kill_worker),
-    *(kill_import, damage_checkpoint, delete_checkpoints, damage_config, damage_tokenizer),
+    *(kill, kill_in_save, recompile, terminate, stop, fill, second_program, evaluate),
+    *(
+      kill_worker,
+      kill_import,
+      damage_checkpoint,
+      delete_checkpoints,
+      damage_config,
+      damage_tokenizer,
+    ),
     *(damage_metrics, damage_events, damage_data, delete_tars),
   )
 }
@@ -331,7 +354,10 @@ def run_draws(options: argparse.Namespace, shared: Path) -> list[dict]:
       row = draw(seed, truth, shared, options.limit)
       with lock:
         rows.append(row)
-        print(describe(row), flush=True)
+        said = f"{row['outcome']}, {row['seconds']:.0f} s, {', '.join(row['faults'])}"
+        print(
+          f"seed {row['seed']}: {said}", *row.get("reason", "").splitlines(), sep="\n  ", flush=True
+        )
         if options.out:
           append(options.out, row)
 
@@ -344,11 +370,6 @@ def run_draws(options: argparse.Namespace, shared: Path) -> list[dict]:
 def append(path: Path, row: dict) -> None:
   with path.open("a") as file:
     file.write(json.dumps(row) + "\n")
-
-
-def describe(row: dict) -> str:
-  line = f"seed {row['seed']}: {row['outcome']}, {row['seconds']:.0f} s, {', '.join(row['faults'])}"
-  return f"{line}\n  {row['reason']}" if "reason" in row else line
 
 
 def table(rows: list[dict]) -> str:

@@ -96,6 +96,54 @@ def test_a_missing_process_is_named_in_one_message(tmp_path):
   assert "Traceback" not in err and "stack trace" not in err
 
 
+# The second process works for ever, or raises an error, while the first waits for it in XLA.
+TOGETHER = """
+import jax, sys, time
+from jax.experimental import multihost_utils
+from train import cli
+from train.errors import RunError
+
+def job(config, workdir):
+  print("together", flush=True)
+  if jax.process_index() == {other}:
+    {does}
+  multihost_utils.sync_global_devices("both are there")
+
+cli.run(job)
+"""
+
+
+def ends(started, deadline=60.0):
+  """The exit codes and error messages of processes."""
+  said = [process.communicate(timeout=deadline) for process in started]
+  return [(process.returncode, err) for process, (_, err) in zip(started, said, strict=True)]
+
+
+def test_when_a_process_is_killed_the_other_ends_and_names_it(tmp_path):
+  program = TOGETHER.format(other=1, does="time.sleep(600)")
+  config = ["--config=configs/quickstart.py", f"--workdir={tmp_path}", "--distributed"]
+  started = start_two(str(tmp_path / "compiled"), "-c", program, *config)
+  for process in started:
+    assert "together\n" in process.stdout  # XLA's own lines come before.
+  started[1].kill()
+  code, err = ends(started)[0]
+  assert code == 75 and "stack trace" not in err
+  assert "\nProcess 1 of 2 ended without a message: it was killed" in err
+
+
+@pytest.mark.parametrize("other", [0, 1])
+def test_an_error_of_one_process_ends_the_other_with_its_message(tmp_path, other):
+  program = TOGETHER.format(other=other, does="raise RunError('No room.')")
+  config = ["--config=configs/quickstart.py", f"--workdir={tmp_path}", "--distributed"]
+  codes, errors = zip(
+    *ends(start_two(str(tmp_path / "compiled"), "-c", program, *config)), strict=True
+  )
+  assert codes[other] == 1 and errors[other].endswith("\nNo room.\n")
+  assert codes[1 - other] == 75
+  assert f"\nProcess {other} of 2 ended: No room." in errors[1 - other]
+  assert "stack trace" not in errors[0] + errors[1]
+
+
 def test_two_processes_train_as_one_and_resume_exactly(tmp_path, monkeypatch):
   config = quickstart.get_config()
   config = dataclasses.replace(

@@ -52,6 +52,16 @@ def test_the_sessions_of_a_page_print_the_shown_output(page):
   assert doctest.DocTestRunner().run(test, out=out.append).failed == 0, "".join(out)
 
 
+def test_each_test_that_the_page_of_faults_names_exists():
+  named = re.findall(
+    r"`(test_\w+)\.py`:((?: `test_\w+`,?)+)", (ROOT / "docs/faults.md").read_text()
+  )
+  assert len(named) > 30
+  for file, names in named:
+    text = (ROOT / "tests" / f"{file}.py").read_text()
+    assert [n for n in re.findall(r"`(\w+)`", names) if f"def {n}(" not in text] == []
+
+
 @pytest.mark.parametrize("name", sbjax.__all__)
 def test_the_example_of_a_public_name_prints_the_shown_output(name):
   public, out = getattr(sbjax, name), []

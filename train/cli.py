@@ -12,7 +12,7 @@ from pathlib import Path
 
 from absl import app, flags, logging
 
-from train import config_flags, processes, xla_flags
+from train import config_flags, peers, processes, xla_flags
 from train.errors import RunError
 
 _CONFIG = flags.DEFINE_string("config", None, "What to run: a file of configs/.")
@@ -53,12 +53,13 @@ def _run(job, overrides, argv) -> None:
     config_flags.override(config, overrides)
     if _DISTRIBUTED.value:
       processes.join()
-    job(config, Path(_WORKDIR.value).expanduser())
+    with peers.linked():
+      job(config, Path(_WORKDIR.value).expanduser())
   except (RunError, ValueError, NotImplementedError, OSError) as error:
     if _DEBUG.value:
       raise
     print(f"\n{_describe(error)}", file=sys.stderr)
-    sys.exit(128 + error.signum if hasattr(error, "signum") else 1)
+    peers.exit_with(128 + error.signum if hasattr(error, "signum") else 1)
   except KeyboardInterrupt:  # Outside the steps, which take it for a signal to save and stop.
     print("\nInterrupted; the same command continues.", file=sys.stderr)
     sys.exit(130)

@@ -189,7 +189,7 @@ def _receive(port: int, me: Process, deadline: float) -> list[int] | None:
   present = {0: me}
   with contextlib.ExitStack() as closing:
     try:
-      server = closing.enter_context(_listen(port))
+      server = closing.enter_context(listen(port))
     except OSError as error:
       raise RunError(
         f"Process 0 cannot listen at port {port} of JAX_COORDINATOR_ADDRESS: {error.strerror}."
@@ -212,7 +212,8 @@ def _receive(port: int, me: Process, deadline: float) -> list[int] | None:
   return assigned[0]
 
 
-def _listen(port: int) -> socket.socket:
+def listen(port: int) -> socket.socket:
+  """A server at a port of this machine; 0: any free port."""
   if socket.has_dualstack_ipv6():
     with contextlib.suppress(OSError):  # A machine may have IPv6 switched off.
       return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)

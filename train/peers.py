@@ -1,0 +1,151 @@
+"""Ends every process of a run when one of them ends, and says which and why.
+
+JAX notices a missing process after a minute, and then ends the others with a C++ stack trace. Here
+each process has a connection to process 0. A process that ends says why; if it is killed, its
+connection closes. Process 0 tells all others.
+"""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import NoReturn, TextIO
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from train.processes import listen
+from train.watchdog import EXIT_CODE
+
+_GRACE = 2.0  # seconds for a process to end by itself, with its own message
+
+
+@contextlib.contextmanager
+def linked() -> Iterator[None]:
+  """Ends this process, within the block, if another process of the run ends without its work done.
+
+  An error that leaves the block ends the others. `exit_with` then ends this one.
+  """
+  if not jax.distributed.is_initialized():
+    yield
+    return
+  links = _Links()
+  try:
+    yield
+  except BaseException as error:
+    reason = f"{links.name(jax.process_index())} ended: {str(error) or type(error).__name__}"
+    links.tell("" if hasattr(error, "signum") else reason)  # All stop together at a signal.
+    raise
+  links.tell("")
+
+
+def exit_with(code: int) -> NoReturn:
+  """Ends this process, which raised an error; JAX's own exit would wait for the others."""
+  if not jax.distributed.is_initialized() or code > 128:
+    sys.exit(code)
+  sys.stdout.flush()
+  sys.stderr.flush()
+  if jax.process_index() == 0:  # JAX ends the others when this process does.
+    time.sleep(2 * _GRACE)
+  os._exit(code)
+
+
+class _Links:
+  """The connections of this process: process 0 has one to each other, the others one to it."""
+
+  def __init__(self):
+    self._sockets: dict[int, socket.socket] = {}
+    self._index, self._count = jax.process_index(), jax.process_count()
+    server = listen(0) if self._index == 0 else None
+    here = server and [socket.gethostname(), server.getsockname()[1], secrets.token_hex(8)]
+    host, port, token = _broadcast(here)
+    if server:
+      with server, contextlib.suppress(TimeoutError):  # A process without a connection says so.
+        self._receive(server, token)
+      return
+    try:
+      near = host == socket.gethostname()
+      link = socket.create_connection(("localhost" if near else host, port), timeout=10)
+    except OSError as error:
+      print(
+        f"Process {self._index} has no connection to {host}:{port} ({error.strerror or error}): if"
+        " a process dies, JAX ends the others after a minute.",
+        file=sys.stderr,
+      )
+      return
+    link.settimeout(None)
+    _send(link, [token, self._index])
+    self._follow_in_thread(0, link, link.makefile())
+
+  def tell(self, message: str) -> None:
+    """Says that this process ends, and why; "" if its work is done."""
+    for link in self._sockets.values():
+      _send(link, message)
+
+  def name(self, index: int) -> str:
+    return f"Process {index} of {self._count}"
+
+  def _receive(self, server: socket.socket, token: str) -> None:
+    server.settimeout(15)
+    while len(self._sockets) < self._count - 1:
+      link, _ = server.accept()
+      link.settimeout(10)
+      reader = link.makefile()
+      given = _line(reader)
+      if isinstance(given, list) and given[0] == token:
+        link.settimeout(None)
+        self._follow_in_thread(given[1], link, reader)
+      else:
+        link.close()  # Not one of our processes, for example a port scanner.
+
+  def _follow_in_thread(self, index: int, link: socket.socket, reader: TextIO) -> None:
+    self._sockets[index] = link
+    threading.Thread(target=self._follow, args=(index, reader), daemon=True).start()
+
+  def _follow(self, index: int, reader: TextIO) -> None:
+    message = _line(reader)
+    if message == "":
+      return
+    if message or index:  # Without process 0, JAX ends this process at once.
+      time.sleep(_GRACE)
+    message = (
+      message
+      or f"{self.name(index)} ended without a message: it was killed, or its machine is gone."
+    )
+    os.write(2, f"\n{message}\n{self.name(self._index)} ends, too.\n".encode(errors="replace"))
+    self.tell(message)
+    for child in multiprocessing.active_children():  # Data workers would outlive this process.
+      child.kill()
+    if self._index == 0 and self._count > 2:
+      time.sleep(2 * _GRACE)
+    os._exit(EXIT_CODE)
+
+
+def _broadcast(value):
+  """The value that process 0 has, a short JSON one."""
+  text = np.zeros(512, np.uint8)
+  if value:
+    encoded = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    text[: len(encoded)] = encoded
+  text = np.asarray(multihost_utils.broadcast_one_to_all(text))
+  return json.loads(text.tobytes().rstrip(b"\0"))
+
+
+def _send(link: socket.socket, message) -> None:
+  with contextlib.suppress(OSError):  # The other end is gone, and its follower says so.
+    link.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _line(reader: TextIO):
+  """The next message; None if the other end is gone, or says something else."""
+  try:
+    return json.loads(reader.readline())
+  except (OSError, ValueError):
+    return None
