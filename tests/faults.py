@@ -111,9 +111,8 @@ def evaluate(case: Case, rng: random.Random) -> None:
   if not case.program or case.damages:  # It may be right that it finds none.
     return
   scored = _beside(case, "train.evaluate")
-  message = scored.message()
-  if scored.process.returncode and "no checkpoint" not in message:
-    raise Lost(f"evaluation, code {scored.process.returncode}: {message or 'no message'}")
+  if scored.process.returncode and "no checkpoint" not in scored.message():
+    raise Lost(f"evaluation, code {scored.process.returncode}: {scored.message() or 'no message'}")
 
 
 def _beside(case: Case, program: str) -> Start:
