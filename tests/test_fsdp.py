@@ -1,5 +1,6 @@
 """Weights sharded over devices and gathered in 8 bits: the numbers of one device, in few bytes."""
 
+import dataclasses
 import functools
 import re
 
@@ -62,6 +63,12 @@ def test_gather_weight_equals_quantize_weight(name):
   shared = RECIPES[name].fwd[1] == RECIPES[name].dgrad[1] and dgrad.scale.size == 1
   assert (fwd is None) == shared
   jax.tree.map(np.testing.assert_array_equal, [dgrad.T if shared else fwd, dgrad], expected)
+
+
+def test_a_recipe_that_rounds_w_in_one_matmul_has_the_gradients_of_one_device():
+  one, many, _ = gradients(dataclasses.replace(RECIPES["switchback"], dgrad=None))
+  for a, b in zip(many, one, strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["full", "switchback", "switchback_m", "switchback_q"])

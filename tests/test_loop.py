@@ -1,5 +1,6 @@
 """The loop around a step: traces, limits, memory, other meshes. tests/test_step.py tests steps."""
 
+import errno
 import gzip
 import itertools
 import json
@@ -346,6 +347,15 @@ def test_a_second_run_in_a_workdir_is_refused_and_changes_nothing(train, tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
     holder.kill()
   train(tmp_path)  # Its death freed the workdir.
+
+
+def test_a_file_system_without_locks_is_named_and_used(train, tmp_path, monkeypatch, capsys):
+  def refuse(*_):
+    raise OSError(errno.ENOTSUP, "Operation not supported")
+
+  monkeypatch.setattr("fcntl.flock", refuse)
+  train(tmp_path)
+  assert f"{tmp_path} cannot be locked: " in capsys.readouterr().err
 
 
 def test_deleted_metrics_do_not_stop_a_finished_run(train, tmp_path):

@@ -162,7 +162,10 @@ def _only_one(directory: pathlib.Path) -> Iterator[None]:
   """Lets one process at a time build in `directory`; the others wait and then find the data set."""
   directory.mkdir(parents=True, exist_ok=True)
   with open(directory / ".lock", "w") as lock:
-    fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+      fcntl.flock(lock, fcntl.LOCK_EX)
+    except OSError as error:  # Some network file systems have no locks.
+      print(f"{directory} cannot be locked: {error}. Prepare nothing else there.", file=sys.stderr)
     yield
 
 
