@@ -54,7 +54,10 @@ NOT_ARRAYS = (
   *(jnp.asarray(X).astype(dtype) for dtype in ("int4", "float8_e4m3fn", "float4_e2m1fn")),
   *(jax.ShapeDtypeStruct((3, 4), jnp.float32), np.zeros((3, 4), jax.dtypes.float0)),
 )
-NOT_CHOICES = (3, 1.5, "x", "", [1.0], {}, object(), X, jnp.ones(()), quantize(X, INT8_ROW), KEY)
+NOT_CHOICES = (
+  *(3, 1.5, "x", "", [1.0], {}, object(), X, jnp.ones(()), quantize(X, INT8_ROW), KEY),
+  *("mosaic", "triton"),  # The names of backends that need a GPU.
+)
 NOT_SIZES = (-1, 0, 1.5, None, "x", [1], X)
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
