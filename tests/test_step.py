@@ -92,7 +92,9 @@ def test_a_step_on_eight_devices_equals_a_step_on_one(recipe, loss):
   assert state.params["image"]["blocks"]["fc1"]["kernel"].sharding.spec[1] == "fsdp"
   (one, one_update), (many, many_update) = results
   for name, value in one.items():
-    np.testing.assert_allclose(many[name], value, rtol=METRIC_TOLERANCE[recipe], err_msg=name)
+    tie = 1.01 / BATCH if name == "accuracy" else 0  # Two logits may be nearly equal.
+    tolerance = METRIC_TOLERANCE[recipe]
+    np.testing.assert_allclose(many[name], value, rtol=tolerance, atol=tie, err_msg=name)
   for a, b in zip(jax.tree.leaves(one_update), jax.tree.leaves(many_update), strict=True):
     assert np.linalg.norm(a - b) <= UPDATE_TOLERANCE[recipe] * np.linalg.norm(a)
 
