@@ -164,7 +164,7 @@ def test_empty_arrays_quantize_to_empty_arrays(kernels, spec, shape):
 
 
 def test_the_definition_s_errors_are_raised(kernels):
-  with pytest.raises(ValueError, match="floating-point"):
+  with pytest.raises(ValueError, match="floating point"):
     kernels.quantize(jnp.ones((2, 16), jnp.int32), INT8_ROW)
   with pytest.raises(ValueError, match="columnwise"):
     kernels.quantize_transposed(jnp.ones((2, 16)), Spec(INT8, "columnwise"))
