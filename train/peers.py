@@ -7,7 +7,6 @@ connection closes. Process 0 tells all others.
 
 import contextlib
 import json
-import multiprocessing
 import os
 import secrets
 import socket
@@ -22,7 +21,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from train.processes import listen
-from train.watchdog import EXIT_CODE
+from train.watchdog import end_process, write
 
 _GRACE = 2.0  # seconds for a process to end by itself, with its own message
 
@@ -119,13 +118,9 @@ class _Links:
       message
       or f"{self.name(index)} ended without a message: it was killed, or its machine is gone."
     )
-    os.write(2, f"\n{message}\n{self.name(self._index)} ends, too.\n".encode(errors="replace"))
+    write(f"\n{message}\n{self.name(self._index)} ends, too.\n")
     self.tell(message)
-    for child in multiprocessing.active_children():  # Data workers would outlive this process.
-      child.kill()
-    if self._index == 0 and self._count > 2:
-      time.sleep(2 * _GRACE)
-    os._exit(EXIT_CODE)
+    end_process(2 * _GRACE if self._index == 0 and self._count > 2 else 0)
 
 
 def _broadcast(value):

@@ -86,7 +86,7 @@ class Watchdog:
         self._end(wait)
 
   def _end(self, wait: _Wait) -> None:
-    _write(
+    write(
       f"\n{self._name} waited {wait.seconds:g} s for {wait.what}, and ends itself. The limit is"
       f" --config.{wait.field}; 0 is none. Its threads, innermost call last:\n"
       f"{describe_threads(without=self._thread)}"
@@ -97,11 +97,8 @@ class Watchdog:
     looking.start()
     looking.join(PATIENCE)
     good = answers[0] if answers else "not known: the workdir does not answer"
-    _write(f"{self._name}: the last good checkpoint is {good}. The same command continues.\n")
-    for child in multiprocessing.active_children():  # Data workers would outlive this process.
-      child.kill()
-    time.sleep(self._linger)
-    os._exit(EXIT_CODE)
+    write(f"{self._name}: the last good checkpoint is {good}. The same command continues.\n")
+    end_process(self._linger)
 
 
 def describe_threads(without: threading.Thread | None = None) -> str:
@@ -135,5 +132,14 @@ def _short(filename: str) -> str:
   return "/".join(path.parts[-2:])
 
 
-def _write(text: str) -> None:
+def write(text: str) -> None:
+  """Writes to stderr without the main thread, which may hang."""
   os.write(sys.__stderr__.fileno(), text.encode(errors="replace"))
+
+
+def end_process(linger: float) -> None:
+  """Ends this process from any thread, after `linger` seconds."""
+  for child in multiprocessing.active_children():  # Data workers would outlive this process.
+    child.kill()
+  time.sleep(linger)
+  os._exit(EXIT_CODE)
