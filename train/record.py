@@ -121,22 +121,20 @@ class _Events:
 
 def read_metrics(path: Path) -> list[dict]:
   """The records of a metrics.jsonl, without lines that are damaged or cut short."""
-  return [record for record in map(_record, _lines(path)) if record]
+  return [record for record in map(_record, path.read_bytes().splitlines()) if record]
 
 
 def _drop_after(path: Path, step: int) -> None:
   """Removes the records after `step`, a line that a kill cut short, and damaged lines."""
   if not path.is_file():
     return
-  damaged = sum(_record(line) is None for line in _lines(path) if line.endswith(b"\n"))
-  if damaged:
-    print(f"{path}: {damaged} damaged lines are left out.", file=sys.stderr)
-  records = [r for r in read_metrics(path) if r["step"] <= step]
-  replace_text(path, "".join(json.dumps(r) + "\n" for r in records))
-
-
-def _lines(path: Path) -> list[bytes]:
-  return path.read_bytes().splitlines(keepends=True)
+  lines = path.read_bytes().splitlines(keepends=True)
+  records = [_record(line) for line in lines]
+  damaged = [line for line, r in zip(lines, records, strict=True) if r is None]
+  if whole := sum(line.endswith(b"\n") for line in damaged):
+    print(f"{path}: {whole} damaged lines are left out.", file=sys.stderr)
+  kept = [r for r in records if r and r["step"] <= step]
+  replace_text(path, "".join(json.dumps(r) + "\n" for r in kept))
 
 
 def _record(line: bytes) -> dict | None:
