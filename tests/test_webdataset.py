@@ -257,16 +257,16 @@ def test_an_interrupted_import_leaves_no_data_set(config, folder, monkeypatch):
 
 def test_a_process_that_waited_for_an_import_uses_it(config, folder, monkeypatch):
   write_shard(folder / "a.tar", pairs(2))
-  alone, runs, run = prepared._only_one, [], webdataset._run
+  alone, runs, run = prepared.lock, [], webdataset._run
 
   @contextlib.contextmanager
-  def after_another(directory):
+  def after_another(directory, wait):
     with monkeypatch.context() as patch:
-      patch.setattr(prepared, "_only_one", alone)
+      patch.setattr(prepared, "lock", alone)
       prepare(config)
     yield
 
-  monkeypatch.setattr(prepared, "_only_one", after_another)
+  monkeypatch.setattr(prepared, "lock", after_another)
   monkeypatch.setattr(webdataset, "_run", lambda jobs: runs.append(jobs) or run(jobs))
   assert len(captions(prepare(config))) == 2
   assert len(runs) == 1

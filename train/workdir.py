@@ -1,4 +1,4 @@
-"""The files of a work directory: one run holds it, and its JSON files are whole or named."""
+"""The files of a work directory: one process holds it, and its JSON files are whole or named."""
 
 import contextlib
 import fcntl
@@ -13,24 +13,26 @@ from train.errors import RunError
 
 
 @contextlib.contextmanager
-def lock(workdir: Path) -> Iterator[None]:
-  """Holds `workdir` for this process until it leaves the block or dies.
+def lock(folder: Path, wait: bool = False) -> Iterator[None]:
+  """Holds `folder` for this process until it leaves the block or dies.
+
+  wait: until no other process holds it.
 
   Raises:
-    RunError: another process holds it.
+    RunError: another process holds it, without `wait`.
   """
-  with (workdir / ".lock").open("a+") as file:
+  with (folder / ".lock").open("a+") as file:
     try:
-      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
       file.seek(0)
       holder = file.read().strip() or "another process"
       raise RunError(
-        f"{workdir} is in use by {holder}. Wait until it ends or stop it, or choose another"
+        f"{folder} is in use by {holder}. Wait until it ends or stop it, or choose another"
         " --workdir."
       ) from None
     except OSError as error:  # Some network file systems have no locks.
-      print(f"{workdir} cannot be locked: {error}. Start no second run there.", file=sys.stderr)
+      print(f"{folder} cannot be locked: {error}. Start nothing else there.", file=sys.stderr)
     file.truncate(0)
     print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
     yield

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import fcntl
 import io
 import os
 import pathlib
@@ -16,6 +15,7 @@ from train.config import DataConfig
 from train.datasets.pictures import Limits
 from train.datasets.shapes import Shapes
 from train.datasets.webdataset import WebDataset
+from train.workdir import lock
 
 
 def prepare(config: DataConfig) -> tfds.core.DatasetBuilder:
@@ -30,7 +30,9 @@ def prepare(config: DataConfig) -> tfds.core.DatasetBuilder:
   _check_features(builder, config)
   # TFDS renames the directory when it is complete, so a directory of this name is complete.
   if not builder.data_path.exists():
-    with _only_one(pathlib.Path(builder.data_dir).parent):
+    folder = pathlib.Path(builder.data_dir).parent
+    folder.mkdir(parents=True, exist_ok=True)
+    with lock(folder, wait=True):  # One process builds; the others then find the data set.
       if not builder.data_path.exists():
         _check_source(builder, config)
         _build(builder)
@@ -155,18 +157,6 @@ def _find(config: DataConfig) -> tfds.core.DatasetBuilder:
       'at random: prepare it again with download_and_prepare(file_format="array_record").'
     )
   return builder
-
-
-@contextlib.contextmanager
-def _only_one(directory: pathlib.Path) -> Iterator[None]:
-  """Lets one process at a time build in `directory`; the others wait and then find the data set."""
-  directory.mkdir(parents=True, exist_ok=True)
-  with open(directory / ".lock", "w") as lock:
-    try:
-      fcntl.flock(lock, fcntl.LOCK_EX)
-    except OSError as error:  # Some network file systems have no locks.
-      print(f"{directory} cannot be locked: {error}. Prepare nothing else there.", file=sys.stderr)
-    yield
 
 
 def _build(builder: tfds.core.DatasetBuilder) -> None:
