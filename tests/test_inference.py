@@ -83,3 +83,14 @@ def test_the_example_prints_the_cosines_of_each_picture(workdir, pictures, monke
 def test_a_folder_without_a_run_is_named(tmp_path):
   with pytest.raises(RunError, match=f"{tmp_path} holds no run"):
     inference.load(tmp_path)
+
+
+def test_another_tokenizer_json_than_the_run_s_is_refused(workdir):
+  path = workdir / "tokenizer.json"
+  whole = path.read_text()
+  path.write_text(whole + "\n")
+  try:
+    with pytest.raises(RunError, match=r"tokenizer.json is not the one that this run trained with"):
+      inference.load(workdir)
+  finally:
+    path.write_text(whole)

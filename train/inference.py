@@ -18,7 +18,7 @@ from train.checkpoint import Checkpointer
 from train.config import Config, MeshConfig
 from train.errors import RunError
 from train.optimizer import make_optimizer
-from train.run import abstract_state
+from train.run import abstract_state, check_tokenizer
 from train.sharding import make_mesh
 from train.task import make_task
 from train.tokenizer import Tokenizer
@@ -53,6 +53,7 @@ def load(workdir: str | Path, batch_size: int = 32) -> Model:
     restored = checkpoints.restore(like)
   if restored is None:
     raise RunError(f"{workdir / 'checkpoints'} holds no finished checkpoint.")
+  check_tokenizer(restored, workdir)
 
   encoders, sizes = make_encoders(task.model, mesh), task.example_sizes
   encode = functools.partial(encode_rows, restored.state.params, mesh, batch_size)

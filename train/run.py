@@ -76,13 +76,8 @@ class Run(NamedTuple):
       RunError: no checkpoint can be read, or tokenizer.json is another than the run's.
     """
     restored = self.checkpointer.restore(self.abstract_state)
-    before = restored and restored.data.get("tokenizer")  # Older checkpoints do not have it.
-    if before not in (None, self.tokenizer_checksum):
-      path = self.checkpointer.directory.parent / "tokenizer.json"
-      raise RunError(
-        f"{path} is not the one that this run trained with. Delete it, and the same command makes"
-        " it again."
-      )
+    if restored is not None:
+      check_tokenizer(restored, self.checkpointer.directory.parent)
     return restored
 
   def samples(self, params) -> list[Sample]:
@@ -137,7 +132,7 @@ def make_run(config: Config, workdir: Path, read_only: bool = False) -> Run:
     config=config,
     builder=builder,
     tokenizer=tokenizer,
-    tokenizer_checksum=zlib.crc32((workdir / "tokenizer.json").read_bytes()),
+    tokenizer_checksum=_tokenizer_checksum(workdir),
     mesh=mesh,
     task=task,
     optimizer=optimizer,
@@ -145,6 +140,20 @@ def make_run(config: Config, workdir: Path, read_only: bool = False) -> Run:
     abstract_state=abstract_state(task, optimizer, config.seed, mesh),
     checkpointer=Checkpointer(workdir / "checkpoints", config.checkpoint_keep, read_only),
   )
+
+
+def check_tokenizer(restored: Restored, workdir: Path) -> None:
+  """Raises a RunError if the workdir's tokenizer.json is another than the checkpoint's run had."""
+  before = restored.data.get("tokenizer")  # Older checkpoints do not have it.
+  if before not in (None, _tokenizer_checksum(workdir)):
+    raise RunError(
+      f"{workdir / 'tokenizer.json'} is not the one that this run trained with. Delete it, and the"
+      " same command makes it again."
+    )
+
+
+def _tokenizer_checksum(workdir: Path) -> int:
+  return zlib.crc32((workdir / "tokenizer.json").read_bytes())
 
 
 def abstract_state(task: CLIPTask, optimizer, seed: int, mesh: jax.sharding.Mesh) -> TrainState:
