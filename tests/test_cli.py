@@ -50,14 +50,14 @@ def changed(*arguments):
 )
 def test_a_flag_sets_its_field(arguments, expected):
   config = changed(*arguments)
-  assert {path: config_flags.get(config, path) for path in expected} == expected
+  assert {path: config.get(path) for path in expected} == expected
 
 
 def test_every_field_can_be_set_by_a_flag_to_its_own_value():
   config = quickstart.get_config()
   for path in config_flags.fields():
-    value = config_flags.get(config, path)
-    assert config_flags.get(changed(f"--config.{path}={value}"), path) == value, path
+    value = config.get(path)
+    assert changed(f"--config.{path}={value}").get(path) == value, path
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,12 @@ Every field always exists; an empty string or a zero means "off" where the comme
 """
 
 import dataclasses
+import functools
 import math
 import re
 import typing
+from collections.abc import Iterator
+from typing import Any
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -131,13 +134,18 @@ class Config:
     The names of sizes, recipes, backends, losses and optimizers are checked where they are known
     (train/run.py), before data are touched as well.
     """
-    for path, kind, value in _values(self):
-      if not _has_type(value, kind):
-        raise ValueError(f"{path}={value!r} must be {TYPES[kind]}.")
+    for path, field, _ in all_fields():
+      value = self.get(path)
+      if not _has_type(value, field.type):
+        raise ValueError(f"{path}={value!r} must be {TYPES[field.type]}.")
       for words, holds, paths in LIMITS:
         if path in paths.split() and not holds(value):
           raise ValueError(f"{path}={value!r} must be {words}.")
     self.profiled()
+
+  def get(self, path: str) -> Any:
+    """The value of a field or the group of that path, such as "optimizer.b1"."""
+    return functools.reduce(getattr, path.split("."), self)
 
   @classmethod
   def from_dict(cls, values: dict) -> "Config":
@@ -190,14 +198,15 @@ LIMITS = (  # What the fields' values must be, in words and as a test that nan f
 )  # fmt: skip
 
 
-def _values(group, prefix: str = ""):
-  """(path, type, value) of every field."""
+def all_fields(
+  group: type = Config, prefix: str = ""
+) -> Iterator[tuple[str, dataclasses.Field, type]]:
+  """The path, the field and its group, for every field of Config in the order above."""
   for field in dataclasses.fields(group):
-    value = getattr(group, field.name)
     if dataclasses.is_dataclass(field.type):
-      yield from _values(value, f"{prefix}{field.name}.")
+      yield from all_fields(field.type, f"{prefix}{field.name}.")
     else:
-      yield prefix + field.name, field.type, value
+      yield prefix + field.name, field, group
 
 
 def _has_type(value, kind) -> bool:

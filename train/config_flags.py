@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from train.config import TYPES, Config
+from train.config import TYPES, Config, all_fields
 from train.errors import RunError
 
 _FLAG = re.compile(r"--?(no)?config\.([^=]*)(?:=(.*))?", re.DOTALL)
@@ -81,19 +81,17 @@ def override(config: Config, overrides: dict[str, list[str]]) -> None:
     value = _parse(path, texts[-1], kind)
     if kind == tuple[str, ...]:
       value = sum((_parse(path, text, kind) for text in texts), ())
-    *groups, name = path.split(".")
-    setattr(functools.reduce(getattr, groups, config), name, value)
-
-
-def get(config: Config, path: str) -> Any:
-  """The value of a field, such as "optimizer.b1"."""
-  return functools.reduce(getattr, path.split("."), config)
+    group, _, name = path.rpartition(".")
+    setattr(config.get(group) if group else config, name, value)
 
 
 @functools.cache
 def fields() -> dict[str, Field]:
   """All fields of Config by their path, in the order of train/config.py."""
-  return dict(_fields(Config, ""))
+  return {
+    path: Field(field.type, field.default, _comments(group)[field.name])
+    for path, field, group in all_fields()
+  }
 
 
 def describe() -> str:
@@ -127,15 +125,7 @@ def _field(path: str) -> Field:
   return fields()[path]
 
 
-def _fields(group: type, prefix: str):
-  comments = _comments(group)
-  for field in dataclasses.fields(group):
-    if dataclasses.is_dataclass(field.type):
-      yield from _fields(field.type, f"{prefix}{field.name}.")
-    else:
-      yield prefix + field.name, Field(field.type, field.default, comments[field.name])
-
-
+@functools.cache
 def _comments(group: type) -> dict[str, str]:
   """The comment of each field in the source: on the lines above it, and at its end."""
   comments, above = {}, []
