@@ -12,9 +12,6 @@ to results/open_clip.jsonl. --platform=cpu --batch_size=2 --sizes B/32 shows tha
 
 import argparse
 import os
-import random
-import statistics
-import time
 from collections.abc import Callable
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs memory, too.
@@ -24,7 +21,7 @@ import open_clip
 import torch
 
 from benchmarks import step
-from benchmarks.timing import append, provenance
+from benchmarks.timing import Contender, append, provenance, race
 from sbjax.models.sizes import SIZES, CLIPConfig
 from train.config import OptimizerConfig
 from train.optimizer import make_optimizer
@@ -58,15 +55,11 @@ def measure(size: str, batch_size: int, remat: str, rounds: int, platform: str) 
   runs["open_clip"]()  # Compiles.
   gigabytes["open_clip"] = torch.cuda.max_memory_allocated() / 1e9 if on_gpu else 0.0
   runs["sbjax"], gigabytes["sbjax"] = our_steps(SIZES[size], batch_size, remat)
-  times, order = {name: [] for name in runs}, list(runs.items())
-  for i in range(rounds + 1):
-    random.shuffle(order)  # A contender that runs after a hot one starts at a lower clock.
-    for name, run in order:
-      started = time.perf_counter()
-      run()
-      if i:  # The first warms up.
-        times[name].append((time.perf_counter() - started) / STEPS * 1e3)
-  medians = {name: round(statistics.median(times[name]), 1) for name in runs}
+  contenders = {
+    name: Contender(lambda _, run=run: run(), range(STEPS)) for name, run in runs.items()
+  }
+  race(list(contenders.values()), rounds=rounds)
+  medians = {name: round(one.seconds * 1e3, 1) for name, one in contenders.items()}
   ratio = medians["open_clip"] / medians["sbjax"]
   print(f"{size:5} {batch_size:5} {remat:6} {medians} ms, {ratio:.2f}x, {gigabytes} GB", flush=True)
   return {
