@@ -26,11 +26,11 @@ from benchmarks.operands import Operands, shapes, tops
 from benchmarks.quantize import described
 from benchmarks.tables import CHIP, last, read
 from benchmarks.timing import Contender, contender, provenance, race
+from sbjax.attention import attention, length_for
 from sbjax.backends import NAMES, Backend, get_backend
 from sbjax.device import compute_capability
 from sbjax.formats import INT8
 from sbjax.matmul import scaled_matmul
-from sbjax.models.attention import attention, length_for
 from sbjax.models.sizes import SIZES
 from sbjax.quantize import Spec
 from train.config import OptimizerConfig

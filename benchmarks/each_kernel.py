@@ -28,6 +28,7 @@ def main() -> None:
     for dtype in (INT8, E4M3):
       results = matmuls(ops, dtype), row_operations(ops, dtype), tile_configs(name, dtype)
       jax.block_until_ready(results)
+    jax.block_until_ready(attentions(ops))
     print(f"{name}: ran")
 
 
@@ -74,6 +75,18 @@ def row_operations(ops: Backend, dtype):
   sums = [ops.quantize_sum(parts, spec) for parts in ((dy,), (dy, dx, x))]
   saved = [ops.gelu_quantize(x, s, k)[1] for s, k in ((None, None), (spec, None), (spec, spec))]
   return forward, backward, sums, [ops.gelu_backward(h, dy, spec) for h in saved[1:]]
+
+
+def attentions(ops: Backend):
+  """Runs attention and its gradient at lengths that no tile divides, and with padding."""
+  results = []
+  for length, padding, head_dim in ((257, 0, 80), (197, 0, 64), (77, 3, 104), (26, 0, 32)):
+    shape = (3, length + padding, 3, 2, head_dim)
+    qkv = jax.random.normal(jax.random.key(length), shape, jnp.bfloat16)
+    options = {"causal": bool(padding), "length": length}
+    o, lse = ops.attention_forward(qkv, **options)
+    results.append(ops.attention_backward(o, lse, o, qkv, **options))
+  return results
 
 
 if __name__ == "__main__":

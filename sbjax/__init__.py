@@ -1,5 +1,6 @@
 """sbjax: 8-bit training of vision-language models in JAX."""
 
+from sbjax.attention import attention
 from sbjax.dot_general import quantized_dot_general
 from sbjax.formats import E4M3, E5M2, INT8
 from sbjax.fsdp import gather, gather_weight
@@ -31,6 +32,7 @@ __all__ = [
   "Spec",
   "SwitchBackDense",
   "SwitchBackLinear",
+  "attention",
   "dequantize",
   "gather",
   "gather_weight",

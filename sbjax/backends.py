@@ -28,7 +28,7 @@ _TRITON_GEMM = "--xla_gpu_enable_triton_gemm"  # See warn_of_inexact_int8.
 
 
 class Backend(NamedTuple):
-  """The operations of a linear layer in 8 bits, and those between two layers."""
+  """The operations of a linear layer in 8 bits, those between two layers, and attention."""
 
   name: str
   quantize: Callable  # (x, spec): as sbjax.quantize.quantize
@@ -40,6 +40,8 @@ class Backend(NamedTuple):
   gelu_quantize: Callable
   gelu_backward: Callable
   quantize_sum: Callable
+  attention_forward: Callable  # as in sbjax.attention_ops
+  attention_backward: Callable
 
 
 NAMES = ("xla", "mosaic", "triton")
@@ -149,8 +151,14 @@ def _operation(operation: str, backend: str, kernels, has_fp8: bool, falls_back:
     return jax.lax.platform_dependent(*arrays, cuda=by_kernel, default=by_xla)
 
   # A model's layers repeat: each size is traced and lowered once.
-  static = {"static_argnums": 2, "static_argnames": ("out_dtype", "out_sharding")}
-  return jax.jit(run, **(static if operation == "scaled_matmul" else {}))
+  return jax.jit(run, **_STATIC.get(operation, {}))
+
+
+_STATIC: dict[str, Any] = {
+  "scaled_matmul": {"static_argnums": 2, "static_argnames": ("out_dtype", "out_sharding")},
+  "attention_forward": {"static_argnames": ("causal", "length")},
+  "attention_backward": {"static_argnames": ("causal", "length")},
+}
 
 
 def _scaled_matmul(lhs, rhs, *args, **options):

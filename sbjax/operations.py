@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from sbjax import fused_ops
+from sbjax import attention_ops, fused_ops
+from sbjax.device import compute_capability, target
 from sbjax.formats import INT8
 from sbjax.matmul import apply_scales, scaled_matmul
 from sbjax.partition import Names, arrays_of, is_explicit, partitioned
@@ -186,6 +187,18 @@ def _rows_in_registers(*args):
   return None
 
 
+def _short_sequence(*arrays, length, **options):
+  (_, padded, _, _, head_dim), dtype = arrays[-1].shape, arrays[-1].dtype
+  if dtype not in (jnp.bfloat16, jnp.float16):
+    return f"takes bfloat16 and float16, not {dtype.name}"
+  if head_dim not in attention_ops.HEAD_DIMS:
+    return f"takes heads of {', '.join(map(str, attention_ops.HEAD_DIMS))}, not {head_dim}"
+  most = attention_ops.longest(head_dim, compute_capability(target()) or 90)
+  if padded > most:
+    return f"takes at most {most} tokens with heads of {head_dim}, not {padded}"
+  return None
+
+
 def _is_spec(leaf) -> bool:
   return isinstance(leaf, Spec)
 
@@ -221,4 +234,13 @@ OPERATIONS = {
     fused_ops.gelu_backward, "mk -> mk", "gelu_triton", _rows_in_registers
   ),
   "quantize_sum": _in_triton(fused_ops.quantize_sum, "mk -> mk", "gelu_triton"),
+  "attention_forward": _in_triton(
+    attention_ops.attention_forward, "b..h. -> b.h. bh.", "attention_triton", _short_sequence
+  ),
+  "attention_backward": _in_triton(
+    attention_ops.attention_backward,
+    "b.h. bh. b.h. b..h. -> b..h.",
+    "attention_triton",
+    _short_sequence,
+  ),
 }

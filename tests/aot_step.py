@@ -1,6 +1,7 @@
 """The training step, compiled for several absent GPUs."""
 
 import dataclasses
+import importlib
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ def steps(mesh_for) -> dict:
   results = {}
   with pytest.MonkeyPatch.context() as patch:
     # cuDNN is not here to compile its attention.
-    patch.setattr("sbjax.models.attention.cudnn_runs", lambda *_: False)
+    patch.setattr(importlib.import_module("sbjax.attention"), "cudnn_runs", lambda *_: False)
     for name, sizes in MESHES.items():
       results[name] = sorted(moved(_hlo(mesh_for, sizes, LAYERS, compiled=True)))
     for layers in (LAYERS, LAYERS + 1):

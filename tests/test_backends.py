@@ -276,6 +276,9 @@ def test_kernels_chosen_for_a_gpu_still_compute_on_a_cpu(installed):
     chosen.gelu_quantize(x, ROWWISE, None)
     chosen.gelu_backward(quantize(x, ROWWISE), x, ROWWISE)
     chosen.quantize_sum((x,), ROWWISE)
+    qkv = jnp.ones((1, 4, 3, 2, 32), jnp.bfloat16)
+    o, lse = chosen.attention_forward(qkv, causal=True, length=4)
+    chosen.attention_backward(o, lse, o, qkv, causal=True, length=4)
     return chosen.scaled_matmul(chosen.quantize(x, ROWWISE), w_q_transposed, jnp.float32)
 
   y = on_a_cpu(forward, x, w)

@@ -9,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks import attention as attention_benchmark
 from sbjax import RECIPES, LayerNormParams, Quantized, Spec, quantize, quantized_dot
+from sbjax.attention import attention, cudnn_runs, length_for
+from sbjax.attention_ops import HEAD_DIMS, longest
 from sbjax.backends import NAMES, get_backend
 from sbjax.formats import E4M3, E5M2, INT8
 from sbjax.matmul import scaled_matmul
-from sbjax.models import attention
 from sbjax.pallas import scaled_matmul_sm90
 
 pytestmark = pytest.mark.gpu
@@ -215,7 +217,7 @@ def test_int8_matmuls_are_the_same_bits_on_a_gpu_and_a_cpu(recipe):
 def test_cudnn_attention_is_xla_attention_to_bf16_rounding(length, causal):
   keys = jax.random.split(jax.random.key(0), 4)
   q, k, v, dy = (jax.random.normal(key, (4, length, 8, 64), jnp.bfloat16) for key in keys)
-  assert attention.cudnn_runs(q.dtype, 64)
+  assert cudnn_runs(q.dtype, 64)
 
   @jax.jit
   def reference(q, k, v):
@@ -223,15 +225,13 @@ def test_cudnn_attention_is_xla_attention_to_bf16_rounding(length, causal):
 
   @jax.jit
   def ours(q, k, v):
-    more = attention.length_for(length, q.dtype, 64) - length
+    more = length_for(length, q.dtype, 64) - length
     padded = (jnp.pad(a, ((0, 0), (0, more), (0, 0), (0, 0))) for a in (q, k, v))
-    return attention.attention(*padded, causal=causal, length=length)[:, :length]
+    return attention(*padded, causal=causal, length=length)[:, :length]
 
-  more = attention.length_for(length, q.dtype, 64) - length
+  more = length_for(length, q.dtype, 64) - length
   padded = [jnp.pad(a, ((0, 0), (0, more), (0, 0), (0, 0))) for a in (q, k, v)]
-  whole, whole_vjp = jax.vjp(
-    functools.partial(attention.attention, causal=causal, length=length), *padded
-  )
+  whole, whole_vjp = jax.vjp(functools.partial(attention, causal=causal, length=length), *padded)
   assert np.isfinite(whole.astype(jnp.float32)).all()
   assert not any(dx[:, length:].any() for dx in whole_vjp(jnp.ones_like(whole)))
   y, vjp = jax.vjp(ours, q, k, v)
@@ -241,3 +241,64 @@ def test_cudnn_attention_is_xla_attention_to_bf16_rounding(length, causal):
   for a, b in zip(actual, (expected_y, *expected_vjp(dy.astype(jnp.float32))), strict=True):
     error = np.linalg.norm(a.astype(jnp.float32) - b) / np.linalg.norm(b)
     assert error < 2**-6, error
+
+
+def kernels_errors(backend, shape, causal, dtype=jnp.bfloat16):
+  """Errors in norm, relative to float64, of the output and the gradients of q, k and v."""
+  _, length, _, head_dim = shape
+  qkvd = [x.astype(dtype) for x in attention_benchmark.draw(*shape)]
+  more = length_for(length, jnp.dtype(dtype), head_dim, backend) - length
+  padded = [jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, 0))) for x in qkvd]
+  run = functools.partial(attention, causal=causal, length=length, backend=backend)
+  results = jax.jit(functools.partial(attention_benchmark.value_and_gradients, run))(*padded)
+  exact = attention_benchmark.reference(qkvd, causal)
+  return [attention_benchmark.error(x[:, :length], e) for x, e in zip(results, exact, strict=True)]
+
+
+@pytest.fixture
+def triton():
+  try:
+    return get_backend("triton")
+  except NotImplementedError as reason:
+    pytest.skip(str(reason))
+
+
+@pytest.mark.parametrize("case", attention_benchmark.CASES)
+def test_attention_is_as_exact_as_cudnn(triton, case):
+  _, length, heads, head_dim, causal = attention_benchmark.CASES[case]
+  shape = (2, length, heads, head_dim)
+  ours, cudnn = (kernels_errors(name, shape, causal) for name in ("triton", "cudnn"))
+  # The same data; the order of sums and of roundings differs.
+  assert all(a <= 1.05 * b for a, b in zip(ours, cudnn, strict=True)), (ours, cudnn)
+
+
+@pytest.mark.parametrize("seed", range(SEED, SEED + SHAPES))
+def test_attention_of_drawn_shapes(triton, seed):
+  pick = random.Random(seed)
+  head_dim, causal = pick.choice(HEAD_DIMS), pick.random() < 0.5
+  shape = (pick.randint(1, 3), pick.randint(1, longest(head_dim, 90)), pick.randint(1, 5), head_dim)
+  dtype = pick.choice([jnp.bfloat16, jnp.float16])
+  errors = kernels_errors("triton", shape, causal, dtype)
+  assert max(errors) < 2 * jnp.finfo(dtype).eps, (shape, causal, errors)
+
+
+@pytest.mark.parametrize("backend", ["cudnn", "triton"])
+@pytest.mark.parametrize("length", [64, 192, 320])
+def test_attention_of_large_negative_logits_is_finite(backend, length):
+  q, k, v, do = attention_benchmark.draw(2, length, 4, 64)
+  q, k = jnp.abs(q) * 32, -jnp.abs(k) * 32
+  run = functools.partial(attention, backend=backend)
+  results = jax.jit(functools.partial(attention_benchmark.value_and_gradients, run))(q, k, v, do)
+  assert all(np.isfinite(x.astype(jnp.float32)).all() for x in results)
+
+
+def test_attention_is_the_same_each_time_and_packed(triton):
+  q, k, v, do = attention_benchmark.draw(4, 257, 8, 80)
+  attend = functools.partial(attention, backend="triton")
+  run = jax.jit(functools.partial(attention_benchmark.value_and_gradients, attend))
+  first, second = run(q, k, v, do), run(q, k, v, do)
+  o, vjp = jax.vjp(attend, jnp.stack([q, k, v], axis=2))
+  packed = (o, *(vjp(do)[0][:, :, i] for i in range(3)))
+  for a, b, c in zip(first, second, packed, strict=True):
+    np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(a, c)

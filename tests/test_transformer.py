@@ -28,7 +28,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import sbjax.models.transformer
 from benchmarks.flax_block import FlaxBlock
-from sbjax.models.attention import attention
+from sbjax import attention
 from sbjax.models.transformer import (
   REMAT_POLICIES,
   Block,

@@ -34,6 +34,8 @@ def interpreted(name):
   interpreter._convert_float = _convert_float
   # Triton's version calls a function for each element.
   interpreter.ReduceOps.generic_reduce = _reduce
+  # Triton's version multiplies the bits of bfloat16.
+  interpreter.InterpreterBuilder.create_dot = _dot
   with pytest.MonkeyPatch.context() as patch:
     patch.setenv("TRITON_INTERPRET", "1")  # Read by @triton.jit.
     # Functions that the module imports from here are interpreted too.
@@ -144,6 +146,16 @@ def _convert_float(data, from_dtype, to_dtype, rounding_mode):
   bits = np.dtype(f"uint{to_dtype.primitive_bitwidth}")
   with np.errstate(all="ignore"):
     return values.astype(_ML_DTYPES[to_dtype.name]).view(bits)
+
+
+def _dot(builder, a, b, sums, *_):
+  from triton.runtime.interpreter import TensorHandle
+
+  def values(x):
+    dtype = _ML_DTYPES.get(x.dtype.scalar.name, x.data.dtype)
+    return np.ascontiguousarray(x.data).view(dtype).astype(sums.data.dtype)
+
+  return TensorHandle(np.matmul(values(a), values(b)) + sums.data, sums.dtype.scalar)
 
 
 def _reduce(operation, inputs):

@@ -31,7 +31,8 @@ from train.zero_shot import Sample
 _MAY_CHANGE = {
   "steps", "log_every", "eval_every", "eval_batch_size", "checkpoint_every", "checkpoint_keep",
   "wandb_project", "mesh", "accumulate", "data.data_dir", "data.root", "data.prefetch",
-  "model.backend", "model.remat", "model.unroll", "data.eval_split", "data.eval_shards",
+  "model.backend", "model.attention_backend", "model.remat", "model.unroll",
+  "data.eval_split", "data.eval_shards",
   "data.workers", "data.max_member_bytes", "data.max_image_pixels", "data.max_aspect_ratio",
   "data.max_label", "step_timeout_seconds", "pause_timeout_seconds", "profile_steps",
 }  # fmt: skip

@@ -108,6 +108,7 @@ def clip_config(c: ModelConfig) -> CLIPConfig:
 
 def block_options(config: ModelConfig) -> BlockOptions:
   """The BlockOptions with the values of a ModelConfig's fields of the same names."""
-  values = dataclasses.asdict(config) | {"backend": config.backend or None}
+  values = dataclasses.asdict(config)
+  values |= {name: values[name] or None for name in ("backend", "attention_backend")}
   fields = dataclasses.fields(BlockOptions)
   return BlockOptions(**{f.name: values[f.name] for f in fields if f.name in values})

@@ -15,12 +15,12 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.ad_checkpoint import checkpoint_name
 
+from sbjax.attention import BACKENDS, attention, length_for
 from sbjax.backends import get_backend
 from sbjax.fused import layer_norm_dense, layer_norm_mlp
 from sbjax.fused_ops import NORM_EPSILON
 from sbjax.layers import LayerNorm, LayerScale, SwitchBackDense
 from sbjax.linear import QuantizedWeight, quantize_weight
-from sbjax.models.attention import attention, length_for
 from sbjax.models.sizes import TextConfig, VisionConfig
 from sbjax.quantized_dot import DOT_NAME, RESIDUAL_NAME, quantized_dot
 from sbjax.recipes import FULL, Recipe, RecipeRules, as_recipe, parse_recipe
@@ -49,6 +49,7 @@ class BlockOptions:
     recipe: of the linear layers' matmuls: a Recipe or its name, or RecipeRules or their text, for
       paths such as "image/blocks/fc1" (with scan) and "image/block_0/fc1" (without).
     backend: the name of the backend for matmuls and fused operations; None chooses.
+    attention_backend: the one of `sbjax.attention`; None chooses.
     dtype: compute dtype.
     zero_init_layer_scale: multiplies each residual branch by a learned vector that starts at 0
       (Wortsman et al. 2023, https://arxiv.org/abs/2304.13013).
@@ -68,6 +69,7 @@ class BlockOptions:
 
   recipe: Recipe | RecipeRules | str = FULL
   backend: str | None = None
+  attention_backend: str | None = None
   dtype: jnp.dtype = jnp.bfloat16
   zero_init_layer_scale: bool = False
   qk_norm: bool = False
@@ -83,6 +85,11 @@ class BlockOptions:
       as_recipe(self.recipe)
     if self.backend is not None:
       get_backend(self.backend)
+    if self.attention_backend not in (None, *BACKENDS):
+      raise ValueError(
+        f"attention_backend={self.attention_backend!r} must be one of {', '.join(BACKENDS)}; None"
+        " chooses."
+      )
     object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
     if not jnp.issubdtype(self.dtype, jnp.floating):
       raise ValueError(f"dtype={self.dtype} must be floating point, such as 'bfloat16'.")
@@ -157,8 +164,8 @@ class Block(nn.Module):
     q_BLHD, k_BLHD, v_BLHD = (
       h.reshape(*h.shape[:2], self.heads, h.shape[2] // self.heads) for h in (q_BLD, k_BLD, v_BLD)
     )
-    y_BLHD = attention(q_BLHD, k_BLHD, v_BLHD, causal=self.causal, length=self.length)
-    return y_BLHD.reshape(q_BLD.shape)
+    how = {"causal": self.causal, "length": self.length, "backend": self.options.attention_backend}
+    return attention(q_BLHD, k_BLHD, v_BLHD, **how).reshape(q_BLD.shape)
 
   def _mlp(self, x_BLD):
     """x + MLP(norm(x))."""
@@ -205,7 +212,8 @@ def blocks(
 ):
   """Applies a tower's blocks as submodules of the caller; returns x and mean |feature| [layers]."""
   length = x_BLD.shape[1]
-  padding = length_for(length, options.dtype, config.width // config.heads) - length
+  head_dim = config.width // config.heads
+  padding = length_for(length, options.dtype, head_dim, options.attention_backend) - length
   x_BLD = jnp.pad(x_BLD, ((0, 0), (0, padding), (0, 0)))
   if options.remat != "none":
     # XLA cannot merge a loop's recomputation with its forward pass, so it needs no barrier.

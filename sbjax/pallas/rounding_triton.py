@@ -173,7 +173,7 @@ def store_row(
 def row_sum(xs, THREADS: tl.constexpr):
   """The sum over a row."""
   parts, rest = _parts_of_sum(xs, THREADS)
-  return tl.reduce(parts, 0, _sum) + rest
+  return tl.reduce(parts, 0, plus) + rest
 
 
 @triton.jit
@@ -206,14 +206,14 @@ def _parts_of_sum(xs, THREADS: tl.constexpr):
   for i in tl.static_range(len(xs)):
     if xs[i].shape[0] >= THREADS:
       x = tl.reshape(xs[i], (THREADS, xs[i].shape[0] // THREADS))
-      parts += tl.reduce(x, 1, _sum)
+      parts += tl.reduce(x, 1, plus)
     else:
-      rest += tl.reduce(xs[i], 0, _sum)
+      rest += tl.reduce(xs[i], 0, plus)
   return parts, rest
 
 
 @triton.jit
-def _sum(a, b):
+def plus(a, b):
   return a + b
 
 

@@ -1,0 +1,159 @@
+"""Softmax attention: by cuDNN, by a kernel for short sequences, or by XLA."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from sbjax.backends import get_backend
+from sbjax.device import compute_capability, target
+from sbjax.partition import vary_alike
+
+# For checkpoint policies: the output of a kernel, and the logarithms of its softmaxes' sums.
+ATTENTION_NAME = "sbjax_attention"
+BACKENDS = ("xla", "cudnn", "triton")
+
+
+def attention(
+  q: jax.Array,
+  k: jax.Array | None = None,
+  v: jax.Array | None = None,
+  *,
+  causal: bool = False,
+  length: int | None = None,
+  backend: str | None = None,
+) -> jax.Array:
+  """softmax(q k^T / sqrt(D)) v for each head; logits and sums are float32.
+
+  >>> import jax.numpy as jnp
+  >>> qkv = jnp.ones((2, 5, 3, 4, 8))  # Batch, tokens, q k v, heads, head size.
+  >>> attention(qkv).shape
+  (2, 5, 4, 8)
+
+  Args:
+    q: [B, L, H, D], or [B, L, 3, H, D] with q, k and v, as one projection makes them. Its gradient
+      then is one such array. Only "triton" takes it without a copy.
+    k, v: [B, L, H, D] in q's dtype, or None.
+    causal: whether a token attends to itself and earlier tokens only.
+    length: the number of tokens before the padding; None: L. No token attends to padding, and
+      padding gets no gradient. Its outputs are undefined.
+    backend: "xla" computes in float32. "cudnn" takes 16 bits, and D up to 128. "triton" takes 16
+      bits, and a head whose keys and values fit in shared memory. None: cuDNN where it runs, else
+      XLA. On an NVIDIA GPU the number of tokens must then be one that `length_for` returns.
+
+  Returns:
+    [B, L, H, D] in q's dtype.
+
+  Raises:
+    ValueError: shapes, dtypes, `length` or `backend` are wrong.
+    NotImplementedError: the backend does not run here, or not with these shapes.
+  """
+  qkv = _arrays(q, k, v)
+  length = qkv[0].shape[1] if length is None else length
+  if not 1 <= length <= qkv[0].shape[1]:
+    raise ValueError(f"length={length} must be from 1 to the {qkv[0].shape[1]} tokens of q.")
+  dtype, head_dim = qkv[0].dtype, qkv[0].shape[-1]
+  name = _fastest(dtype, head_dim) if backend is None else backend
+  if name == "cudnn":
+    if not cudnn_runs(dtype, head_dim):
+      raise NotImplementedError(
+        "backend='cudnn' needs an NVIDIA GPU from Ampere on, 16 bits, and heads of a multiple of 8"
+        f" up to 128, not {dtype.name} and {head_dim}."
+      )
+    return _by_cudnn(*_three(qkv), causal=causal, length=length)
+  if name not in BACKENDS:
+    raise ValueError(f"Unknown backend {name!r}; there are {', '.join(map(repr, BACKENDS))}.")
+  return _by_operations(name, causal, length, *vary_alike(*qkv))
+
+
+def _arrays(q, k, v) -> tuple[jax.Array, ...]:
+  """One array [B, L, 3, H, D] or three [B, L, 1, H, D]."""
+  if k is None and v is None:
+    if q.ndim != 5 or q.shape[2] != 3:
+      raise ValueError(f"q without k and v must be [B, L, 3, H, D], not {q.shape}.")
+    return (q,)
+  if k is None or v is None or q.ndim != 4 or not q.shape == k.shape == v.shape:
+    shapes = [None if x is None else x.shape for x in (q, k, v)]
+    raise ValueError(f"q, k and v must all be [B, L, H, D], not {', '.join(map(str, shapes))}.")
+  if not q.dtype == k.dtype == v.dtype:
+    raise ValueError(f"q, k and v must have one dtype, not {q.dtype}, {k.dtype}, {v.dtype}.")
+  return tuple(x[:, :, None] for x in (q, k, v))
+
+
+def _three(qkv) -> list[jax.Array]:
+  return [qkv[0][:, :, i] for i in range(3)] if len(qkv) == 1 else [x[:, :, 0] for x in qkv]
+
+
+def _fastest(dtype, head_dim: int) -> str:
+  return "cudnn" if cudnn_runs(dtype, head_dim) else "xla"
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _by_operations(backend, causal, length, *qkv):
+  return _by_operations_fwd(backend, causal, length, *qkv)[0]
+
+
+def _by_operations_fwd(backend, causal, length, *qkv):
+  o, lse = get_backend(backend).attention_forward(*qkv, causal=causal, length=length)
+  o, lse = checkpoint_name(o, ATTENTION_NAME), checkpoint_name(lse, ATTENTION_NAME)
+  return o, (o, lse, qkv)
+
+
+def _by_operations_bwd(backend, causal, length, saved, do):
+  o, lse, qkv = saved
+  return get_backend(backend).attention_backward(o, lse, do, *qkv, causal=causal, length=length)
+
+
+_by_operations.defvjp(_by_operations_fwd, _by_operations_bwd)
+
+
+def _by_cudnn(q_BLHD, k_BLHD, v_BLHD, *, causal, length):
+  batch, padded_length = q_BLHD.shape[:2]
+  lengths = None
+  if length < padded_length:
+    # cuDNN leaves gradients of padded tokens undefined; we zero them.
+    qkv: Any = [_without_gradient(x, length) for x in (q_BLHD, k_BLHD, v_BLHD)]
+    q_BLHD, k_BLHD, v_BLHD = qkv
+    # For keys only: with a length for queries too, cuDNN leaves the outputs of padding undefined.
+    lengths = None if causal else jnp.full((batch,), length, jnp.int32)
+  return jax.nn.dot_product_attention(
+    *(q_BLHD, k_BLHD, v_BLHD),
+    is_causal=causal,
+    key_value_seq_lengths=lengths,
+    implementation="cudnn",
+  )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _without_gradient(x_BLHD, length):
+  """x; tokens from `length` on get no gradient."""
+  return x_BLHD
+
+
+def _without_gradient_bwd(length, _, dx_BLHD):
+  # XLA writes these zeros in place; a mask would read and write all tokens once more.
+  zeros = jnp.zeros_like(dx_BLHD[:, length:])
+  return (jax.lax.dynamic_update_slice_in_dim(dx_BLHD, zeros, length, axis=1),)
+
+
+_without_gradient.defvjp(lambda x, length: (x, None), _without_gradient_bwd)
+
+
+def length_for(length: int, dtype: jnp.dtype, head_dim: int, backend: str | None = None) -> int:
+  """The number of tokens to pad to: JAX trains with cuDNN's attention only for even numbers.
+
+  A class token makes the number odd. Padding once before the blocks costs less than in each block.
+  """
+  name = _fastest(dtype, head_dim) if backend is None else backend
+  return length + length % 2 if name == "cudnn" else length
+
+
+def cudnn_runs(dtype: jnp.dtype, head_dim: int) -> bool:
+  """Whether cuDNN's flash attention supports this: 16 bits, on an NVIDIA GPU from Ampere on.
+
+  JAX does not fall back: it raises where cuDNN cannot run, and lowers it only for CUDA.
+  """
+  ampere = (compute_capability(target()) or 0) >= 80
+  return ampere and dtype in (jnp.bfloat16, jnp.float16) and head_dim % 8 == 0 and head_dim <= 128
