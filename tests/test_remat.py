@@ -8,12 +8,12 @@ import re
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from sbjax.models.transformer import REMAT_POLICIES
 from train import remat
 from train.config import Config, MeshConfig, ModelConfig, OptimizerConfig
-from train.loop import jit_train_step
 from train.optimizer import make_optimizer
 from train.run import Run, abstract_state
 from train.sharding import make_mesh
@@ -22,7 +22,7 @@ from train.task import block_options, make_task
 TOKENIZER = SimpleNamespace(vocab_size=300, eot_id=2)
 
 
-def make(recipe="switchback", accumulate=1, **model) -> Run:
+def make(recipe="full", accumulate=1, **model) -> Run:
   """A Run without data, whose activations take more memory than its state."""
   model = ModelConfig(size="tiny", image_size=32, recipe=recipe, dtype="float32", **model)
   config = Config(model=model, batch_size=256, accumulate=accumulate)
@@ -32,10 +32,23 @@ def make(recipe="switchback", accumulate=1, **model) -> Run:
   return Run(config, None, TOKENIZER, 0, mesh, task, optimizer, schedule, state, None)
 
 
-@functools.cache
-def step_of(policy):
-  """JAX does not compile the same jitted step twice."""
-  return jit_train_step(remat._with_remat(make(), policy))
+def make_step(run):
+  """The gradient of the image tower, in place of a training step, which compiles longer."""
+  return _step_with(run.config.model.remat)
+
+
+@functools.cache  # JAX does not compile the same jitted step twice.
+def _step_with(policy):
+  model = make(remat=policy).task.model
+
+  def step(state, batch):
+    def loss(params):
+      pixels = batch["image"].astype(jnp.float32)
+      return jnp.sum(model.apply({"params": params}, pixels, method=model.encode_image))
+
+    return state._replace(params=jax.grad(loss)(state.params)), {}, jnp.ones(1, bool)
+
+  return jax.jit(step, donate_argnums=0)
 
 
 @functools.cache
@@ -43,22 +56,19 @@ def needed() -> dict[str, float]:
   """The bytes of a step with each policy."""
   run = make()
   runs = {policy: remat._with_remat(run, policy) for policy in remat._SAVED}
-  return {
-    policy: remat._compiled(each, lambda run: step_of(run.config.model.remat))[1].total
-    for policy, each in runs.items()
-  }
+  return {policy: remat._compiled(each, make_step)[1].total for policy, each in runs.items()}
 
 
 @pytest.fixture
 def choose(monkeypatch, tmp_path):
   """choose(limit in bytes, run, resumes) -> (policy, line, names of what was compiled)."""
 
-  def choose_within(limit, run=None, resumes=False, make_step=None):
+  def choose_within(limit, run=None, resumes=False, make_step=make_step):
     monkeypatch.setattr(remat, "bytes_limit", lambda: limit)
     compiled = []
     chosen, step, line = remat.choose(
       make() if run is None else run,
-      make_step or (lambda run: step_of(run.config.model.remat)),
+      make_step,
       tmp_path,
       resumes=resumes,
       waits_for=compiled.append,
@@ -85,9 +95,7 @@ def test_the_first_policy_that_fits_is_chosen(choose, policy):
 
 def test_the_step_that_comes_with_the_choice_is_compiled(monkeypatch, tmp_path):
   monkeypatch.setattr(remat, "bytes_limit", lambda: 1e12)
-  step = remat.choose(
-    make(), lambda _: step_of("none"), tmp_path, resumes=False, waits_for=lambda _: None
-  )[1]
+  step = remat.choose(make(), make_step, tmp_path, resumes=False, waits_for=lambda _: None)[1]
   assert isinstance(step, jax.stages.Compiled)
 
 
@@ -102,6 +110,17 @@ def test_the_line_has_the_memory_and_the_limit(choose):
   )
 
 
+def test_the_donated_state_counts_once():
+  run = make()
+  state, batch = (
+    sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    for tree in (run.abstract_state, run.task.abstract_batch(run.config.batch_size))
+  )
+  fixed = remat._compiled(remat._with_remat(run, "none"), make_step)[1].fixed
+  batches = (1 + run.config.data.prefetch) * batch
+  assert batches < fixed < state + batches + 1000  # 1000: what is not state.
+
+
 def test_policies_that_cannot_fit_are_not_compiled(choose):
   assert choose(1e6)[2] == ["none", "block"]
 
@@ -110,11 +129,11 @@ def test_a_step_too_large_to_compile_does_not_fit(choose):
   def fails(*_):
     raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate")
 
-  def make_step(run):
-    policy = run.config.model.remat
-    return SimpleNamespace(lower=fails) if policy == "none" else step_of(policy)
+  def make_large(run):
+    is_first = run.config.model.remat == "none"
+    return SimpleNamespace(lower=fails) if is_first else make_step(run)
 
-  policy, line, _ = choose(1e12, make_step=make_step)
+  policy, line, _ = choose(1e12, make_step=make_large)
   assert policy == "dots" and line.endswith("(none more than there is)")
 
 
