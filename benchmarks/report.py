@@ -2,9 +2,9 @@
 
   python -m benchmarks.report
 
-Reads benchmarks/results/{step,kept_bytes,open_clip,matmul,quantize,linear,scaling}.jsonl. If a case was
-measured more than once on a chip, the last line counts. Writes the tables between markers, and a
-plot of CHIP's results for each file.
+Reads benchmarks/results/{step,kept_bytes,open_clip,matmul,quantize,linear,scaling}.jsonl. If a
+case was measured more than once on a chip, the last line counts. Writes the tables between markers,
+and a plot of CHIP's results for each file.
 """
 
 import math
