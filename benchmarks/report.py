@@ -2,9 +2,9 @@
 
   python -m benchmarks.report
 
-Reads benchmarks/results/{step,open_clip,matmul,quantize,linear,scaling}.jsonl. If a case was
-measured more than once on a chip, the last line counts. Writes the tables between markers, and a
-plot of CHIP's results for each file.
+Reads benchmarks/results/{step,kept_bytes,open_clip,matmul,quantize,linear,scaling}.jsonl. If a
+case was measured more than once on a chip, the last line counts. Writes the tables between markers,
+and a plot of CHIP's results for each file.
 """
 
 import math
@@ -45,6 +45,7 @@ def main() -> None:
   steps_report.plot(step, open_clip, RESULTS / "steps.png")
   write("steps", steps_report.short_table(step, open_clip), README)
   write("steps", step_table(step, steps_elsewhere))
+  write("kept", kept_table(last(read("kept_bytes"), "recipe", "remat")))
   write("open_clip", steps_report.open_clip_table(open_clip))
   write("speeds", table(matmul, matmuls_elsewhere, raced, quantize, linear))
   scaling = [row for row in read("scaling") if row["benchmark"] == "scaling"]
@@ -133,6 +134,20 @@ def step_table(step, elsewhere) -> list[str]:
       f" {flax['peak_gigabytes']:.0f}, {ours['peak_gigabytes']:.0f} GB |"
     )
   return lines
+
+
+def kept_table(rows) -> list[str]:
+  """A line for each policy, a column for each recipe."""
+  recipes = list(dict.fromkeys(row["recipe"] for row in rows))
+  kept = {(row["remat"], row["recipe"]): row["bytes"] for row in rows}
+  return [
+    f"| `remat` | {' | '.join(f'`{recipe}`' for recipe in recipes)} |",
+    f"|---|{'---|' * len(recipes)}",
+    *(
+      f"| `{remat}` | {' | '.join(f'{kept[remat, recipe]:.1f}' for recipe in recipes)} |"
+      for remat in dict.fromkeys(row["remat"] for row in rows)
+    ),
+  ]
 
 
 def table(matmul, elsewhere, raced, quantize, linear) -> list[str]:

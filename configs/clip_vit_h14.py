@@ -14,7 +14,6 @@ from train.config import Config
 def get_config() -> Config:
   config = clip_vit_b32.get_config()
   config.model.size = "H/14"
-  config.model.remat = "block"
   config.mesh.fsdp = 8
   config.optimizer.b2 = 0.99
   return config

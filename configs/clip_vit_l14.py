@@ -14,5 +14,4 @@ from train.config import Config
 def get_config() -> Config:
   config = clip_vit_b32.get_config()
   config.model.size = "L/14"
-  config.model.remat = "block"
   return config

@@ -27,6 +27,7 @@ _STANDARD_PROMOTION = (
   "test_step",
   "test_main",
   "test_distributed",
+  "test_remat",
 )
 
 # Each test is of one tier or needs an extra; README's command runs the core, .ci/run all.
@@ -41,6 +42,7 @@ _PROGRAM = (
   "test_inference",
   "test_loop",
   "test_main",
+  "test_remat",
   "test_run_end",
   "test_step",
   "test_watchdog",

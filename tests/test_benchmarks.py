@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import each_kernel, kernels, linear, matmul, meshes, tune
+from benchmarks import each_kernel, kept_bytes, kernels, linear, matmul, meshes, tune
 from benchmarks import quantize as quantize_benchmark
 from benchmarks.flax_block import FlaxBlock
 from benchmarks.host_rate import rate
@@ -32,6 +32,7 @@ from sbjax.models.sizes import SIZES
 from sbjax.models.transformer import BlockOptions
 from sbjax.pallas.scaled_matmul_sm90 import NARROW, TileConfig
 from sbjax.quantize import Spec, quantize
+from train import remat
 from train.flops import model_flops
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -290,3 +291,20 @@ def test_a_way_is_parsed_as_mesh_and_process_count():
   with pytest.raises(argparse.ArgumentTypeError, match="DATAxFSDP"):
     meshes.way("2")
   assert meshes.largest_difference([1.0, 2.2], [1.0, 2.0]) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+  ("recipe", "policy"), [("switchback", "none"), ("switchback_m", "residuals")]
+)
+def test_a_block_saves_the_bytes_on_record(recipe, policy):
+  found = kept_bytes.measure(recipe, policy)
+  (row,) = (r for r in read("kept_bytes") if (r["recipe"], r["remat"]) == (recipe, policy))
+  assert {name: row[name] for name in found} == found
+
+
+@pytest.mark.parametrize(
+  ("recipe", "saved"), [("switchback", remat._SAVED), ("switchback_m", remat._SAVED_IN_8_BITS)]
+)
+def test_the_policies_that_auto_tries_save_the_bytes_on_record(recipe, saved):
+  rows = {row["remat"]: row["bytes"] for row in read("kept_bytes") if row["recipe"] == recipe}
+  assert saved == {policy: round(rows[policy]) for policy in saved}

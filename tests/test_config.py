@@ -23,7 +23,7 @@ REFUSED = [
   ("model.scan", "False", "must be true or false"),
   ("model.patch_dropout", 1.0, "must be at least 0 and less than 1"),
   ("model.patch_dropout", -0.1, "must be at least 0 and less than 1"),
-  ("model.unroll", -1, "must be 0 (all layers) or more"),
+  ("model.unroll", -2, "must be -1 (all layers on a GPU), 0 (all layers) or more"),
   ("model.remat", "all", "remat='all' must be 'none'"),
   ("data.image_key", "", "must be the name of a feature"),
   ("data.templates", ("a dog",), "must be at least one text, each with {} for the name of a class"),

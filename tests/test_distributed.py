@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -23,10 +24,11 @@ TWICE = """
 import pathlib, shutil, sys
 import jax
 from jax.experimental import multihost_utils
-from train import cli
+from train import cli, remat
 from train.loop import train
 
 def twice(config, workdir):
+  remat.bytes_limit = lambda: (1e12, 1.0)[jax.process_index()]
   train(config, workdir)
   multihost_utils.sync_global_devices("the first run is over")
   if jax.process_index() == 0:
@@ -187,8 +189,13 @@ def test_two_processes_train_as_one_and_resume_exactly(tmp_path, monkeypatch):
   assert [p.returncode for p in processes] == [0, 0], err + second_err
   assert "step 2/2" in out and "step" not in second_out
   assert "Continuing after step 1 of 2" in out
+  # Process 0 alone would have room for "none".
+  assert re.findall(r"remat=\w+(?:, as before)?", out) == ["remat=block", "remat=block, as before"]
   assert sorted(p.name for p in (both / "checkpoints").iterdir()) == ["1", "2"]
-  assert {p.name for p in both.iterdir()} == {p.name for p in alone.iterdir()} | {"first.jsonl"}
+  assert {p.name for p in both.iterdir()} == {p.name for p in alone.iterdir()} | {
+    "first.jsonl",
+    "remat.json",
+  }
   assert measured(both / "metrics.jsonl") == measured(both / "first.jsonl")
   pairs = zip(measured(both / "metrics.jsonl"), measured(alone / "metrics.jsonl"), strict=True)
   for together, one in pairs:

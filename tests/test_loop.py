@@ -19,7 +19,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from train import loop
+from train import loop, processes
 from train.config import Config, ModelConfig
 from train.errors import RunError
 from train.run import _MAY_CHANGE, check_continues
@@ -168,8 +168,8 @@ def test_the_wait_for_data_is_the_longest_of_all_processes(monkeypatch):
     return np.stack([values, np.array([0.5, 1.0], np.float32)])
 
   monkeypatch.setattr(jax, "process_count", lambda: 2)
-  monkeypatch.setattr(loop.multihost_utils, "process_allgather", allgather)
-  assert loop._largest_of_all_processes(0.25, 3.0) == [0.5, 3.0]
+  monkeypatch.setattr(processes.multihost_utils, "process_allgather", allgather)
+  assert processes.largest_of_all(0.25, 3.0) == [0.5, 3.0]
   assert len(gathered) == 1
 
 

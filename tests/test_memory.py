@@ -40,7 +40,7 @@ def run(devices=8, fsdp=1, batch_size=64, width=1000, **fields):
   sharding = jax.sharding.NamedSharding(mesh, PartitionSpec("fsdp"))
   params = {"kernel": jax.ShapeDtypeStruct((width, width), jnp.float32, sharding=sharding)}
   state = SimpleNamespace(params=params, opt_state={"mu": params, "nu": params})
-  model = {name: fields.pop(name) for name in ("remat", "recipe") if name in fields}
+  model = {"remat": fields.pop("remat", "none"), "recipe": fields.pop("recipe", "switchback")}
   config = Config(model=ModelConfig(size="tiny", **model), batch_size=batch_size, **fields)
   return SimpleNamespace(config=config, mesh=mesh, abstract_state=state)
 
@@ -90,6 +90,8 @@ def test_only_unused_options_are_offered():
   done = run(fsdp=8, batch_size=16, accumulate=2, remat="block", recipe="switchback_m")
   assert choices(done) == ["--config.batch_size", "more devices than 8"]
   assert choices(run(devices=1))[-1] == "more devices"
+  # "auto" is left only before the step is compiled.
+  assert choices(run(remat="auto"))[0] == "--config.accumulate=2"
 
 
 def test_an_offered_accumulate_divides_the_batch():

@@ -28,8 +28,11 @@ class ModelConfig:
   qk_norm: bool = False  # layer norm of queries and keys
   patch_dropout: float = 0.0  # fraction of patches dropped in training
   scan: bool = True  # one compiled block, scanned over the layers
-  unroll: int = 1  # how many layers of a scan are compiled together; 0: all, faster on a GPU
-  remat: str = "none"  # "none", "block", or a key of sbjax.models.transformer.REMAT_POLICIES
+  # How many layers of a scan are compiled together; 0: all; -1: all on a GPU, else one by one.
+  unroll: int = -1
+  # What the backward pass computes again: "none", "block" (all), a key of
+  # sbjax.models.transformer.REMAT_POLICIES, or "auto": the fastest of them that fits the devices.
+  remat: str = "auto"
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -176,7 +179,7 @@ LIMITS = (  # What the fields' values must be, in words and as a test that nan f
   (*_off_or_more("only at the end"), "eval_every checkpoint_every"),
   (*_off_or_more("no limit"), "step_timeout_seconds pause_timeout_seconds"),
   (*_off_or_more("the size's own"), "model.image_size model.patch_size"),
-  (*_off_or_more("all layers"), "model.unroll"),
+  ("-1 (all layers on a GPU), 0 (all layers) or more", lambda x: x >= -1, "model.unroll"),
   (*_off_or_more("threads of this process"), "data.workers"),
   (*_off_or_more("no thread"), "data.prefetch"),
   ("0 (the size's own) or at least 3", lambda x: x == 0 or x >= 3, "model.context_length"),

@@ -7,6 +7,7 @@ import contextlib
 import json
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -14,11 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from train import data
+from train import data, remat
 from train.config import Config
 from train.errors import RunError
 from train.flops import BF16_PEAK
 from train.memory import explained
+from train.processes import largest_of_all
 from train.record import Recorder, read_metrics
 from train.report import describe_end, describe_scores, write_report
 from train.run import Run, check_continues, make_run
@@ -103,15 +105,26 @@ def _train(run: Run, workdir: Path, watchdog: Watchdog) -> None:
   recorder = Recorder(workdir, config, start)
   with contextlib.closing(checkpointer), contextlib.closing(recorder), Signals() as signals:
     describe(run, recorder, start)
+    run, train_step, choice = remat.choose(
+      run,
+      jit_train_step,
+      workdir,
+      resumes=restored is not None,
+      waits_for=lambda what: watchdog.waits_for(what, first=True),
+    )
+    if choice:
+      recorder.say(start, choice)
     tracer = Tracer(workdir / "profile", config.profiled())
-    with contextlib.closing(tracer):
-      _steps(run, workdir, state, start, iterator, recorder, signals, watchdog, tracer)
+    # The run has its policy now, so that an error does not offer what it has.
+    with contextlib.closing(tracer), explained(run, lambda: watchdog.what):
+      _steps(run, train_step, workdir, state, start, iterator, recorder, signals, watchdog, tracer)
     watchdog.pauses_for("the last checkpoint")
     checkpointer.wait()
 
 
 def _steps(
   run: Run,
+  train_step: Callable,
   workdir: Path,
   state,
   start: int,
@@ -123,7 +136,6 @@ def _steps(
 ) -> None:
   """Runs the steps after `start`."""
   config, checkpointer = run.config, run.checkpointer
-  train_step = jit_train_step(run)
   batches = data.prefetch_to_device(iterator, batch_sharding(run.mesh), config.data.prefetch)
   meter = _Meter(run, state, recorder)
   with contextlib.closing(batches):
@@ -171,7 +183,7 @@ def _steps(
 
 
 def jit_train_step(run: Run):
-  """The compiled step: `(state, batch) -> (state, metrics, finite)`, the old state donated."""
+  """The jitted step: `(state, batch) -> (state, metrics, finite)`, the old state donated."""
   config = run.config
   step = make_train_step(
     run.task,
@@ -250,13 +262,13 @@ class _Meter:
       self._log(step, metrics)
     elif self._first:
       self._read_clock(step)
-      self._recorder.say(step, f"compiled and ran the first step in {self._seconds:.1f} s")
+      self._recorder.say(step, f"the first step took {self._seconds:.1f} s")
     self._first = False
 
   def _log(self, step, metrics) -> None:
     config = self._run.config
     seconds = self._seconds
-    waited, peak_bytes = _largest_of_all_processes(self._wait, _peak_bytes())
+    waited, peak_bytes = largest_of_all(self._wait, _peak_bytes())
     scalars = {name: float(value) for name, value in jax.device_get(metrics).items()}
     scalars |= {
       "learning_rate": float(self._run.schedule(step - 1)),
@@ -284,13 +296,6 @@ class _Meter:
       f"Step {step}: {wrong[0]} is not finite, and {len(wrong) - 1} tensors after it; the loss is"
       f" {loss}. The last good checkpoint is {self._run.checkpointer.describe_last_good()}."
     )
-
-
-def _largest_of_all_processes(*values: float) -> list[float]:
-  """The maximum of each value over processes. All of them must call this after the same step."""
-  if jax.process_count() == 1:
-    return list(values)
-  return multihost_utils.process_allgather(np.array(values, np.float32)).max(axis=0).tolist()
 
 
 def _peak_bytes() -> int:

@@ -83,7 +83,7 @@ def asked_bytes(text: str) -> int | None:
 
 def _for_activations(run: Run) -> list[str]:
   config, choices = run.config, []
-  if config.model.remat != "block":
+  if config.model.remat not in ("auto", "block"):  # "auto": no step was compiled yet.
     choices.append(
       f"--config.model.remat=block: a block keeps its input only, and computes the rest again (now"
       f" {config.model.remat})"

@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from train.errors import RunError
 
@@ -55,6 +57,16 @@ def join() -> None:
       f"--distributed: {error} Outside of a cluster that JAX knows, set JAX_COORDINATOR_ADDRESS"
       " (host:port of the first process), JAX_NUM_PROCESSES and JAX_PROCESS_ID (from 0)."
     ) from error
+
+
+def largest_of_all(*values: float) -> list[float]:
+  """The maximum of each value over processes, in float32 where there are several.
+
+  All of them must call this at the same point.
+  """
+  if jax.process_count() == 1:
+    return list(values)
+  return multihost_utils.process_allgather(np.array(values, np.float32)).max(axis=0).tolist()
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict:

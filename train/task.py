@@ -41,6 +41,15 @@ class CLIPTask(NamedTuple):
     vision, text = self.model.config.vision, self.model.config.text
     return {"image_size": vision.image_size, "context_length": text.context_length}
 
+  def abstract_batch(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes and dtypes of a batch."""
+    vision, text = self.model.config.vision, self.model.config.text
+    image = (batch_size, vision.image_size, vision.image_size, 3)
+    return {
+      "image": jax.ShapeDtypeStruct(image, jnp.uint8),
+      "text": jax.ShapeDtypeStruct((batch_size, text.context_length), jnp.int32),
+    }
+
   def init(self, key: jax.Array) -> dict:
     """The parameters at step 0."""
     vision, text = self.model.config.vision, self.model.config.text
@@ -107,8 +116,15 @@ def clip_config(c: ModelConfig) -> CLIPConfig:
 
 
 def block_options(config: ModelConfig) -> BlockOptions:
-  """The BlockOptions with the values of a ModelConfig's fields of the same names."""
+  """The BlockOptions with the values of a ModelConfig's fields of the same names.
+
+  remat="auto" is "none" here: train/remat.py replaces it before a step is compiled.
+  """
   values = dataclasses.asdict(config)
   values |= {name: values[name] or None for name in ("backend", "attention_backend")}
+  if config.remat == "auto":
+    values["remat"] = "none"
+  if config.unroll == -1:
+    values["unroll"] = 0 if jax.default_backend() == "gpu" else 1
   fields = dataclasses.fields(BlockOptions)
   return BlockOptions(**{f.name: values[f.name] for f in fields if f.name in values})

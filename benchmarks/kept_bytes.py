@@ -1,0 +1,91 @@
+"""What does a block save for the backward pass, with each recipe and remat policy?
+
+  python -m benchmarks.kept_bytes
+
+Counts the arrays that JAX saves when it traces a ViT-L/14 for an NVIDIA GPU that is absent, with
+cuDNN's attention, in bfloat16: bytes for each token and unit of width. Nothing is compiled. Adds
+lines to the results.
+"""
+
+import argparse
+import collections
+import dataclasses
+import functools
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
+
+from benchmarks.timing import append, provenance
+from sbjax.models import CLIP, SIZES, BlockOptions
+from sbjax.models.attention import length_for
+from sbjax.models.transformer import REMAT_POLICIES
+
+SIZE = "L/14"
+RECIPES = ("full", "switchback", "switchback_m")
+POLICIES = ("none", *REMAT_POLICIES, "block")
+LAYERS, IMAGES = 5, 3  # No weight [LAYERS, ...] has a multiple of the tokens of so many images.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Device(AbstractDevice):
+  compute_capability: str = ""
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--out", default="benchmarks/results/kept_bytes.jsonl")
+  args = parser.parse_args()
+  lines = []
+  for recipe in RECIPES:
+    for remat in POLICIES:
+      row = measure(recipe, remat)
+      print(f"{recipe:12} {remat:18} {row['bytes']:6.2f}  {row['arrays']}", flush=True)
+      lines.append(row | provenance())
+  append(args.out, lines)
+
+
+def measure(recipe: str, remat: str) -> dict:
+  """The bytes of the vision tower's blocks, and the arrays by dtype and size."""
+  size = SIZES[SIZE]
+  vision = dataclasses.replace(size.vision, layers=LAYERS)
+  options = BlockOptions(recipe=recipe, remat=remat, backend="xla")
+  model = CLIP(dataclasses.replace(size, vision=vision), options)
+  pixels, tokens = (IMAGES, vision.image_size, vision.image_size, 3), (1, size.text.context_length)
+  image, text = jax.ShapeDtypeStruct(pixels, jnp.float32), jax.ShapeDtypeStruct(tokens, jnp.int32)
+
+  def backward(image, text):
+    params = model.init(jax.random.key(0), image, text)["params"]
+    encode = functools.partial(model.apply, method=model.encode_image)
+    return jax.vjp(encode, {"params": params}, image)[1]  # A pytree of the saved arrays.
+
+  device = _Device("NVIDIA H200", 132, "gpu", "9.0")
+  mesh = AbstractMesh((1,), ("data",), (AxisType.Auto,), abstract_device=device)
+  # JAX asks the cuDNN that is not here for its version.
+  version = mock.patch(
+    "jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000
+  )
+  with use_abstract_mesh(mesh), version:
+    saved = jax.tree.leaves(jax.eval_shape(backward, image, text))
+    head_dim = vision.width // vision.heads
+    length = length_for((vision.image_size // vision.patch_size) ** 2 + 1, jnp.bfloat16, head_dim)
+  arrays = collections.Counter()
+  for x in saved:
+    if x.ndim > 1 and x.shape[0] == LAYERS and x.size % (LAYERS * IMAGES * length) == 0:
+      arrays[x.dtype.name, x.size // (LAYERS * IMAGES * length)] += 1
+  total = sum(n * jnp.dtype(dtype).itemsize * each for (dtype, each), n in arrays.items())
+  return {
+    "benchmark": "kept_bytes",
+    "size": SIZE,
+    "recipe": recipe,
+    "remat": remat,
+    "bytes": round(total / vision.width, 3),
+    "arrays": {
+      f"{dtype}[{each}]": n for (dtype, each), n in sorted(arrays.items(), key=lambda a: -a[0][1])
+    },
+  }
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,171 @@
+"""Chooses `model.remat="auto"`: the fastest policy whose compiled step fits the devices.
+
+XLA says how much memory a step takes when it has compiled it, before it runs. The choice is in
+remat.json of the workdir, and a run that continues on the same devices takes it from there.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from sbjax.recipes import Recipe, RecipeRules
+from train.memory import is_out_of_memory
+from train.processes import largest_of_all
+from train.run import Run
+from train.sharding import batch_sharding
+from train.task import make_task
+from train.workdir import write_json
+
+# Policies from the fastest on, with what a block saves for the backward pass: bytes a token and
+# width, in 16 bits (docs/performance.md). The backward pass repeats: nothing; attention; fc1 too
+# (qkv and out instead, with 8-bit operands); all but fc2. A policy is left out if a faster one
+# saves less.
+_SAVED = {"none": 22, "dots": 18, "attention_dots": 10, "block": 2}
+_SAVED_IN_8_BITS = {"none": 17, "dots_and_residuals": 15, "residuals": 7, "block": 2}
+_FREE = 0.05  # of the limit stays free: an allocator cannot fill its gaps
+
+
+class Memory(NamedTuple):
+  """Bytes that a device needs for a step, the largest of all devices."""
+
+  fixed: float  # arguments, outputs, and batches that wait
+  temporary: float  # activations, gradients; inf: XLA ran out of memory when it compiled
+
+  @property
+  def total(self) -> float:
+    return self.fixed + self.temporary
+
+
+def choose(
+  run: Run,
+  make_step: Callable,
+  workdir: Path,
+  *,
+  resumes: bool,
+  waits_for: Callable[[str], None],
+) -> tuple[Run, Callable, str]:
+  """The run with a policy in place of "auto", its step, and a line about the choice.
+
+  All processes must call this, and get the same policy. If nothing is to be chosen, the line is
+  empty: the config names a policy, or a device does not say how much memory it has ("none" then).
+
+  make_step: from a Run to its jitted step.
+  resumes: whether the run goes on from a checkpoint, and may take its earlier choice.
+  waits_for: is told what is being compiled.
+  """
+  if run.config.model.remat != "auto":
+    return run, make_step(run), ""
+  limit = -largest_of_all(-bytes_limit())[0]
+  if math.isinf(limit):
+    run = _with_remat(run, "none")
+    return run, make_step(run), ""
+  path, conditions = workdir / "remat.json", _conditions(run, limit)
+  if resumes and (policy := _read(path, conditions)):
+    run = _with_remat(run, policy)
+    return run, make_step(run), f"remat={policy}, as before"
+  run, step, tried = _search(run, make_step, (1 - _FREE) * limit, waits_for)
+  policy, memory = tried.popitem()
+  if jax.process_index() == 0:
+    write_json(path, {"remat": policy, **conditions})
+  line = f"remat={policy}: a step takes {_gigabytes(memory.total)} of the {_gigabytes(limit)}"
+  others = ", ".join(f"{name} {_gigabytes(other.total)}" for name, other in tried.items())
+  return run, step, f"{line} that JAX has on a device{f' ({others})' if others else ''}"
+
+
+def bytes_limit() -> float:
+  """The bytes that JAX may use on each device of this process; inf where one does not say."""
+  stats = (device.memory_stats() or {} for device in jax.local_devices())
+  return min(each.get("bytes_limit", math.inf) for each in stats)
+
+
+def _search(run, make_step, limit, waits_for) -> tuple[Run, Callable, dict[str, Memory]]:
+  """The run with the first policy that fits, else "block"; its step; all compiled, it the last."""
+  tried: dict[str, Memory] = {}
+  saved = _saved(run.task.model.options.recipe)
+  for policy in saved:
+    if policy != "block" and _is_hopeless(tried.get("none"), saved[policy] / saved["none"], limit):
+      continue
+    waits_for(f"the step with remat={policy} to be compiled")
+    candidate = _with_remat(run, policy)
+    step, tried[policy] = _compiled(candidate, make_step)
+    if tried[policy].total <= limit:
+      break
+  return candidate, step, tried
+
+
+def _is_hopeless(none: Memory | None, share: float, limit: float) -> bool:
+  """Whether a policy that saves this share cannot fit, whatever else is temporary.
+
+  none: what the step takes that saves everything, where XLA could compile it.
+  """
+  if none is None or math.isinf(none.temporary):
+    return False
+  return none.fixed + share * none.temporary > limit
+
+
+def _compiled(run: Run, make_step: Callable) -> tuple[Callable, Memory]:
+  """The compiled step of a run, or the jitted one if XLA ran out of memory; and what it takes."""
+  step, batch = make_step(run), run.task.abstract_batch(run.config.batch_size)
+  rows = batch_sharding(run.mesh)
+  a_batch = sum(math.prod(rows.shard_shape(x.shape)) * x.dtype.itemsize for x in batch.values())
+  fixed, temporary = run.config.data.prefetch * a_batch, math.inf
+  try:
+    step = step.lower(run.abstract_state, batch).compile()
+  except jax.errors.JaxRuntimeError as error:
+    if not is_out_of_memory(error):
+      raise
+  else:
+    stats = step.memory_analysis()
+    fixed += stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    temporary = stats.temp_size_in_bytes
+  return step, Memory(*largest_of_all(fixed, temporary))
+
+
+def _saved(recipe: Recipe | RecipeRules) -> dict[str, int]:
+  recipes = [r for _, r in recipe.rules] if isinstance(recipe, RecipeRules) else [recipe]
+  in_8_bits = all(recipe.saved == "quantized" for recipe in recipes)
+  return _SAVED_IN_8_BITS if in_8_bits else _SAVED
+
+
+def _with_remat(run: Run, policy: str) -> Run:
+  model = dataclasses.replace(run.config.model, remat=policy)
+  config = dataclasses.replace(run.config, model=model)
+  return run._replace(config=config, task=make_task(config, run.tokenizer))
+
+
+def _conditions(run: Run, limit: float) -> dict:
+  """What a step's memory depends on among all that may change when a run continues."""
+  return {
+    "device": jax.devices()[0].device_kind,
+    "gigabytes": round(limit / 1e9, 1),
+    "mesh": dict(run.mesh.shape),
+    "gradient_dtype": run.config.mesh.gradient_dtype,
+    "accumulate": run.config.accumulate,
+    "backend": run.config.model.backend,
+    "attention_backend": run.config.model.attention_backend,
+    "unroll": run.task.model.options.unroll,
+    "prefetch": run.config.data.prefetch,
+  }
+
+
+def _read(path: Path, conditions: dict) -> str | None:
+  """The policy that process 0 finds in remat.json, chosen under these conditions; else None."""
+  known = list(dict.fromkeys([*_SAVED, *_SAVED_IN_8_BITS]))
+  try:
+    found = json.loads(path.read_bytes())
+    index = known.index(found.pop("remat")) if found.items() >= conditions.items() else -1
+  except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    index = -1  # Missing or damaged: chosen again.
+  index = int(multihost_utils.broadcast_one_to_all(np.int32(index)))
+  return None if index < 0 else known[index]
+
+
+def _gigabytes(count: float) -> str:
+  return "more than there is" if math.isinf(count) else f"{count / 1e9:.3g} GB"
