@@ -159,6 +159,14 @@ def started(monkeypatch, capsys, *arguments, job=lambda config, workdir: None):
     ),
     (["--config=no.py", "--workdir=x"], "There is no config file no.py"),
     (["--config=configs/quickstart.py", "--workdir=x", "--config.stesp=3"], "Did you mean steps?"),
+    (
+      ["--config=configs/quickstart.py", "--workdir=x", "--config.optimizer.learning_rat=1"],
+      "no field 'optimizer.learning_rat'. Did you mean optimizer.learning_rate",
+    ),
+    (
+      ["--config=configs/quickstart.py", "--workdir=x", "--config.steps=many"],
+      "--config.steps='many' must be a whole number.",
+    ),
   ],
 )
 def test_a_slip_on_the_command_line_is_one_message(monkeypatch, capsys, arguments, message):

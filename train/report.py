@@ -49,13 +49,14 @@ def _write(workdir: Path, title: str, samples: Sequence[Sample]) -> None:
   records = read_metrics(workdir / "metrics.jsonl")
   partial = workdir / "report.partial"
   with matplotlib.rc_context({"text.parse_math": False}):  # A caption may have a "$".
-    figure = Figure(figsize=(13, 10 + 4.2 * bool(samples)), layout="constrained")
-    figure.suptitle(title, fontsize="large")
+    # Fixed margins: matplotlib's layouts measure all texts, which takes as long as drawing them.
+    figure = Figure(figsize=(13, 10 + 4.2 * bool(samples)))
     if samples:
       above, below = figure.subfigures(2, 1, height_ratios=(10, 4.2))
       _draw_samples(below, samples)
     else:
       above = figure
+    above.suptitle(title, fontsize="large")
     _draw_curves(above, records)
     figure.savefig(partial, dpi=110, format="png")
   partial.replace(workdir / "report.png")
@@ -70,10 +71,12 @@ def _draw_curves(figure, records: list[dict]) -> None:
     "images/s": _named(records, lambda n: n == "images_per_second"),
     "mean |feature| of a block's output": _some_blocks(records),
   }
+  # Legends stand to the right of the second column.
+  figure.subplots_adjust(left=0.055, right=0.84, bottom=0.06, top=0.91, wspace=0.16, hspace=0.34)
   for axis, (heading, curves) in zip(figure.subplots(3, 2).flat, panels.items(), strict=True):
     for name, (steps, values) in curves.items():
       axis.plot(steps, values, marker="." if len(steps) < 40 else None, label=name)
-    axis.set_title(heading)
+    axis.set_title(heading, y=1)  # By default matplotlib measures all texts around an axis.
     axis.set_xlabel("step")
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.grid(alpha=0.3)
@@ -90,10 +93,12 @@ def _draw_curves(figure, records: list[dict]) -> None:
 def _draw_samples(figure, samples: Sequence[Sample]) -> None:
   """Each image under its caption and above the nearest captions, its own in green."""
   figure.suptitle("evaluation images: a caption above, the nearest captions below (its own: green)")
-  images, texts = figure.subplots(2, _COLUMNS, height_ratios=(1, 0.9))
+  figure.subplots_adjust(left=0.02, right=0.98, bottom=0.02, top=0.82, wspace=0.06, hspace=0.05)
+  no_ticks = {"xticks": (), "yticks": ()}
+  images, texts = figure.subplots(2, _COLUMNS, height_ratios=(1, 0.9), subplot_kw=no_ticks)
   for axis, text, sample in zip(images, texts, samples, strict=False):
     axis.imshow(sample.image)
-    axis.set_title(_lines(sample.captions[0]), fontsize="small")
+    axis.set_title(_lines(sample.captions[0]), fontsize="small", y=1)
     for i, caption in enumerate(sample.nearest):
       colour = "green" if caption in sample.captions else "black"
       text.text(0, 1 - i / 3, _lines(caption), va="top", fontsize="small", color=colour)
