@@ -149,8 +149,8 @@ def _operation(operation: str, backend: str, kernels, has_fp8: bool, falls_back:
     return jax.lax.platform_dependent(*arrays, cuda=by_kernel, default=by_xla)
 
   # A model's layers repeat: each size is traced and lowered once.
-  static = {"static_argnums": 2, "static_argnames": ("out_dtype", "out_sharding")}
-  return jax.jit(run, **(static if operation == "scaled_matmul" else {}))
+  static = {"static_argnames": ("out_dtype", "out_sharding", "activation", "epsilon")}
+  return jax.jit(run, **static, **({"static_argnums": 2} if operation == "scaled_matmul" else {}))
 
 
 def _scaled_matmul(lhs, rhs, *args, **options):
