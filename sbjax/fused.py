@@ -49,9 +49,10 @@ def layer_norm_dense(
   and values come from one kernel, and would be copied out of one array.
 
   x comes back as it was, to go on from there to a residual connection: the two gradients that then
-  meet in x are added where layer norm's is made. Layer norm is computed in float32 and
-  quantized from there (`epsilon` is added to the variance). Otherwise as `quantized_dot`, but for saved="quantized": the layer
-  norm is made again from x, so that the weight gradient sees it before it was rounded.
+  meet in x are added where layer norm's is made. Layer norm is computed in float32 (`epsilon` is
+  added to the variance) and quantized from there. Otherwise as `quantized_dot`, but for
+  saved="quantized": the layer norm is made again from x, so that the weight gradient sees it before
+  it was rounded.
 
   Raises:
     NotImplementedError: `backend` is "mosaic" or "triton", and K (of `layer_norm_mlp` also H) is

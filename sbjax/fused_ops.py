@@ -148,6 +148,11 @@ def _affine(standard, norm):
   return standard * scale[None, :] + bias[None, :]
 
 
+def activate(h: jax.Array, activation: str) -> jax.Array:
+  """The activation of h, computed in float32."""
+  return _ACTIVATIONS[activation](h.astype(jnp.float32))[0].astype(h.dtype)
+
+
 def _gelu(h):
   """h * cdf(h), and its derivative: cdf(h) + h * pdf(h), of the standard normal distribution."""
   cdf = 0.5 * jax.lax.erfc(h * -math.sqrt(0.5))
