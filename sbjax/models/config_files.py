@@ -12,9 +12,21 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from sbjax.models.hf_config import from_hf, refuse
 from sbjax.models.sizes import SIZES, CLIPConfig, TextConfig, VisionConfig
 
 OPEN_CLIP_FILE, HF_FILE = "open_clip_config.json", "config.json"
+
+
+class UnknownModelError(ValueError):
+  """No model has this name; `hint` names those near it."""
+
+  def __init__(self, name: str, hint: str):
+    super().__init__(
+      f"{name!r} is no model: known are {', '.join(SIZES)}, the names of open_clip's models, and"
+      f" folders with {OPEN_CLIP_FILE} or {HF_FILE}.{hint}"
+    )
+    self.hint = hint
 
 
 def read_config(source: str | os.PathLike) -> CLIPConfig:
@@ -43,12 +55,9 @@ def read_config(source: str | os.PathLike) -> CLIPConfig:
   if str(source) in files:
     return config_from_dict(_json(files[str(source)]), str(source))
   near = difflib.get_close_matches(str(source), [*SIZES, *files], cutoff=0.5)
-  where = "" if files else f" {_NOT_INSTALLED}"
-  raise ValueError(
-    f"{str(source)!r} is no model: known are {', '.join(SIZES)}, the names of open_clip's models,"
-    f" and folders with {OPEN_CLIP_FILE} or {HF_FILE}."
-    + (f" Near it: {', '.join(near)}." if near else "")
-    + where
+  raise UnknownModelError(
+    str(source),
+    (f" Near it: {', '.join(near)}." if near else "") + ("" if files else f" {_NOT_INSTALLED}"),
   )
 
 
@@ -62,7 +71,7 @@ def config_from_dict(values: Mapping, name: str = "The config") -> CLIPConfig:
   if "vision_cfg" in values:
     return _from_open_clip(values, name)
   if "model_type" in values:
-    return _from_hf(values, name)
+    return from_hf(values, name)
   raise ValueError(f"{name} has neither vision_cfg (open_clip) nor model_type (transformers).")
 
 
@@ -91,13 +100,6 @@ def _open_clip_files() -> dict[str, Path]:
   if package is None or package.origin is None:
     return {}
   return {p.stem: p for p in (Path(package.origin).parent / "model_configs").glob("*.json")}
-
-
-def _refuse(name: str, what: str):
-  raise ValueError(
-    f"{name} is {what}, which sbjax does not have. It has ViT CLIPs (open_clip, OpenAI,"
-    " transformers' CLIPModel), CLIPA and SigLIP."
-  )
 
 
 # open_clip. What timm's names begin with, and the architecture.
@@ -134,19 +136,19 @@ _DEFAULTS = {"pos_embed_type": "learnable", "block_type": None}
 def _from_open_clip(values: Mapping, name: str) -> CLIPConfig:
   vision, text = values["vision_cfg"], values["text_cfg"]
   if "multimodal_cfg" in values or vision.get("attentional_pool"):
-    _refuse(name, "a CoCa")
+    refuse(name, "a CoCa")
   if text.get("hf_model_name"):
-    _refuse(name, f"a CLIP with the text tower {text['hf_model_name']!r} of transformers")
+    refuse(name, f"a CLIP with the text tower {text['hf_model_name']!r} of transformers")
   if isinstance(vision.get("layers"), list):
-    _refuse(name, "a ResNet CLIP")
+    refuse(name, "a ResNet CLIP")
   for tower in (vision, text):
     timm = tower.get("timm_model_name")
     other = {k: v for k, v in tower.items() if k not in _INERT and v not in (None, False)}
     unknown = [f"{k}={v!r}" for k, v in other.items() if v != _DEFAULTS.get(k)]
     if not timm and unknown:
-      _refuse(name, f"a CLIP with {', '.join(unknown)}")
+      refuse(name, f"a CLIP with {', '.join(unknown)}")
   if bool(vision.get("ls_init_value")) != bool(text.get("ls_init_value")):
-    _refuse(name, "a CLIP with layer scale in one tower only")
+    refuse(name, "a CLIP with layer scale in one tower only")
   quick = bool(values.get("quick_gelu"))
   return CLIPConfig(
     values["embed_dim"],
@@ -159,13 +161,13 @@ def _open_clip_vision(v: Mapping, quick: bool, name: str) -> VisionConfig:
   size = v.get("image_size", 224)
   if isinstance(size, list):
     if len(set(size)) > 1:
-      _refuse(name, f"a CLIP for images that are not square ({size})")
+      refuse(name, f"a CLIP for images that are not square ({size})")
     size = size[0]
   if timm := v.get("timm_model_name"):
     match = _SIGLIP.fullmatch(timm)
     if not match or v.get("timm_pool") != "map" or v.get("timm_proj") != "none":
       known = [what for prefix, what in _TIMM if timm.startswith(prefix)]
-      _refuse(name, known[0] if known else f"a CLIP with timm's {timm!r}")
+      refuse(name, known[0] if known else f"a CLIP with timm's {timm!r}")
     width, layers, heads, mlp_ratio = _SIGLIP_SIZES[match[1]]
     return VisionConfig(
       image_size=size,
@@ -182,7 +184,7 @@ def _open_clip_vision(v: Mapping, quick: bool, name: str) -> VisionConfig:
   pools = {"tok": "class", "avg": "average"}
   pool = v.get("pool_type", "tok")
   if pool not in pools or (pool == "avg" and not v.get("final_ln_after_pool")):
-    _refuse(name, f"a CLIP with an image pooling of {pool!r} before the last layer norm")
+    refuse(name, f"a CLIP with an image pooling of {pool!r} before the last layer norm")
   width = v.get("width", 768)
   return VisionConfig(
     image_size=size,
@@ -201,7 +203,7 @@ def _open_clip_vision(v: Mapping, quick: bool, name: str) -> VisionConfig:
 def _open_clip_text(t: Mapping, quick: bool, name: str) -> TextConfig:
   pool, vocab_size = t.get("pool_type", "argmax"), t.get("vocab_size", 49408)
   if pool not in ("argmax", "eos", "last"):
-    _refuse(name, f"a CLIP with a text pooling of {pool!r}")
+    refuse(name, f"a CLIP with a text pooling of {pool!r}")
   projection = "none" if t.get("proj_type", "linear") == "none" else "matrix"
   if projection == "matrix" and t.get("proj_bias"):
     projection = "linear"
@@ -225,7 +227,7 @@ def _open_clip_text(t: Mapping, quick: bool, name: str) -> TextConfig:
 def _open_clip_activation(tower: Mapping, quick: bool, name: str) -> str:
   options = tower.get("act_kwargs") or {}
   if options not in ({}, {"approximate": "tanh"}) or (quick and options):
-    _refuse(name, f"a CLIP with act_kwargs={options}")
+    refuse(name, f"a CLIP with act_kwargs={options}")
   return "quick_gelu" if quick else "gelu_tanh" if options else "gelu"
 
 
@@ -323,136 +325,3 @@ def _open_clip_options(tower: VisionConfig | TextConfig) -> dict:
   act = {"act_kwargs": {"approximate": "tanh"}} if tower.activation == "gelu_tanh" else {}
   norm = {} if tower.norm_epsilon == 1e-5 else {"norm_kwargs": {"eps": tower.norm_epsilon}}
   return act | norm
-
-
-# transformers. Its defaults, which config.json leaves out.
-_HF_ACTIVATIONS = {
-  "gelu": "gelu",
-  "quick_gelu": "quick_gelu",
-  "gelu_pytorch_tanh": "gelu_tanh",
-  "gelu_new": "gelu_tanh",
-}
-_HF_DEFAULTS = {
-  "clip": (
-    dict(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12,
-         image_size=224, patch_size=32, hidden_act="quick_gelu", layer_norm_eps=1e-5),
-    dict(hidden_size=512, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=8,
-         max_position_embeddings=77, vocab_size=49408, hidden_act="quick_gelu",
-         layer_norm_eps=1e-5, eos_token_id=49407),
-  ),
-  "siglip": (
-    dict(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12,
-         image_size=224, patch_size=16, hidden_act="gelu_pytorch_tanh", layer_norm_eps=1e-6),
-    dict(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12,
-         max_position_embeddings=64, vocab_size=32000, hidden_act="gelu_pytorch_tanh",
-         layer_norm_eps=1e-6),
-  ),
-}  # fmt: skip
-
-
-def _from_hf(values: Mapping, name: str) -> CLIPConfig:
-  kind = values["model_type"]
-  if kind == "siglip2":
-    _refuse(name, "a SigLIP2 for any aspect ratio (NaFlex)")
-  if kind not in _HF_DEFAULTS:
-    _refuse(name, f"transformers' {kind!r}")
-  # Old files have the same twice, and *_config_dict wins.
-  towers = (
-    default | (values.get(f"{tower}_config") or {}) | (values.get(f"{tower}_config_dict") or {})
-    for tower, default in zip(("vision", "text"), _HF_DEFAULTS[kind], strict=True)
-  )
-  v, t = ({k: x for k, x in tower.items() if x is not None} for tower in towers)
-  siglip = kind == "siglip"
-  if siglip and v.get("vision_use_head") is False:
-    _refuse(name, "a SigLIP without its pooling head")
-  embed_dim = v["hidden_size"] if siglip else values.get("projection_dim", 512)
-  eot_id = t.get("eos_token_id", 2)
-  if siglip or eot_id == 2:  # By 2 transformers means the largest id, as open_clip's "argmax".
-    eot_id = t["vocab_size"] - 1
-  vision = VisionConfig(
-    image_size=v["image_size"],
-    patch_size=v["patch_size"],
-    pool="map" if siglip else "class",
-    pre_norm=not siglip,
-    **_hf_tower(v, name),
-  )
-  text = TextConfig(
-    context_length=t["max_position_embeddings"],
-    vocab_size=t["vocab_size"],
-    eot_id=eot_id,
-    pool="last" if siglip else "eot",
-    causal=not siglip,
-    projection="linear" if siglip else "matrix",
-    **_hf_tower(t, name),
-  )
-  return CLIPConfig(embed_dim, vision, text)
-
-
-def _hf_tower(tower: Mapping, name: str) -> dict:
-  width, hidden = tower["hidden_size"], tower["intermediate_size"]
-  if tower["hidden_act"] not in _HF_ACTIVATIONS:
-    _refuse(name, f"a CLIP with the activation {tower['hidden_act']!r}")
-  return {
-    "width": width,
-    "layers": tower["num_hidden_layers"],
-    "heads": tower["num_attention_heads"],
-    # Half a unit more where int(width * ratio) would be one less.
-    "mlp_ratio": (hidden + (int(width * (hidden / width)) < hidden) / 2) / width,
-    "activation": _HF_ACTIVATIONS[tower["hidden_act"]],
-    "norm_epsilon": float(tower["layer_norm_eps"]),
-  }
-
-
-def to_hf(config: CLIPConfig) -> dict:
-  """The contents of transformers' config.json: of a CLIPModel or a SiglipModel.
-
-  Raises:
-    ValueError: transformers has no place for the architecture.
-  """
-  v, t = config.vision, config.text
-  siglip = v.pool == "map"
-  expected = ("last", False, "linear") if siglip else ("eot", True, "matrix")
-  if (t.pool, t.causal, t.projection) != expected or (not siglip and not v.pre_norm):
-    raise ValueError("transformers' CLIPModel and SiglipModel have no place for this architecture.")
-  if v.pool == "average":
-    raise ValueError("transformers' CLIPModel has no average of patches (pool='average').")
-  if not siglip and t.eot_id == 2:
-    raise ValueError(
-      "transformers takes eos_token_id=2 for the largest id. Give the end token another id."
-    )
-  acts = {ours: theirs for theirs, ours in reversed(_HF_ACTIVATIONS.items())}
-
-  def tower(c):
-    return {
-      "hidden_size": c.width,
-      "intermediate_size": c.mlp_width,
-      "num_hidden_layers": c.layers,
-      "num_attention_heads": c.heads,
-      "hidden_act": acts[c.activation],
-      "layer_norm_eps": c.norm_epsilon,
-    }
-
-  end = {"projection_size": config.embed_dim} if siglip else {"projection_dim": config.embed_dim}
-  kind = "siglip" if siglip else "clip"
-  return {
-    "architectures": ["SiglipModel" if siglip else "CLIPModel"],
-    "model_type": kind,
-    **({} if siglip else {"projection_dim": config.embed_dim}),
-    "initializer_factor": 1.0,
-    "dtype": "float32",
-    "vision_config": {
-      **tower(v),
-      "image_size": v.image_size,
-      "patch_size": v.patch_size,
-      **({} if siglip else end),
-      "model_type": f"{kind}_vision_model",
-    },
-    "text_config": {
-      **tower(t),
-      "max_position_embeddings": t.context_length,
-      "vocab_size": t.vocab_size,
-      **end,
-      **({} if siglip else {"eos_token_id": t.eot_id, "bos_token_id": None, "pad_token_id": 0}),
-      "model_type": f"{kind}_text_model",
-    },
-  }

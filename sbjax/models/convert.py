@@ -1,18 +1,17 @@
 """CLIP parameters from and to the state dicts of PyTorch: open_clip, OpenAI, transformers, SigLIP.
 
-Torch's linear kernels are transposed, and its patch embedding is a convolution [D, 3, patch,
-patch]. Its blocks are numbered; ours are stacked on a first axis (`scan=True`) or named `block_0`,
-`block_1`, ... (`scan=False`). transformers splits the projection to queries, keys and values in
-three, timm that of a pooling in two. Nothing else differs, so a round trip is exact.
+Torch's blocks are numbered; ours are stacked on a first axis (`scan=True`) or named `block_0`,
+`block_1`, ... (`scan=False`). sbjax/models/layouts.py has each format's names and layouts. Nothing
+else differs, so a round trip is exact.
 """
 
+import dataclasses
 import importlib
 import math
 import os
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +20,17 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from sbjax.models.clip import CLIP
 from sbjax.models.config_files import open_clip_names, read_config
+from sbjax.models.layouts import (
+  Layout,
+  from_torch,
+  hf_layout,
+  layout_of,
+  open_clip_layout,
+  split,
+  tensor_names,
+  to_torch,
+  torch_shapes,
+)
 from sbjax.models.sizes import SIZES, CLIPConfig
 from sbjax.models.transformer import BlockOptions, stack_blocks, unstack_blocks
 
@@ -53,7 +63,7 @@ def load_weights(source, config: CLIPConfig, *, scan: bool = True, resize: bool 
   _check_openai(state, config)
   state = {name: tensor for name, tensor in state.items() if not _is_buffer(name)}
   options = _options(any(n.endswith(".ls_1.gamma") for n in state), "logit_bias" in state)
-  layout = _layout_of(state, config)
+  layout = layout_of(state, config)
   shapes = _shapes(config, options)
   if resize:
     state = state | _resized(state, shapes, layout, config)
@@ -61,7 +71,8 @@ def load_weights(source, config: CLIPConfig, *, scan: bool = True, resize: bool 
   params = {}
   for path, shape in shapes.items():
     arrays = [
-      _from_torch(path, _whole(state, names), names[0]) for names in _names(path, shape, layout)
+      from_torch(path, _whole(state, names), names[0])
+      for names in tensor_names(path, shape, layout)
     ]
     params[path] = (np.stack(arrays) if "blocks" in path else arrays[0]).reshape(shape)
   params = unflatten_dict(params)
@@ -107,192 +118,33 @@ def state_dict(
   problems = _differences(given, _shapes(config, options))
   if problems:
     raise ValueError(f"The parameters are not those of this config. {problems}")
-  layout = _hf_layout(config)
+  layout = hf_layout(config)
   if format == "open_clip":
-    layout = _open_clip_layout(config, "text." if siglip else "")
+    layout = open_clip_layout(config, "text." if siglip else "")
   state = {}
   for keys, array in params.items():
     layers = array if "blocks" in keys else [array]
-    for names, layer in zip(_names(keys, given[keys], layout), layers, strict=True):
-      whole = _to_torch(keys, np.asarray(layer), names[0], layout)
-      for name, part in zip(names, _split(whole, names), strict=True):
+    for names, layer in zip(tensor_names(keys, given[keys], layout), layers, strict=True):
+      whole = to_torch(keys, np.asarray(layer), names[0], layout)
+      for name, part in zip(names, split(whole, names), strict=True):
         state[name] = np.array(part, np.float32, order="C")
   return state
 
 
-class _Layout(NamedTuple):
-  """The names of a format.
+def with_end_last(config: CLIPConfig, params: dict) -> tuple[CLIPConfig, dict]:
+  """The model with the largest token id as its end token; the two ids change places.
 
-  modules: its names for our modules and parameters. "a + b": parts along the first axis.
-  image_block, text_block: the same within a block.
-  ones: how many leading axes of size 1 a tensor has more than ours.
+  transformers' CLIPModel does not read a text at eot_id=2: it takes this number for the largest id.
   """
-
-  modules: dict[str, str]
-  image_block: dict[str, str]
-  text_block: dict[str, str]
-  ones: dict[str, int]
-
-
-_TOP = {"logit_scale": "logit_scale", "logit_bias": "logit_bias"}
-_OPEN_CLIP_BLOCK = {
-  "ln_1": "ln_1",
-  "qkv": "attn.in_proj_",
-  "out": "attn.out_proj",
-  "ls_1/gamma": "ls_1.gamma",
-  "ln_2": "ln_2",
-  "fc1": "mlp.c_fc",
-  "fc2": "mlp.c_proj",
-  "ls_2/gamma": "ls_2.gamma",
-}
-_OPEN_CLIP_IMAGE = {
-  "image/class_embedding": "visual.class_embedding",
-  "image/positional_embedding": "visual.positional_embedding",
-  "image/patch_embedding": "visual.conv1",
-  "image/ln_pre": "visual.ln_pre",
-  "image/ln_post": "visual.ln_post",
-  "image/proj": "visual.proj",
-  "image/blocks": "visual.transformer.resblocks",
-}
-_TIMM_BLOCK = {
-  "ln_1": "norm1",
-  "qkv": "attn.qkv",
-  "out": "attn.proj",
-  "ln_2": "norm2",
-  "fc1": "mlp.fc1",
-  "fc2": "mlp.fc2",
-}
-_TIMM_IMAGE = {
-  "image/positional_embedding": "visual.trunk.pos_embed",
-  "image/patch_embedding": "visual.trunk.patch_embed.proj",
-  "image/ln_post": "visual.trunk.norm",
-  "image/blocks": "visual.trunk.blocks",
-  "image/pool/probe": "visual.trunk.attn_pool.latent",
-  "image/pool/qkv": "visual.trunk.attn_pool.q + visual.trunk.attn_pool.kv",
-  "image/pool/out": "visual.trunk.attn_pool.proj",
-  "image/pool/norm": "visual.trunk.attn_pool.norm",
-  "image/pool/fc1": "visual.trunk.attn_pool.mlp.fc1",
-  "image/pool/fc2": "visual.trunk.attn_pool.mlp.fc2",
-}
-_TIMM_ONES = {"visual.trunk.pos_embed": 1, "visual.trunk.attn_pool.latent": 2}
-_HF_BLOCK = {
-  "ln_1": "layer_norm1",
-  "qkv": "self_attn.q_proj + self_attn.k_proj + self_attn.v_proj",
-  "out": "self_attn.out_proj",
-  "ln_2": "layer_norm2",
-  "fc1": "mlp.fc1",
-  "fc2": "mlp.fc2",
-}
-_HF_BOTH = {
-  "image/positional_embedding": "vision_model.embeddings.position_embedding.weight",
-  "image/patch_embedding": "vision_model.embeddings.patch_embedding",
-  "image/ln_post": "vision_model.post_layernorm",
-  "image/blocks": "vision_model.encoder.layers",
-  "text/token_embedding": "text_model.embeddings.token_embedding",
-  "text/positional_embedding": "text_model.embeddings.position_embedding.weight",
-  "text/ln_final": "text_model.final_layer_norm",
-  "text/blocks": "text_model.encoder.layers",
-}
-_HF_CLIP = {
-  "image/class_embedding": "vision_model.embeddings.class_embedding",
-  "image/ln_pre": "vision_model.pre_layrnorm",
-  "image/proj": "visual_projection.weight",
-  "text/proj": "text_projection.weight",
-}
-_HF_SIGLIP_ONES = {"vision_model.head.probe": 2, "logit_scale": 1, "logit_bias": 1}
-_HF_SIGLIP = {
-  "image/pool/probe": "vision_model.head.probe",
-  "image/pool/qkv": "vision_model.head.attention.in_proj_",
-  "image/pool/out": "vision_model.head.attention.out_proj",
-  "image/pool/norm": "vision_model.head.layernorm",
-  "image/pool/fc1": "vision_model.head.mlp.fc1",
-  "image/pool/fc2": "vision_model.head.mlp.fc2",
-  "text/proj": "text_model.head.weight",
-  "text/proj_bias": "text_model.head.bias",
-}
-
-
-def _open_clip_layout(config: CLIPConfig, text_prefix: str) -> _Layout:
-  linear = config.text.projection == "linear"
-  text = {
-    "text/token_embedding": "token_embedding",
-    "text/positional_embedding": "positional_embedding",
-    "text/ln_final": "ln_final",
-    "text/proj": "text_projection.weight" if linear else "text_projection",
-    "text/proj_bias": "text_projection.bias",
-    "text/blocks": "transformer.resblocks",
-  }
-  modules = _TOP | {ours: text_prefix + theirs for ours, theirs in text.items()}
-  if config.vision.pool == "map":
-    return _Layout(modules | _TIMM_IMAGE, _TIMM_BLOCK, _OPEN_CLIP_BLOCK, _TIMM_ONES)
-  return _Layout(modules | _OPEN_CLIP_IMAGE, _OPEN_CLIP_BLOCK, _OPEN_CLIP_BLOCK, {})
-
-
-def _hf_layout(config: CLIPConfig) -> _Layout:
-  siglip = config.vision.pool == "map"
-  own, ones = (_HF_SIGLIP, _HF_SIGLIP_ONES) if siglip else (_HF_CLIP, {})
-  return _Layout(_TOP | _HF_BOTH | own, _HF_BLOCK, _HF_BLOCK, ones)
-
-
-def _layout_of(state: Mapping, config: CLIPConfig) -> _Layout:
-  """The format of a state dict, by its names."""
-  if any(name.startswith(("vision_model.", "text_model.")) for name in state):
-    return _hf_layout(config)
-  prefix = "text." if any(name.startswith("text.") for name in state) else ""
-  return _open_clip_layout(config, prefix)
-
-
-_SUFFIXES = {"kernel": "weight", "scale": "weight", "embedding": "weight", "bias": "bias"}
-
-
-def _names(path: tuple[str, ...], shape: tuple[int, ...], layout: _Layout) -> list[list[str]]:
-  """A format's names for one of our parameters: for each layer of `blocks`, of its parts."""
-  if "blocks" not in path:
-    return [_parts(path, layout.modules)]
-  tower = layout.modules["/".join(path[:2])]
-  parts = _parts(path[2:], layout.image_block if path[0] == "image" else layout.text_block)
-  return [[f"{tower}.{layer}.{part}" for part in parts] for layer in range(shape[0])]
-
-
-def _parts(path: tuple[str, ...], modules: dict[str, str]) -> list[str]:
-  if (name := "/".join(path)) in modules:
-    return [modules[name]]
-  suffix = _SUFFIXES[path[-1]]
-  return [
-    module + ("" if module.endswith("_") else ".") + suffix
-    for module in modules["/".join(path[:-1])].split(" + ")
-  ]
-
-
-def _split(whole: np.ndarray, names: list[str]) -> list[np.ndarray]:
-  """The parts of a tensor; of keys and values (`.kv.`) there are twice as many rows."""
-  if len(names) == 1:
-    return [whole]
-  units = np.cumsum([2 if ".kv." in name else 1 for name in names])
-  return np.split(whole, [len(whole) * unit // units[-1] for unit in units[:-1]])
+  text, last = config.text, config.text.vocab_size - 1
+  table = np.array(params["text"]["token_embedding"]["embedding"])
+  table[[text.eot_id, last]] = table[[last, text.eot_id]]
+  config = dataclasses.replace(config, text=dataclasses.replace(text, eot_id=last))
+  return config, {**params, "text": {**params["text"], "token_embedding": {"embedding": table}}}
 
 
 def _whole(state: Mapping, names: list[str]) -> np.ndarray:
   return np.concatenate([_to_numpy(state[name]) for name in names])
-
-
-def _is_transposed(path: tuple[str, ...], name: str) -> bool:
-  """Whether torch has a linear layer's weight for this parameter of ours."""
-  return path[-1] == "kernel" or (path[-1] == "proj" and name.endswith(".weight"))
-
-
-def _to_torch(path: tuple[str, ...], array: np.ndarray, name: str, layout: _Layout) -> np.ndarray:
-  if path[-2:] == ("patch_embedding", "kernel"):
-    size = math.isqrt(array.shape[0] // 3)
-    return array.reshape(size, size, 3, -1).transpose(3, 2, 0, 1)
-  array = array.T if _is_transposed(path, name) else array
-  return array.reshape((1,) * layout.ones.get(name, 0) + array.shape)
-
-
-def _from_torch(path: tuple[str, ...], array: np.ndarray, name: str) -> np.ndarray:
-  if path[-2:] == ("patch_embedding", "kernel"):
-    return array.transpose(2, 3, 1, 0).reshape(-1, array.shape[0])
-  return array.T if _is_transposed(path, name) else array
 
 
 def _to_numpy(tensor) -> np.ndarray:
@@ -318,16 +170,6 @@ def _shapes(config: CLIPConfig, options: dict) -> dict[tuple[str, ...], tuple[in
   return {path: leaf.shape for path, leaf in parameters.items()}
 
 
-def _torch_shapes(shapes: dict, layout: _Layout) -> dict[str, tuple[int, ...]]:
-  torch_shapes = {}
-  for path, shape in shapes.items():
-    one = np.broadcast_to(np.float32(0), shape[1:] if "blocks" in path else shape)
-    for names in _names(path, shape, layout):
-      parts = _split(_to_torch(path, one, names[0], layout), names)
-      torch_shapes |= {name: part.shape for name, part in zip(names, parts, strict=True)}
-  return torch_shapes
-
-
 # Buffers: open_clip drops the first four, transformers the last.
 _BUFFERS = ("attn_mask", "input_resolution", "context_length", "vocab_size", "position_ids")
 
@@ -347,19 +189,19 @@ def _check_openai(state: Mapping, config: CLIPConfig) -> None:
     )
 
 
-def _resized(state: Mapping, shapes: dict, layout: _Layout, config: CLIPConfig) -> dict:
+def _resized(state: Mapping, shapes: dict, layout: Layout, config: CLIPConfig) -> dict:
   """The position embeddings whose length is another than the config's, interpolated."""
   resized, has_class = {}, config.vision.pool != "map"
   for tower, resize in (("image", _resize_grid), ("text", _resize_line)):
     path = (tower, "positional_embedding")
-    ((name,),) = _names(path, shapes[path], layout)
+    ((name,),) = tensor_names(path, shapes[path], layout)
     if name not in state:
       continue
     old = _to_numpy(state[name])
     length, width = shapes[path]
     if old.shape[-1] == width and old.size != length * width:
       new = resize(old.reshape(-1, width), length, int(has_class))
-      resized[name] = _to_torch(path, new, name, layout)
+      resized[name] = to_torch(path, new, name, layout)
   return resized
 
 
@@ -393,11 +235,9 @@ _FOREIGN = {
 }
 
 
-def _check(
-  state: Mapping, config: CLIPConfig, options: dict, layout: _Layout, resize: bool
-) -> None:
+def _check(state: Mapping, config: CLIPConfig, options: dict, layout: Layout, resize: bool) -> None:
   given = {name: tuple(tensor.shape) for name, tensor in state.items()}
-  problems = _differences(given, _torch_shapes(_shapes(config, options), layout))
+  problems = _differences(given, torch_shapes(_shapes(config, options), layout))
   if not problems:
     return
   for prefix, architecture in _FOREIGN.items():
@@ -418,11 +258,11 @@ def _that_fit(given: dict, options: dict) -> list[str]:
   """Models with these shapes: keys of SIZES as "SIZES['B/32']", else names of open_clip's."""
 
   def fits(config: CLIPConfig) -> bool:
-    layout = _layout_of(given, config)
+    layout = layout_of(given, config)
     token = (config.text.vocab_size, config.text.width)
     if given.get(layout.modules["text/token_embedding"] + ".weight") != token:
       return False
-    return _torch_shapes(_shapes(config, options), layout) == given
+    return torch_shapes(_shapes(config, options), layout) == given
 
   if found := [f"SIZES[{size!r}]" for size, config in SIZES.items() if fits(config)]:
     return found
@@ -437,11 +277,11 @@ def _that_fit(given: dict, options: dict) -> list[str]:
   return found
 
 
-def _fits_resized(state: Mapping, config: CLIPConfig, options: dict, layout: _Layout) -> bool:
+def _fits_resized(state: Mapping, config: CLIPConfig, options: dict, layout: Layout) -> bool:
   shapes = _shapes(config, options)
   resized = {**state, **_resized(state, shapes, layout, config)}
   given = {name: tuple(tensor.shape) for name, tensor in resized.items()}
-  return given == _torch_shapes(shapes, layout)
+  return given == torch_shapes(shapes, layout)
 
 
 def _differences(given: dict, expected: dict) -> str:
