@@ -175,7 +175,7 @@ def _quick_gelu(h):
 def _sigmoid_unit(h, z, slope):
   """h * sigmoid(z), and its derivative; slope is that of z."""
   gate = jax.nn.sigmoid(z)
-  return h * gate, gate + h * slope * (gate * jax.nn.sigmoid(-z))
+  return h * gate, gate + h * (slope * (gate * jax.nn.sigmoid(-z)))
 
 
 _ACTIVATIONS = dict(zip(ACTIVATIONS, (_gelu, _gelu_tanh, _quick_gelu), strict=True))
