@@ -300,7 +300,8 @@ def test_approximations_of_gelu_of_every_bfloat16_are_near_the_definition_s(
     dh, _, _, g = f.gelu_backward(h, jnp.ones(h.shape), None, activation=activation)
     results.append((np.asarray(g, np.float64), np.asarray(dh, np.float64)))
   (g, dh), (expected, slope) = results
-  assert np.all(np.abs(g - expected) <= 1e-5 * np.abs(expected) + SMALLEST)
+  # A sigmoid below SMALLEST may be flushed to zero before its product with |h|, which is below 128.
+  assert np.all(np.abs(g - expected) <= 1e-5 * np.abs(expected) + 128 * SMALLEST)
   assert np.max(np.abs(dh - slope)) < 1e-6
 
 
