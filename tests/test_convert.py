@@ -61,7 +61,10 @@ def micro_open_clip(open_clip, **block):
       "mlp_ratio": vision.mlp_ratio,
       **block,
     },
-    {**{k: v for k, v in dataclasses.asdict(text).items() if k != "eot_id"}, **block},
+    {
+      **{k: getattr(text, k) for k in ("context_length", "vocab_size", "width", "layers", "heads")},
+      **block,
+    },
   ).eval()
 
 
