@@ -6,6 +6,8 @@ layer quantizes its operands by itself, as its recipe says. Usage: `CLIP(config,
 block=FlaxBlock)`.
 """
 
+import functools
+
 import flax.linen as nn
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -13,21 +15,30 @@ from jax.ad_checkpoint import checkpoint_name
 from sbjax.layers import LayerScale
 from sbjax.models.transformer import OUT_NAME, Block, layer_norm
 
+_ACTIVATIONS = {
+  "gelu": functools.partial(nn.gelu, approximate=False),
+  "gelu_tanh": nn.gelu,
+  "quick_gelu": lambda x: x * nn.sigmoid(x * jnp.asarray(1.702, x.dtype)),
+}
+
 
 class FlaxBlock(Block):
   def _attention(self, x_BLD):
     width = x_BLD.shape[-1]
-    qkv_BLD = self._linear("qkv", width, 3 * width)(layer_norm(x_BLD, "ln_1"))
+    qkv_BLD = self._linear("qkv", width, 3 * width)(self._norm("ln_1", x_BLD))
     y_BLD = self._attend(jnp.split(qkv_BLD, 3, axis=-1))
     y_BLD = checkpoint_name(self._linear("out", width, width)(y_BLD), OUT_NAME)
     return x_BLD + self._layer_scale("ls_1", y_BLD)
 
   def _mlp(self, x_BLD):
     width = x_BLD.shape[-1]
-    fc1 = self._linear("fc1", width, self.mlp_width)
-    fc2 = self._linear("fc2", self.mlp_width, width)
-    y_BLD = fc2(nn.gelu(fc1(layer_norm(x_BLD, "ln_2")), approximate=False))
+    fc1 = self._linear("fc1", width, self.config.mlp_width)
+    fc2 = self._linear("fc2", self.config.mlp_width, width)
+    y_BLD = fc2(_ACTIVATIONS[self.config.activation](fc1(self._norm("ln_2", x_BLD))))
     return x_BLD + self._layer_scale("ls_2", y_BLD)
+
+  def _norm(self, name, x_BLD):
+    return layer_norm(x_BLD, name, self.config.norm_epsilon)
 
   def _layer_scale(self, name, y_BLD):
     return LayerScale(name=name)(y_BLD) if self.options.zero_init_layer_scale else y_BLD

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 
 from benchmarks.timing import append, provenance
+from sbjax.attention import length_for
 from sbjax.models import CLIP, SIZES, BlockOptions
-from sbjax.models.attention import length_for
 from sbjax.models.transformer import REMAT_POLICIES
 
 SIZE = "L/14"

@@ -151,14 +151,11 @@ def _operation(operation: str, backend: str, kernels, has_fp8: bool, falls_back:
     return jax.lax.platform_dependent(*arrays, cuda=by_kernel, default=by_xla)
 
   # A model's layers repeat: each size is traced and lowered once.
-  return jax.jit(run, **_STATIC.get(operation, {}))
+  static = {"static_argnames": _STATIC_NAMES}
+  return jax.jit(run, **static, **({"static_argnums": 2} if operation == "scaled_matmul" else {}))
 
 
-_STATIC: dict[str, Any] = {
-  "scaled_matmul": {"static_argnums": 2, "static_argnames": ("out_dtype", "out_sharding")},
-  "attention_forward": {"static_argnames": ("causal", "length")},
-  "attention_backward": {"static_argnames": ("causal", "length")},
-}
+_STATIC_NAMES = ("out_dtype", "out_sharding", "activation", "epsilon", "causal", "length")
 
 
 def _scaled_matmul(lhs, rhs, *args, **options):

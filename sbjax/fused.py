@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from sbjax import linear
 from sbjax.backends import get_backend
-from sbjax.fused_ops import LayerNormParams
+from sbjax.fused_ops import ACTIVATIONS, NORM_EPSILON, LayerNormParams
 from sbjax.linear import QuantizedWeight
 from sbjax.partition import vary_alike
 from sbjax.quantize import Quantized, as_floating
@@ -41,6 +41,7 @@ def layer_norm_dense(
   bias: jax.Array | None = None,
   backend: str | None = None,
   num_outputs: int | None = None,
+  epsilon: float = NORM_EPSILON,
 ) -> tuple[jax.Array, jax.Array | tuple[jax.Array, ...]]:
   """(x, layer_norm(x) @ w + bias) for x [..., K], w [K, N] and bias [N].
 
@@ -48,9 +49,10 @@ def layer_norm_dense(
   and values come from one kernel, and would be copied out of one array.
 
   x comes back as it was, to go on from there to a residual connection: the two gradients that then
-  meet in x are added where layer norm's is made. Layer norm is computed in float32 (epsilon 1e-5)
-  and quantized from there. Otherwise as `quantized_dot`, but for saved="quantized": the layer
-  norm is made again from x, so that the weight gradient sees it before it was rounded.
+  meet in x are added where layer norm's is made. Layer norm is computed in float32 (`epsilon` is
+  added to the variance) and quantized from there. Otherwise as `quantized_dot`, but for
+  saved="quantized": the layer norm is made again from x, so that the weight gradient sees it before
+  it was rounded.
 
   Raises:
     NotImplementedError: `backend` is "mosaic" or "triton", and K (of `layer_norm_mlp` also H) is
@@ -71,7 +73,8 @@ def layer_norm_dense(
   ):
     raise ValueError(f"{num_outputs=} must divide the {columns} columns of w.")
   x_rows, norm, w, bias = vary_alike(as_rows(x), norm, w, bias)
-  results: Any = _layer_norm_dense(recipe, backend, num_outputs or 1, x_rows, norm, w, bias)
+  how = recipe, backend, num_outputs or 1, _as_epsilon(epsilon)
+  results: Any = _layer_norm_dense(*how, x_rows, norm, w, bias)
   x_rows, ys = results
   ys = tuple(named_dot(y, x) for y in ys)
   return from_rows(x_rows, x), ys if num_outputs else ys[0]
@@ -88,6 +91,8 @@ def layer_norm_mlp(
   *,
   backend: str | None = None,
   add_residual: bool = False,
+  activation: str = "gelu",
+  epsilon: float = NORM_EPSILON,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
   """(x, gelu(layer_norm(x) @ w1 + b1) @ w2 + b2) for x [..., K], w1 [K, H] and w2 [H, N].
 
@@ -96,7 +101,10 @@ def layer_norm_mlp(
 
   recipe: one for both linear layers, or a pair: that of w1, that of w2.
 
-  GELU is the exact one. The forward pass saves x and the input of GELU [..., H], which is in x's
+  activation: "gelu", the exact one, or an approximation: "gelu_tanh" or "quick_gelu"
+    (`sbjax.fused_ops.gelu_quantize`).
+
+  The forward pass saves x and the input of GELU [..., H], which is in x's
   dtype, or in 8 bits if the recipe of w2 has saved="quantized". For the rest see
   `layer_norm_dense`.
 
@@ -117,8 +125,11 @@ def layer_norm_mlp(
     raise ValueError(
       f"add_residual needs w2 [H, {x.shape[-1]}], not {linear.master_weight(w2).shape}."
     )
+  if activation not in ACTIVATIONS:
+    raise ValueError(f"{activation=} must be one of {', '.join(ACTIVATIONS)}.")
   x_rows, norm, w1, b1, w2, b2 = vary_alike(as_rows(x), norm, w1, b1, w2, b2)
-  results: Any = _layer_norm_mlp(recipes, backend, add_residual, x_rows, norm, w1, b1, w2, b2)
+  how = recipes, backend, add_residual, activation, _as_epsilon(epsilon)
+  results: Any = _layer_norm_mlp(*how, x_rows, norm, w1, b1, w2, b2)
   x_rows, y = results
   return named_dot(y, x) if add_residual else (from_rows(x_rows, x), named_dot(y, x))
 
@@ -134,31 +145,37 @@ def _as_norm(x, norm) -> LayerNormParams:
   return LayerNormParams(**arrays)
 
 
+def _as_epsilon(epsilon) -> float:
+  if not isinstance(epsilon, float) or not epsilon > 0:
+    raise ValueError(f"{epsilon=} must be a positive float, such as {NORM_EPSILON}.")
+  return epsilon
+
+
 def _spec(pair):
   """The Spec of a matmul's activations, or None."""
   return pair and pair[0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _layer_norm_dense(recipe, backend, num_outputs, x, norm, w, bias):
-  return _layer_norm_dense_fwd(recipe, backend, num_outputs, x, norm, w, bias)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _layer_norm_dense(recipe, backend, num_outputs, epsilon, x, norm, w, bias):
+  return _layer_norm_dense_fwd(recipe, backend, num_outputs, epsilon, x, norm, w, bias)[0]
 
 
-def _layer_norm_dense_fwd(recipe, backend, num_outputs, x, norm, w, bias):
+def _layer_norm_dense_fwd(recipe, backend, num_outputs, epsilon, x, norm, w, bias):
   ops = get_backend(backend)
-  n = ops.norm_quantize(x, norm, _spec(recipe.fwd))
+  n = ops.norm_quantize(x, norm, _spec(recipe.fwd), epsilon=epsilon)
   columns = linear.split_columns(ops, recipe, w, bias, num_outputs)
   ys = tuple(linear.forward(ops, recipe, n, w, bias, x.dtype) for w, bias in columns)
   return (x, ys), (x, norm, linear.saved_weight(w), bias)
 
 
-def _layer_norm_dense_bwd(recipe, backend, num_outputs, saved, gradients):
+def _layer_norm_dense_bwd(recipe, backend, num_outputs, epsilon, saved, gradients):
   ops = get_backend(backend)
   x, norm, w, bias = saved
   dx, dys = gradients
   dy, dy_q, d_bias = linear.quantize_output_grad(ops, recipe, dys, bias)
   dn = linear.dgrad(ops, recipe, dy_q, w, dy.dtype, jax.typeof(x).sharding)
-  dx, d_norm, n = ops.norm_backward(x, norm, dn, dx)
+  dx, d_norm, n = ops.norm_backward(x, norm, dn, dx, epsilon=epsilon)
   dw = linear.wgrad(ops, recipe, n, dy, w)
   d_norm = jax.tree.map(linear.cotangent_like, norm, d_norm)
   return linear.gradients((dx, d_norm, linear.cotangent(w, dw), d_bias), recipe)
@@ -167,25 +184,28 @@ def _layer_norm_dense_bwd(recipe, backend, num_outputs, saved, gradients):
 _layer_norm_dense.defvjp(_layer_norm_dense_fwd, _layer_norm_dense_bwd)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _layer_norm_mlp(recipes, backend, add_residual, x, norm, w1, b1, w2, b2):
-  return _layer_norm_mlp_fwd(recipes, backend, add_residual, x, norm, w1, b1, w2, b2)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
+def _layer_norm_mlp(recipes, backend, add_residual, activation, epsilon, *operands):
+  return _layer_norm_mlp_fwd(recipes, backend, add_residual, activation, epsilon, *operands)[0]
 
 
-def _layer_norm_mlp_fwd(recipes, backend, add_residual, x, norm, w1, b1, w2, b2):
+def _layer_norm_mlp_fwd(
+  recipes, backend, add_residual, activation, epsilon, x, norm, w1, b1, w2, b2
+):
   ops = get_backend(backend)
   first, second = recipes
-  n = ops.norm_quantize(x, norm, _spec(first.fwd))
+  n = ops.norm_quantize(x, norm, _spec(first.fwd), epsilon=epsilon)
   h = checkpoint_name(linear.forward(ops, first, n, w1, b1, x.dtype), DOT_NAME)
   spec = _spec(second.fwd)
-  g, h = ops.gelu_quantize(h, spec, spec if second.saved == "quantized" else None)
+  keep = spec if second.saved == "quantized" else None
+  g, h = ops.gelu_quantize(h, spec, keep, activation=activation)
   y = linear.forward(ops, second, g, w2, b2, x.dtype, x if add_residual else None)
   h = checkpoint_name(h, RESIDUAL_NAME) if isinstance(h, Quantized) else h
   results = (None if add_residual else x), y
   return results, (x, norm, h, linear.saved_weight(w1), b1, linear.saved_weight(w2), b2)
 
 
-def _layer_norm_mlp_bwd(recipes, backend, add_residual, saved, gradients):
+def _layer_norm_mlp_bwd(recipes, backend, add_residual, activation, epsilon, saved, gradients):
   ops, (first, second) = get_backend(backend), recipes
   x, norm, h, w1, b1, w2, b2 = saved
   dx, dy = gradients
@@ -193,10 +213,10 @@ def _layer_norm_mlp_bwd(recipes, backend, add_residual, saved, gradients):
   h_sharding = jax.typeof(jax.tree.leaves(h)[0]).sharding
   dy, dy_q, db2 = linear.quantize_output_grad(ops, second, (dy,), b2)
   dg = linear.dgrad(ops, second, dy_q, w2, dy.dtype, h_sharding)
-  dh, dh_q, db1, g = ops.gelu_backward(h, dg, _spec(first.dgrad))
+  dh, dh_q, db1, g = ops.gelu_backward(h, dg, _spec(first.dgrad), activation=activation)
   dw2 = linear.wgrad(ops, second, g, dy, w2)
   dn = linear.dgrad(ops, first, dh if dh_q is None else dh_q, w1, dy.dtype, jax.typeof(x).sharding)
-  dx, d_norm, n = ops.norm_backward(x, norm, dn, dx)
+  dx, d_norm, n = ops.norm_backward(x, norm, dn, dx, epsilon=epsilon)
   dw1 = linear.wgrad(ops, first, n, dh, w1)
   dw1, dw2 = linear.cotangent(w1, dw1), linear.cotangent(w2, dw2)
   d_norm, db1 = jax.tree.map(

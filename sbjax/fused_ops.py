@@ -15,8 +15,15 @@ import jax.numpy as jnp
 from sbjax.quantize import Quantized, Spec, dequantize, quantize
 
 NORM_EPSILON = 1e-5
+ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu")
 # The kernels' limit: longer rows and their results do not fit in registers.
 MAX_WIDTH_IN_REGISTERS = 8192
+# The approximations of GELU: the slopes of the sigmoid's argument. Beyond the bound the sigmoid of
+# gelu_tanh is 0 or 1, and its cube would overflow.
+QUICK_GELU_SLOPE = 1.702
+GELU_TANH_SLOPE = math.sqrt(8 / math.pi)
+GELU_TANH_CUBE = 0.044715 * GELU_TANH_SLOPE
+GELU_TANH_BOUND = 64.0
 
 
 class LayerNormParams(NamedTuple):
@@ -26,15 +33,25 @@ class LayerNormParams(NamedTuple):
   bias: jax.Array  # [K] float32
 
 
-def norm_quantize(x: jax.Array, norm: LayerNormParams, spec: Spec | None) -> Quantized | jax.Array:
-  """Layer norm over the rows of x [M, K], quantized; in x's dtype where spec is None."""
-  centred, inverse = _standardize(x)
+def norm_quantize(
+  x: jax.Array, norm: LayerNormParams, spec: Spec | None, *, epsilon: float = NORM_EPSILON
+) -> Quantized | jax.Array:
+  """Layer norm over the rows of x [M, K], quantized; in x's dtype where spec is None.
+
+  epsilon: added to the variance.
+  """
+  centred, inverse = _standardize(x, epsilon)
   n = _affine(centred * inverse, norm)
   return n.astype(x.dtype) if spec is None else quantize(n, spec)
 
 
 def norm_backward(
-  x: jax.Array, norm: LayerNormParams, dn: jax.Array, dx: jax.Array | None
+  x: jax.Array,
+  norm: LayerNormParams,
+  dn: jax.Array,
+  dx: jax.Array | None,
+  *,
+  epsilon: float = NORM_EPSILON,
 ) -> tuple[jax.Array, LayerNormParams, jax.Array]:
   """The gradients of layer norm, and its output again for the weight gradient.
 
@@ -46,7 +63,7 @@ def norm_backward(
   Returns:
     x's gradient in x's dtype, the parameters' in float32, layer norm's output in x's dtype.
   """
-  centred, inverse = _standardize(x)
+  centred, inverse = _standardize(x, epsilon)
   standard, dn = centred * inverse, dn.astype(jnp.float32)
   gradient = dn * norm.scale.astype(jnp.float32)[None, :]
   mean = jnp.mean(gradient, axis=1, keepdims=True)
@@ -59,19 +76,33 @@ def norm_backward(
 
 
 def gelu_quantize(
-  h: jax.Array, spec: Spec | None, keep: Spec | None = None, *, quantize=quantize
+  h: jax.Array,
+  spec: Spec | None,
+  keep: Spec | None = None,
+  *,
+  activation: str = "gelu",
+  quantize=quantize,
 ) -> tuple[Quantized | jax.Array, Quantized | jax.Array]:
   """GELU of h [M, K], quantized (in h's dtype where spec is None), and what its backward keeps.
 
   That is h as it is, or quantized to `keep`.
+
+  activation: "gelu", the exact one, or an approximation: "gelu_tanh", h * sigmoid(1.6 h + 0.07 h^3)
+    (Hendrycks and Gimpel 2016, https://arxiv.org/abs/1606.08415), or "quick_gelu",
+    h * sigmoid(1.702 h).
   """
-  g = _gelu(h.astype(jnp.float32))[0]
+  g = _ACTIVATIONS[activation](h.astype(jnp.float32))[0]
   g = g.astype(h.dtype) if spec is None else quantize(g, spec)
   return g, h if keep is None else quantize(h, keep)
 
 
 def gelu_backward(
-  h: jax.Array | Quantized, dg: jax.Array, spec: Spec | None, *, quantize=quantize
+  h: jax.Array | Quantized,
+  dg: jax.Array,
+  spec: Spec | None,
+  *,
+  activation: str = "gelu",
+  quantize=quantize,
 ) -> tuple[jax.Array, Quantized | None, jax.Array, jax.Array]:
   """The gradient of GELU, and its output again for the weight gradient.
 
@@ -79,13 +110,14 @@ def gelu_backward(
     h: [M, K], what went in, as gelu_quantize kept it.
     dg: [M, K], the gradient of what came out.
     spec: the format that the gradient is quantized to, or None.
+    activation: as in gelu_quantize.
 
   Returns:
     h's gradient in dg's dtype; quantized; summed over the rows, [K] float32: a bias's gradient; and
     GELU's output in dg's dtype.
   """
   h = dequantize(h) if isinstance(h, Quantized) else h.astype(jnp.float32)
-  g, slope = _gelu(h)
+  g, slope = _ACTIVATIONS[activation](h)
   dh = dg.astype(jnp.float32) * slope
   dh_q = None if spec is None else quantize(dh, spec)
   return dh.astype(dg.dtype), dh_q, jnp.sum(dh, axis=0), g.astype(dg.dtype)
@@ -103,12 +135,12 @@ def quantize_sum(
   return dy, quantize(dy, spec), jnp.sum(dy.astype(jnp.float32), axis=0)
 
 
-def _standardize(x):
+def _standardize(x, epsilon):
   """x less its rows' mean, and 1 / their standard deviation [M, 1]."""
   x = x.astype(jnp.float32)
   centred = x - jnp.mean(x, axis=1, keepdims=True)
   variance = jnp.mean(jnp.square(centred), axis=1, keepdims=True)
-  return centred, jax.lax.rsqrt(variance + NORM_EPSILON)
+  return centred, jax.lax.rsqrt(variance + epsilon)
 
 
 def _affine(standard, norm):
@@ -116,8 +148,34 @@ def _affine(standard, norm):
   return standard * scale[None, :] + bias[None, :]
 
 
+def activate(h: jax.Array, activation: str) -> jax.Array:
+  """The activation of h, computed in float32."""
+  return _ACTIVATIONS[activation](h.astype(jnp.float32))[0].astype(h.dtype)
+
+
 def _gelu(h):
   """h * cdf(h), and its derivative: cdf(h) + h * pdf(h), of the standard normal distribution."""
   cdf = 0.5 * jax.lax.erfc(h * -math.sqrt(0.5))
   pdf = jnp.exp(-0.5 * jnp.square(h)) * (1 / math.sqrt(2 * math.pi))
   return h * cdf, cdf + h * pdf
+
+
+def _gelu_tanh(h):
+  """h * sigmoid(z), and its derivative, for z = sqrt(8 / pi) * (h + 0.044715 * h**3)."""
+  u = jnp.clip(h, -GELU_TANH_BOUND, GELU_TANH_BOUND)
+  square = jnp.square(u)
+  z = u * (GELU_TANH_SLOPE + GELU_TANH_CUBE * square)
+  return _sigmoid_unit(h, z, GELU_TANH_SLOPE + 3 * GELU_TANH_CUBE * square)
+
+
+def _quick_gelu(h):
+  return _sigmoid_unit(h, QUICK_GELU_SLOPE * h, QUICK_GELU_SLOPE)
+
+
+def _sigmoid_unit(h, z, slope):
+  """h * sigmoid(z), and its derivative; slope is that of z."""
+  gate = jax.nn.sigmoid(z)
+  return h * gate, gate + h * (slope * (gate * jax.nn.sigmoid(-z)))
+
+
+_ACTIVATIONS = dict(zip(ACTIVATIONS, (_gelu, _gelu_tanh, _quick_gelu), strict=True))

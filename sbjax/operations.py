@@ -176,7 +176,7 @@ def _multiples_of_16(lhs, rhs, out_dtype, **options):
   return None if dtype in OUT_DTYPES else f"gives {', '.join(OUT_DTYPES)}, not {dtype}"
 
 
-def _rows_in_registers(*args):
+def _rows_in_registers(*args, **options):
   specs = [a for a in jax.tree.leaves(args, is_leaf=_is_spec) if _is_spec(a)]
   specs += [a.spec for a in args if isinstance(a, Quantized)]
   width, most = jax.tree.leaves(args)[0].shape[1], fused_ops.MAX_WIDTH_IN_REGISTERS

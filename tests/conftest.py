@@ -24,6 +24,7 @@ import pytest
 _STANDARD_PROMOTION = (
   "test_stable_adamw",
   "test_optimizer",
+  "test_finetune",
   "test_step",
   "test_main",
   "test_distributed",

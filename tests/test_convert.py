@@ -5,11 +5,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from interop import import_open_clip
+from interop import assert_same_features, import_open_clip, perturb
 
-from sbjax.models import convert
+from sbjax.models import convert, layouts
 from sbjax.models.clip import CLIP
-from sbjax.models.convert import load_open_clip, open_clip_state_dict, save_open_clip
+from sbjax.models.convert import load_weights, save_weights, state_dict
 from sbjax.models.sizes import SIZES, CLIPConfig, TextConfig, VisionConfig
 from sbjax.models.transformer import BlockOptions
 
@@ -38,6 +38,15 @@ def random_params(**options):
   return jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape, np.float32), variables["params"])
 
 
+def torch_shapes(config):
+  return layouts.torch_shapes(convert._shapes(config, {}), layouts.open_clip_layout(config, ""))
+
+
+def struct_state(config):
+  """A state dict of shapes."""
+  return {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in torch_shapes(config).items()}
+
+
 def micro_open_clip(open_clip, **block):
   """open_clip's model with the sizes of MICRO."""
   vision, text = MICRO.vision, MICRO.text
@@ -52,41 +61,11 @@ def micro_open_clip(open_clip, **block):
       "mlp_ratio": vision.mlp_ratio,
       **block,
     },
-    {**{k: v for k, v in dataclasses.asdict(text).items() if k != "eot_id"}, **block},
+    {
+      **{k: getattr(text, k) for k in ("context_length", "vocab_size", "width", "layers", "heads")},
+      **block,
+    },
   ).eval()
-
-
-def perturb(model):
-  """Moves every parameter, so that none is trivially zero or one."""
-  import torch
-
-  torch.manual_seed(0)
-  with torch.no_grad():
-    for parameter in model.parameters():
-      scale = 0.5 * parameter.std() if parameter.ndim > 1 else torch.tensor(0.2)
-      parameter.add_(scale * torch.randn_like(parameter))
-
-
-def assert_same_features(torch_model, params, config, **options):
-  import torch
-
-  rng = np.random.default_rng(1)
-  vision, text = config.vision, config.text
-  image = rng.standard_normal((2, vision.image_size, vision.image_size, 3), np.float32)
-  ids = rng.integers(1, text.eot_id, (2, text.context_length), np.int32)
-  ids[0, 3], ids[1, -1] = text.eot_id, text.eot_id
-  with torch.no_grad():
-    want = torch_model(torch.from_numpy(image.transpose(0, 3, 1, 2)), torch.from_numpy(ids).long())
-  want_image, want_text, want_scale = (tensor.numpy() for tensor in want)
-  model = CLIP(config, BlockOptions(dtype=jnp.float32, **options))
-  got = jax.jit(model.apply)({"params": params}, image, ids)
-  np.testing.assert_allclose(got["image_features"], want_image, atol=1e-4)
-  np.testing.assert_allclose(got["text_features"], want_text, atol=1e-4)
-  np.testing.assert_allclose(
-    got["logit_scale"] * (got["image_features"] @ got["text_features"].T),
-    want_scale * (want_image @ want_text.T),
-    atol=1e-4,
-  )
 
 
 @pytest.mark.interop
@@ -94,7 +73,7 @@ def test_b32_logits_equal_open_clip_s():
   open_clip = import_open_clip()
   model = open_clip.create_model("ViT-B-32", pretrained=None).eval()
   perturb(model)
-  params = load_open_clip(model.state_dict(), SIZES["B/32"])
+  params = load_weights(model.state_dict(), SIZES["B/32"])
   assert_same_features(model, params, SIZES["B/32"])
 
 
@@ -104,7 +83,7 @@ def test_b32_logits_equal_open_clip_s():
 def test_logits_equal_open_clip_s(layer_scale, scan):
   model = micro_open_clip(import_open_clip(), **({"ls_init_value": 0.3} if layer_scale else {}))
   perturb(model)
-  params = load_open_clip(model.state_dict(), MICRO, scan=scan)
+  params = load_weights(model.state_dict(), MICRO, scan=scan)
   assert_same_features(model, params, MICRO, scan=scan, zero_init_layer_scale=layer_scale)
 
 
@@ -115,11 +94,11 @@ def test_open_clip_loads_what_we_save(tmp_path, suffix, layer_scale):
   open_clip = import_open_clip()
   params = random_params(zero_init_layer_scale=layer_scale)
   path = tmp_path / f"clip{suffix}"
-  save_open_clip(params, path, MICRO)
+  save_weights(params, path, MICRO)
   model = micro_open_clip(open_clip, **({"ls_init_value": 1.0} if layer_scale else {}))
   open_clip.load_checkpoint(model, str(path), strict=True)
   assert_same_features(model, params, MICRO, zero_init_layer_scale=layer_scale)
-  jax.tree.map(np.testing.assert_array_equal, load_open_clip(path, MICRO), params)
+  jax.tree.map(np.testing.assert_array_equal, load_weights(path, MICRO), params)
 
 
 @pytest.mark.interop
@@ -130,10 +109,10 @@ def test_open_clip_training_checkpoints_load(tmp_path):
   params = random_params()
   state = {
     f"module.{name}": torch.from_numpy(array).bfloat16()
-    for name, array in open_clip_state_dict(params, MICRO).items()
+    for name, array in state_dict(params, MICRO).items()
   }
   torch.save({"epoch": 3, "state_dict": state}, tmp_path / "epoch_3.pt")
-  loaded = load_open_clip(tmp_path / "epoch_3.pt", MICRO)
+  loaded = load_weights(tmp_path / "epoch_3.pt", MICRO)
   for got, want in zip(jax.tree.leaves(loaded), jax.tree.leaves(params), strict=True):
     assert got.dtype == np.float32
     np.testing.assert_array_equal(got, want.astype(jnp.bfloat16).astype(np.float32))
@@ -149,9 +128,7 @@ def test_sizes_equal_open_clip_s(size):
   with torch.device("meta"):
     state = open_clip.model.CLIP(**theirs).state_dict()
   ours = SIZES[size]
-  assert convert._torch_shapes(convert._shapes(ours, {})) == {
-    name: tuple(tensor.shape) for name, tensor in state.items()
-  }
+  assert torch_shapes(ours) == {name: tuple(tensor.shape) for name, tensor in state.items()}
   vision, text = theirs["vision_cfg"], theirs["text_cfg"]
   assert ours.vision.heads == vision["width"] // vision.get("head_width", 64)
   assert ours.vision.image_size == vision["image_size"]
@@ -165,7 +142,7 @@ def test_initial_parameters_are_distributed_as_open_clip_s():
   config = dataclasses.replace(MICRO, vision=dataclasses.replace(MICRO.vision, width=144))
   image, text = jnp.zeros((1, 16, 16, 3)), jnp.zeros((1, 8), jnp.int32)
   params = jax.jit(CLIP(config).init)(jax.random.key(0), image, text)["params"]
-  ours = open_clip_state_dict(params, config)
+  ours = state_dict(params, config)
   vision = {"image_size": 16, "patch_size": 4, "width": 144, "layers": 3, "head_width": 48}
   model = open_clip.model.CLIP(
     MICRO.embed_dim,
@@ -182,47 +159,44 @@ def test_initial_parameters_are_distributed_as_open_clip_s():
 @pytest.mark.parametrize("layer_scale", [False, True])
 def test_round_trip_is_exact(layer_scale):
   params = random_params(zero_init_layer_scale=layer_scale)
-  state = open_clip_state_dict(params, MICRO)
+  state = state_dict(params, MICRO)
   assert ("visual.transformer.resblocks.2.ls_2.gamma" in state) == layer_scale
-  jax.tree.map(np.testing.assert_array_equal, load_open_clip(state, MICRO), params)
+  jax.tree.map(np.testing.assert_array_equal, load_weights(state, MICRO), params)
 
 
 def test_scanned_and_unrolled_parameters_give_the_same_state_dict():
-  state = open_clip_state_dict(random_params(), MICRO)
-  unrolled = load_open_clip(state, MICRO, scan=False)
+  state = state_dict(random_params(), MICRO)
+  unrolled = load_weights(state, MICRO, scan=False)
   assert jax.tree.structure(unrolled) == jax.tree.structure(random_params(scan=False))
-  jax.tree.map(np.testing.assert_array_equal, open_clip_state_dict(unrolled, MICRO), state)
+  jax.tree.map(np.testing.assert_array_equal, state_dict(unrolled, MICRO), state)
 
 
 def test_a_state_dict_error_lists_missing_unexpected_and_misshapen_tensors():
-  state = open_clip_state_dict(random_params(), MICRO)
+  state = state_dict(random_params(), MICRO)
   state["head.weight"] = state.pop("visual.proj")
   state["ln_final.bias"] = np.zeros(5, np.float32)
   with pytest.raises(ValueError) as error:
-    load_open_clip(state, MICRO)
+    load_weights(state, MICRO)
   assert "Missing: visual.proj." in str(error.value)
   assert "Unexpected: head.weight." in str(error.value)
   assert "ln_final.bias is (5,), not (32,)" in str(error.value)
 
 
 def test_a_state_dict_of_another_size_names_that_size():
-  shapes = convert._torch_shapes(convert._shapes(SIZES["B/16"], {}))
-  state = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+  state = struct_state(SIZES["B/16"])
   with pytest.raises(ValueError, match=r"It fits SIZES\['B/16'\]"):
-    load_open_clip(state, SIZES["B/32"])
+    load_weights(state, SIZES["B/32"])
 
 
 def test_parameters_that_open_clip_cannot_hold_are_refused():
   with pytest.raises(ValueError, match="qk_norm=True"):
-    open_clip_state_dict(random_params(qk_norm=True), MICRO)
+    state_dict(random_params(qk_norm=True), MICRO)
   deeper = dataclasses.replace(MICRO, text=dataclasses.replace(MICRO.text, layers=3))
   with pytest.raises(ValueError, match=r"text/blocks/fc1/kernel is \(2, 32, 128\), not \(3,"):
-    open_clip_state_dict(random_params(), deeper)
+    state_dict(random_params(), deeper)
 
 
-@pytest.mark.parametrize(
-  "use", [load_open_clip, functools.partial(save_open_clip, random_params())]
-)
+@pytest.mark.parametrize("use", [load_weights, functools.partial(save_weights, random_params())])
 def test_an_unknown_suffix_error_lists_the_known_ones(use, tmp_path):
   with pytest.raises(ValueError, match=r"clip.npz' must end in one of .safetensors, .pt"):
     use(str(tmp_path / "clip.npz"), MICRO)
@@ -231,4 +205,4 @@ def test_an_unknown_suffix_error_lists_the_known_ones(use, tmp_path):
 def test_a_missing_torch_error_names_the_extra(monkeypatch, tmp_path):
   monkeypatch.setitem(__import__("sys").modules, "torch", None)
   with pytest.raises(ImportError, match=r"sbjax\[interop\]"):
-    save_open_clip(random_params(), tmp_path / "clip.pt", MICRO)
+    save_weights(random_params(), tmp_path / "clip.pt", MICRO)

@@ -277,6 +277,44 @@ def test_the_error_of_the_derivative_of_gelu_is_bounded(normal_distribution):
   np.testing.assert_array_equal(g, interpreted("gelu").gelu_quantize(h, None)[0])
 
 
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("activation", ["gelu_tanh", "quick_gelu"])
+def test_approximations_of_gelu_are_near_the_definition_s(activation, kept):
+  x, dy = draw(5, 257, "float32" if kept else "bfloat16")
+  kernels, how = interpreted("gelu"), {"activation": activation}
+  actual, expected = (
+    f.gelu_quantize(x, INT8_ROW, INT8_ROW if kept else None, **how) for f in (kernels, fused_ops)
+  )
+  assert_near(actual, expected, "gelu")
+  h = expected[1]
+  assert_near(*(f.gelu_backward(h, dy, INT8_ROW, **how) for f in (kernels, fused_ops)), "gelu")
+
+
+@pytest.mark.parametrize("activation", ["gelu_tanh", "quick_gelu"])
+def test_approximations_of_gelu_of_every_bfloat16_are_near_the_definition_s(
+  normal_distribution, activation
+):
+  h = jnp.asarray(normal_distribution[0].astype(np.float32))
+  results = []
+  for f in (interpreted("gelu"), fused_ops):
+    dh, _, _, g = f.gelu_backward(h, jnp.ones(h.shape), None, activation=activation)
+    results.append((np.asarray(g, np.float64), np.asarray(dh, np.float64)))
+  (g, dh), (expected, slope) = results
+  # A sigmoid below SMALLEST may be flushed to zero before its product with |h|, which is below 128.
+  assert np.all(np.abs(g - expected) <= 1e-5 * np.abs(expected) + 128 * SMALLEST)
+  assert np.max(np.abs(dh - slope)) < 1e-6
+
+
+def test_layer_norm_s_epsilon_is_the_definition_s():
+  (x, dy), norm = draw(5, 208), _norm(jnp.zeros((1, 208)))
+  kernels, how = interpreted("norm"), {"epsilon": 0.5}
+  actual, expected = (
+    (f.norm_quantize(x, norm, None, **how), f.norm_backward(x, norm, dy, None, **how))
+    for f in (kernels, fused_ops)
+  )
+  assert_near(actual, expected, "norm")
+
+
 @pytest.mark.parametrize(
   ("parts", "spec"),
   [(3, INT8_ROW), (1, Spec(INT8, "tensorwise"))],

@@ -29,6 +29,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import sbjax.models.transformer
 from benchmarks.flax_block import FlaxBlock
 from sbjax import attention
+from sbjax.models.sizes import VisionConfig
 from sbjax.models.transformer import (
   REMAT_POLICIES,
   Block,
@@ -196,9 +197,8 @@ def test_zero_init_layer_scale_makes_blocks_the_identity():
 def test_zero_init_layer_scale_starts_with_finite_gradients(recipe):
   x = jax.random.normal(jax.random.key(1), (4, 5, 16), jnp.bfloat16)
   block = Block(
-    heads=2,
+    VisionConfig(image_size=4, patch_size=2, width=16, layers=1, heads=2, mlp_ratio=2),
     length=5,
-    mlp_width=32,
     causal=False,
     inits=Inits(*[nn.initializers.normal()] * 4),
     options=BlockOptions(recipe=recipe, zero_init_layer_scale=True),

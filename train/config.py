@@ -15,7 +15,9 @@ from typing import Any
 
 @dataclasses.dataclass(kw_only=True)
 class ModelConfig:
-  size: str  # a key of sbjax.models.sizes.SIZES
+  # A key of sbjax.models.sizes.SIZES, a name of open_clip ("ViT-B-32-quickgelu"), or a folder with
+  # open_clip_config.json or config.json
+  size: str
   image_size: int = 0  # pixels; 0: the size's own
   patch_size: int = 0  # pixels; 0: the size's own
   context_length: int = 0  # 0: the size's own
@@ -79,6 +81,8 @@ class OptimizerConfig:
   weight_decay: float = 0.2  # of parameters with two or more dimensions
   decay_with: str = "clipped"  # StableAdamW: "clipped" (the paper) or "plain" rate (its code)
   clip_norm: float = 0.0  # global gradient norm; 0: off
+  # Factors on the learning rate by a parameter's path: "image/.*=0.1"; the first match applies
+  learning_rate_scale: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -94,6 +98,10 @@ class Config:
   data: DataConfig = dataclasses.field(default_factory=DataConfig)
   optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
   mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+  init: str = ""  # a state dict or its folder, of open_clip or transformers; "": random parameters
+  # open_clip's name of the model of init; "": its folder's config, or model.size
+  init_model: str = ""
+  freeze: tuple[str, ...] = ()  # patterns of parameters that stand still: "image/.*"
   loss: str = "softmax"  # or "siglip"
   batch_size: int = 16384  # over all devices
   accumulate: int = 1  # microbatches a batch: takes the memory of one, the loss is over all

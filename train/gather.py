@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from sbjax.fsdp import gather, gather_weight
 from sbjax.linear import QuantizedWeight
-from sbjax.models.transformer import BLOCK_LINEARS, BlockOptions
+from sbjax.models.transformer import BlockOptions, is_block_kernel
 from train.sharding import BATCH_AXES, parameter_axes
 
 
@@ -35,7 +35,7 @@ def gather_parameters(
     axes = parameter_axes("/".join(path))
     split = "fsdp" if "fsdp" in axes and mesh.shape["fsdp"] > 1 else None
     others = tuple(a for a in BATCH_AXES if mesh.shape[a] > 1 and a != split)
-    if path[-1] != "kernel" or path[-2] not in BLOCK_LINEARS:
+    if not is_block_kernel(path):
       axis = x.ndim - len(axes) + axes.index("fsdp") if split else 0
       gathered[path] = gather(x, split, axis=axis, reduce_axes=others)
       continue

@@ -20,7 +20,7 @@ from train.errors import RunError
 from train.optimizer import make_optimizer
 from train.run import abstract_state, check_tokenizer
 from train.sharding import make_mesh
-from train.task import make_task
+from train.task import CLIPTask, make_task
 from train.tokenizer import Tokenizer
 from train.workdir import read_config
 from train.zero_shot import encode_rows, make_encoders, unit
@@ -39,14 +39,48 @@ def load(workdir: str | Path, batch_size: int = 32) -> Model:
 
   batch_size: pictures or texts at a time.
   """
+  run = restore(workdir)
+  encoders, sizes = make_encoders(run.task.model, run.mesh), run.task.example_sizes
+  encode = functools.partial(encode_rows, run.params, run.mesh, batch_size)
+
+  def embed_images(paths):
+    return unit(encode(encoders.image, _pixels(paths, sizes["image_size"])))
+
+  def embed_texts(texts):
+    return unit(encode(encoders.text, run.tokenizer(texts, sizes["context_length"])))
+
+  return Model(run.step, embed_images, embed_texts)
+
+
+class RestoredRun(NamedTuple):
+  """A run's newest checkpoint."""
+
+  step: int
+  params: dict
+  task: CLIPTask
+  tokenizer: Tokenizer
+  mesh: jax.sharding.Mesh
+
+
+def restore(workdir: str | Path) -> RestoredRun:
+  """A run's newest checkpoint, on the first device.
+
+  Raises:
+    RunError: the folder holds no finished checkpoint, or lacks a file.
+  """
   workdir = Path(workdir).expanduser()
   if not (workdir / "config.json").is_file() or not (workdir / "checkpoints").is_dir():
     raise RunError(f"{workdir} holds no run: it needs config.json and checkpoints.")
   config = Config.from_dict(read_config(workdir / "config.json"))
   config.model.backend = ""  # The run's device may be another.
+  if not (workdir / "tokenizer.json").is_file():
+    raise RunError(
+      f"{workdir} lacks tokenizer.json, the vocabulary that its run trained with (in the format of"
+      " Hugging Face tokenizers)."
+    )
   tokenizer = Tokenizer.load(workdir / "tokenizer.json")
   task, mesh = make_task(config, tokenizer), make_mesh(MeshConfig(), jax.devices()[:1])
-  optimizer, _ = make_optimizer(config.optimizer, config.steps)
+  optimizer, _ = make_optimizer(config.optimizer, config.steps, config.freeze)
   like = abstract_state(task, optimizer, config.seed, mesh)
   checkpoints = Checkpointer(workdir / "checkpoints", read_only=True)
   with contextlib.closing(checkpoints):
@@ -54,17 +88,7 @@ def load(workdir: str | Path, batch_size: int = 32) -> Model:
   if restored is None:
     raise RunError(f"{workdir / 'checkpoints'} holds no finished checkpoint.")
   check_tokenizer(restored, workdir)
-
-  encoders, sizes = make_encoders(task.model, mesh), task.example_sizes
-  encode = functools.partial(encode_rows, restored.state.params, mesh, batch_size)
-
-  def embed_images(paths):
-    return unit(encode(encoders.image, _pixels(paths, sizes["image_size"])))
-
-  def embed_texts(texts):
-    return unit(encode(encoders.text, tokenizer(texts, sizes["context_length"])))
-
-  return Model(restored.step, embed_images, embed_texts)
+  return RestoredRun(restored.step, restored.state.params, task, tokenizer, mesh)
 
 
 def _pixels(paths: Sequence[str | Path], image_size: int) -> np.ndarray:

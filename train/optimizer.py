@@ -8,26 +8,38 @@ of a stack, so a run trains the same with and without scan.
 
 import functools
 import math
+import operator
+from collections.abc import Sequence
 
 import jax
 import optax
 
 from sbjax.stable_adamw import stable_adamw
 from train.config import OptimizerConfig
+from train.finetune import frozen, parse_rates, scale_by_path
 
 STACK = "blocks"  # The module of sbjax.models.clip whose parameters are [layers, ...].
 
 
 def make_optimizer(
-  config: OptimizerConfig, steps: int
+  config: OptimizerConfig, steps: int, freeze: Sequence[str] = ()
 ) -> tuple[optax.GradientTransformationExtraArgs, optax.Schedule]:
-  """The optimizer of a run of `steps`, and its learning rate as a function of the step."""
+  """The optimizer of a run of `steps`, and its learning rate as a function of the step.
+
+  freeze: patterns of parameters that get no update, and have no state.
+  """
   if config.name not in OPTIMIZERS:
     raise ValueError(f"optimizer.name={config.name!r} is none of {', '.join(OPTIMIZERS)}.")
   schedule = warmup_cosine(config.learning_rate, config.warmup_steps, steps)
   optimizer = OPTIMIZERS[config.name](config, schedule)
   if config.clip_norm:
     optimizer = optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
+  if rates := parse_rates(config.learning_rate_scale):
+    optimizer = optax.chain(optimizer, scale_by_path(rates))
+  if freeze:
+    still = functools.partial(frozen, freeze)
+    trained = optax.masked(optimizer, lambda params: jax.tree.map(operator.not_, still(params)))
+    optimizer = optax.chain(trained, optax.masked(optax.set_to_zero(), still))
   return optimizer, schedule
 
 

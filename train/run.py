@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
+import numpy as np
 import optax
 from jax.experimental import multihost_utils
 
@@ -17,9 +18,10 @@ from train import data
 from train.checkpoint import Checkpointer, Restored
 from train.config import Config, ModelConfig
 from train.errors import RunError
+from train.finetune import check_init, check_patterns, initial_params
 from train.loss import LOSSES
 from train.optimizer import make_optimizer
-from train.sharding import make_mesh, state_shardings
+from train.sharding import make_mesh, path_name, state_shardings
 from train.step import TrainState, make_init
 from train.task import CLIPTask, block_options, clip_config, make_task
 from train.tokenizer import Tokenizer, make_tokenizer
@@ -51,10 +53,21 @@ class Run(NamedTuple):
   checkpointer: Checkpointer
 
   def new_state(self) -> TrainState:
-    """The state at step 0, created in its shardings."""
+    """The state at step 0, created in its shardings, with the parameters of `init` if given."""
     shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state)
     init = make_init(self.task, self.optimizer, self.config.seed)
-    return jax.jit(init, out_shardings=shardings)()
+    state = jax.jit(init, out_shardings=shardings)()
+    if not self.config.init:
+      return state
+    params = initial_params(self.config, self.task.model.config, state.params)
+    # Every process has all of the arrays, and makes its shards.
+    return state._replace(
+      params=jax.tree.map(
+        lambda x, sharding: jax.make_array_from_callback(x.shape, sharding, lambda i: x[i]),
+        jax.tree.map(np.asarray, params),
+        shardings.params,
+      )
+    )
 
   def evaluate(self, params) -> dict[str, float]:
     """The scores of parameters on the evaluation split."""
@@ -112,12 +125,14 @@ def make_run(config: Config, workdir: Path, read_only: bool = False) -> Run:
   """
   config.check()
   # These fail before the data set is prepared, which takes long.
-  clip_config(config.model)
+  model = clip_config(config.model)
+  if config.init and newest_step(workdir / "checkpoints") is None:
+    check_init(config, model)
   block_options(config.model)
   if config.loss not in LOSSES:
     raise ValueError(f"loss={config.loss!r} is none of {', '.join(LOSSES)}.")
   mesh = make_mesh(config.mesh)
-  optimizer, schedule = make_optimizer(config.optimizer, config.steps)
+  optimizer, schedule = make_optimizer(config.optimizer, config.steps, config.freeze)
   if config.batch_size % (mesh.size * config.accumulate):
     raise ValueError(
       f"batch_size={config.batch_size} must be a multiple of {mesh.size} devices"
@@ -129,6 +144,9 @@ def make_run(config: Config, workdir: Path, read_only: bool = False) -> Run:
     data.check_split(builder, split)
   tokenizer = _tokenizer(config, builder, workdir)
   task = make_task(config, tokenizer)
+  abstract = abstract_state(task, optimizer, config.seed, mesh)
+  paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(abstract.params))
+  check_patterns(config, map(path_name, paths))
   return Run(
     config=config,
     builder=builder,
@@ -138,7 +156,7 @@ def make_run(config: Config, workdir: Path, read_only: bool = False) -> Run:
     task=task,
     optimizer=optimizer,
     schedule=schedule,
-    abstract_state=abstract_state(task, optimizer, config.seed, mesh),
+    abstract_state=abstract,
     checkpointer=Checkpointer(workdir / "checkpoints", config.checkpoint_keep, read_only),
   )
 

@@ -22,7 +22,7 @@ RULES = (
   (r"/token_embedding/embedding$", (None, "fsdp")),
   (r"/proj$", ("fsdp", None)),
   (r"/(class|positional)_embedding$", ()),
-  (r"/(bias|scale|gamma)$", ()),
+  (r"/(bias|scale|gamma|proj_bias|probe)$", ()),
   (r"^logit_(scale|bias)$", ()),
 )
 

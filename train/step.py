@@ -1,6 +1,7 @@
 """One training step: loss over the global batch, gradients, update, and metrics."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from sbjax.models.transformer import quantize_weights
 from sbjax.stable_adamw import tensor_rms
+from train.finetune import stop_gradients
 from train.gather import gather_parameters
 from train.sharding import BATCH_AXES, parameter_specs, path_name
 from train.task import CLIPTask
@@ -41,6 +43,7 @@ def make_train_step(
   *,
   mesh: Mesh | None = None,
   gradient_dtype: jnp.dtype = jnp.float32,
+  freeze: Sequence[str] = (),
 ):
   """`train_step(state, batch) -> (state, metrics, finite)`, pure and ready for `jax.jit`.
 
@@ -48,12 +51,13 @@ def make_train_step(
   mesh: each of its devices computes its rows of the batch, and the state is split as
     `train.sharding.state_shardings` says. None, or a mesh of one device: no `shard_map`.
   gradient_dtype: dtype in which gradients of kernels are summed over devices.
+  freeze: patterns of parameters that get no gradient; those of `make_optimizer`.
   batch: the examples of all devices.
   metrics: float32 scalars by name.
   finite: a bool for each of `tensor_names`; the first False is the first tensor not finite.
   """
   mesh = None if mesh is None or mesh.size == 1 else mesh
-  differentiate = functools.partial(_differentiate, task, accumulate, mesh, gradient_dtype)
+  differentiate = functools.partial(_differentiate, task, accumulate, mesh, gradient_dtype, freeze)
 
   def train_step(state: TrainState, batch):
     key = jax.random.fold_in(jax.random.key(seed), state.step)
@@ -93,7 +97,7 @@ def make_train_step(
   return train_step
 
 
-def _differentiate(task, accumulate, mesh, gradient_dtype, params, batch, key):
+def _differentiate(task, accumulate, mesh, gradient_dtype, freeze, params, batch, key):
   """The loss and its gradients, from one device's examples and its shards of the parameters.
 
   Returns:
@@ -105,7 +109,7 @@ def _differentiate(task, accumulate, mesh, gradient_dtype, params, batch, key):
   first = jax.lax.axis_index(axes) * count if axes else 0
 
   def loss_of(params):
-    options = task.model.options
+    options, params = task.model.options, stop_gradients(freeze, params)
     if mesh is None:
       quantized = quantize_weights(params, options.recipe, backend=options.backend)
       variables = {"params": params, "quantized": quantized}

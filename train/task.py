@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from sbjax.models.clip import CLIP
+from sbjax.models.config_files import UnknownModelError, read_config
 from sbjax.models.sizes import SIZES, CLIPConfig
 from sbjax.models.transformer import BlockOptions, unstack_blocks
 from train.config import Config, ModelConfig
@@ -102,9 +103,7 @@ def make_task(config: Config, tokenizer) -> CLIPTask:
 
 def clip_config(c: ModelConfig) -> CLIPConfig:
   """The size that a ModelConfig names, with the fields that it changes."""
-  if c.size not in SIZES:
-    raise ValueError(f"model.size={c.size!r} is unknown; known: {', '.join(SIZES)}.")
-  size = SIZES[c.size]
+  size = _size(c.size)
   vision = dataclasses.replace(
     size.vision,
     image_size=c.image_size or size.vision.image_size,
@@ -113,6 +112,23 @@ def clip_config(c: ModelConfig) -> CLIPConfig:
   context_length = c.context_length or size.text.context_length
   text = dataclasses.replace(size.text, context_length=context_length)
   return CLIPConfig(size.embed_dim, vision, text)
+
+
+def _size(name: str) -> CLIPConfig:
+  """An architecture that training supports, by `model.size`."""
+  try:
+    size = read_config(name)
+  except UnknownModelError as error:
+    known = f"known: {', '.join(SIZES)}, open_clip's names, and folders of checkpoints"
+    raise ValueError(f"model.size={name!r} is unknown; {known}.{error.hint}") from error
+  except ValueError as error:
+    raise ValueError(f"model.size={name!r}: {error}") from error
+  if size.text.pool == "last":
+    raise ValueError(
+      f"model.size={name!r} reads texts at their last position (SigLIP, CLIPA). Training does not"
+      " have these models' tokenizers and normalization of images; the library's CLIP runs them."
+    )
+  return size
 
 
 def block_options(config: ModelConfig) -> BlockOptions:

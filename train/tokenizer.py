@@ -9,8 +9,9 @@ import gzip
 import html
 import importlib.util
 import itertools
+import json
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import ftfy
 import numpy as np
@@ -29,6 +30,17 @@ _CLIP_MERGES = 48_894  # how many lines after the header CLIP uses
 _CLIP_WORDS = r"'[s\x{17f}]|'t|'re|'ve|'m|'ll|'d|\p{L}+|\p{N}|[^\s\p{L}\p{N}\x{345}]+"
 
 
+_CLEANING = {  # `_clean` but for broken encodings and HTML, as a normalizer of tokenizer.json.
+  "type": "Sequence",
+  "normalizers": [
+    {"type": "NFC"},
+    {"type": "Replace", "pattern": {"Regex": r"\s+"}, "content": " "},
+    {"type": "Strip", "strip_left": True, "strip_right": True},
+    {"type": "Lowercase"},
+  ],
+}
+
+
 class Tokenizer:
   """Token ids of texts; `sot_id` is None if the vocabulary has no start token."""
 
@@ -41,7 +53,8 @@ class Tokenizer:
       raise ValueError(f"The tokenizer has no end token: expected one of {', '.join(_ENDS)}.")
     self.eot_id: int = eot_id
     # Vocabularies with CLIP's special tokens need CLIP's cleaning; others have a normalizer.
-    self._clean = _clean if tokenizer.token_to_id(_START) is not None else str
+    self.cleans = tokenizer.token_to_id(_START) is not None
+    self._clean = _clean if self.cleans else str
 
   def __call__(self, texts: Sequence[str], context_length: int) -> np.ndarray:
     """int32 `[len(texts), context_length]`, 0 after the end token."""
@@ -63,6 +76,47 @@ class Tokenizer:
     text = itertools.takewhile(lambda i: i != self.eot_id, map(int, ids))
     return self._tokenizer.decode(list(text), skip_special_tokens=True).strip()
 
+  def for_transformers(self, end_last: bool = False) -> tuple[dict, dict]:
+    """The contents of tokenizer.json and tokenizer_config.json for transformers' AutoTokenizer.
+
+    A text gets its start and end token there too. transformers has no ftfy: texts with broken
+    encoding or HTML are cleaned less than here.
+
+    end_last: whether the end token and the largest id change places (`swap_ids`).
+    """
+    tokenizer = json.loads(self._tokenizer.to_str())
+    if self.cleans:
+      tokenizer["normalizer"] = _CLEANING
+    end = self._tokenizer.id_to_token(self.eot_id)
+    start = None if self.sot_id is None else self._tokenizer.id_to_token(self.sot_id)
+    first = self._tokenizer.id_to_token(0)
+    pad = first if first == "<pad>" else end
+    if end_last:
+      swap = swap_ids(self.eot_id, self.vocab_size)
+      vocab = tokenizer["model"]["vocab"]
+      tokenizer["model"]["vocab"] = {token: swap(i) for token, i in vocab.items()}
+      added = ({**each, "id": swap(each["id"])} for each in tokenizer["added_tokens"])
+      tokenizer["added_tokens"] = sorted(added, key=lambda each: each["id"])
+    ids = {t["content"]: t["id"] for t in tokenizer["added_tokens"]} | tokenizer["model"]["vocab"]
+    tokens = [token for token in (start, end) if token is not None]
+    pieces = [{"SpecialToken": {"id": token, "type_id": 0}} for token in tokens]
+    pieces.insert(len(pieces) - 1, {"Sequence": {"id": "A", "type_id": 0}})
+    tokenizer["post_processor"] = {
+      "type": "TemplateProcessing",
+      "single": pieces,
+      "pair": [*pieces, {"Sequence": {"id": "B", "type_id": 0}}],
+      "special_tokens": {t: {"id": t, "ids": [ids[t]], "tokens": [t]} for t in tokens},
+    }
+    config = {
+      "tokenizer_class": "PreTrainedTokenizerFast",
+      **({} if start is None else {"bos_token": start}),
+      "eos_token": end,
+      "pad_token": pad,
+      "padding_side": "right",
+      "clean_up_tokenization_spaces": False,
+    }
+    return tokenizer, config
+
   def save(self, path: str | pathlib.Path) -> None:
     # Not `Tokenizer.save`: on a full disk it raises a bare Exception.
     pathlib.Path(path).write_text(self._tokenizer.to_str(pretty=True), encoding="utf-8")
@@ -82,6 +136,15 @@ class Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return cls(tokenizer)
+
+
+def swap_ids(eot_id: int, vocab_size: int) -> Callable[[int], int]:
+  """The function of an id by which the end token and the last id change places.
+
+  transformers' CLIPModel reads the largest id of a text if the config has eos_token_id=2.
+  """
+  swapped = {eot_id: vocab_size - 1, vocab_size - 1: eot_id}
+  return lambda i: swapped.get(i, i)
 
 
 def make_tokenizer(spec: str, captions: Iterable[str] | None, vocab_size: int) -> Tokenizer:

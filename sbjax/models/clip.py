@@ -1,10 +1,11 @@
-"""CLIP: a vision transformer and a causal text transformer that meet in one embedding space.
+"""CLIP: a vision transformer and a text transformer that meet in one embedding space.
 
-The architecture is open_clip's (https://github.com/mlfoundations/open_clip), so that weights go
-both ways (sbjax/models/convert.py). The four linear layers of a block (qkv, out, fc1, fc2) follow a
-recipe. Layer norms and the two final projections compute in float32, everything else in
-`BlockOptions.dtype`. Parameters are float32. Their tree depends on the sizes, `scan`,
-`zero_init_layer_scale` and `qk_norm`, never on the recipe.
+The architecture is open_clip's (https://github.com/mlfoundations/open_clip) or SigLIP's (Zhai et
+al. 2023, https://arxiv.org/abs/2303.15343), so that weights go both ways (sbjax/models/convert.py).
+The four linear layers of a block (qkv, out, fc1, fc2) follow a recipe. Layer norms and the two
+final projections compute in float32, everything else in `BlockOptions.dtype`. Parameters are
+float32. Their tree depends on the config, `scan`, `zero_init_layer_scale` and `qk_norm`, never on
+the recipe.
 
 Letters in shapes: B batch, L length (patches or tokens), D width, H heads, E embedding.
 """
@@ -16,9 +17,18 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from sbjax.fused_ops import activate
 from sbjax.layers import SwitchBackDense
 from sbjax.models.sizes import CLIPConfig, TextConfig, VisionConfig
-from sbjax.models.transformer import BLOCK_LINEARS, Block, BlockOptions, Inits, blocks, layer_norm
+from sbjax.models.transformer import (
+  BLOCK_LINEARS,
+  Block,
+  BlockOptions,
+  Inits,
+  blocks,
+  layer_norm,
+  split_heads,
+)
 from sbjax.recipes import FULL, RecipeRules
 
 MAX_LOG_LOGIT_SCALE = math.log(100)
@@ -38,8 +48,8 @@ def _text_inits(width: int, layers: int) -> Inits:
 class CLIP(nn.Module):
   """Embeds images [B, image_size, image_size, 3] and texts [B, context_length] as [B, E] of norm 1.
 
-  Images are floating point, normalised by mean and deviation. Texts are integer ids; the features
-  of a text without `eot_id` are those of its first token.
+  Images are floating point, normalised by mean and deviation. Texts are integer ids. With
+  `pool="eot"` the features of a text without `eot_id` are those of its first token.
 
   Args:
     options: how the blocks of both towers compute.
@@ -126,7 +136,7 @@ class CLIP(nn.Module):
 
 
 class VisionTower(nn.Module):
-  """ViT: runs patches and a class token through the blocks, projects the class token to [B, E]."""
+  """ViT: runs patches and a class token through the blocks, pools and projects them to [B, E]."""
 
   config: VisionConfig
   embed_dim: int
@@ -137,37 +147,78 @@ class VisionTower(nn.Module):
   @nn.compact
   def __call__(self, image: jax.Array, *, train: bool, first_example: jax.typing.ArrayLike = 0):
     c, dtype = self.config, self.options.dtype
+    has_class = c.pool != "map"
     normal = nn.initializers.normal(c.width**-0.5)
     if image.shape[1:] != (c.image_size, c.image_size, 3):
       raise ValueError(f"Images must be [B, {c.image_size}, {c.image_size}, 3], not {image.shape}.")
     # A convolution whose stride is its size is a matmul over patches.
     embed = SwitchBackDense(
       c.width,
-      use_bias=False,
+      use_bias=not has_class,
       dtype=dtype,
       kernel_init=_uniform,
       recipe=FULL,
       name="patch_embedding",
     )
     x_BLD = embed(_patches(image.astype(dtype), c.patch_size))
-    class_D = self.param("class_embedding", normal, (c.width,), jnp.float32)
-    position_LD = self.param("positional_embedding", normal, (c.patches + 1, c.width), jnp.float32)
-    class_B1D = jnp.broadcast_to(class_D.astype(dtype), (x_BLD.shape[0], 1, c.width))
-    x_BLD = jnp.concatenate([class_B1D, x_BLD], axis=1) + position_LD.astype(dtype)[None]
+    if has_class:
+      class_D = self.param("class_embedding", normal, (c.width,), jnp.float32)
+      class_B1D = jnp.broadcast_to(class_D.astype(dtype), (x_BLD.shape[0], 1, c.width))
+      x_BLD = jnp.concatenate([class_B1D, x_BLD], axis=1)
+    position_LD = self.param(
+      "positional_embedding", normal, (c.patches + has_class, c.width), jnp.float32
+    )
+    x_BLD = x_BLD + position_LD.astype(dtype)[None]
     if train and self.patch_dropout:
       key = self.make_rng("dropout")
-      x_BLD = patch_dropout(x_BLD, self.patch_dropout, key, first_example)
-    x_BLD = layer_norm(x_BLD, "ln_pre")
+      x_BLD = patch_dropout(x_BLD, self.patch_dropout, key, first_example, int(has_class))
+    if c.pre_norm:
+      x_BLD = layer_norm(x_BLD, "ln_pre", c.norm_epsilon)
     x_BLD, outputs = blocks(
       x_BLD, c, self.options, block=self.block, causal=False, inits=_VISION_INITS
     )
-    x_BD = layer_norm(x_BLD[:, 0], "ln_post")
+    if c.pool == "map":
+      x_BLD = layer_norm(x_BLD, "ln_post", c.norm_epsilon)
+      return AttentionPool(c, dtype, name="pool")(x_BLD), outputs
+    x_BD = x_BLD[:, 0] if c.pool == "class" else _mean(x_BLD[:, 1:])
+    x_BD = layer_norm(x_BD, "ln_post", c.norm_epsilon)
     proj = self.param("proj", normal, (c.width, self.embed_dim), jnp.float32)
     return x_BD.astype(jnp.float32) @ proj, outputs
 
 
+class AttentionPool(nn.Module):
+  """SigLIP's pooling of x [B, L, D] to float32 [B, D]: attention of one learned query, and an MLP.
+
+  Its linear layers compute in `dtype`, whatever the recipe.
+  """
+
+  config: VisionConfig
+  dtype: jnp.dtype
+
+  @nn.compact
+  def __call__(self, x_BLD: jax.Array) -> jax.Array:
+    c, width = self.config, self.config.width
+    probe_D = self.param("probe", nn.initializers.normal(width**-0.5), (width,), jnp.float32)
+    probe_B1D = jnp.broadcast_to(probe_D.astype(self.dtype), (x_BLD.shape[0], 1, width))
+    kernel, bias = self._linear("qkv", 3 * width).parameters(width)
+    kernel, bias = kernel.astype(self.dtype), bias.astype(self.dtype)
+    q_B1D = probe_B1D @ kernel[:, :width] + bias[None, None, :width]
+    kv_BLD = jnp.split(x_BLD @ kernel[:, width:] + bias[None, None, width:], 2, axis=-1)
+    # cuDNN's attention does not train with one query.
+    qkv = (split_heads(h, c.heads).astype(jnp.float32) for h in (q_B1D, *kv_BLD))
+    y_B1HD = jax.nn.dot_product_attention(*qkv, implementation="xla").astype(self.dtype)
+    y_B1D = self._linear("out", width)(y_B1HD.reshape(q_B1D.shape))
+    h_B1D = self._linear("fc1", c.mlp_width)(layer_norm(y_B1D, "norm", c.norm_epsilon))
+    h_B1D = activate(h_B1D, c.activation)
+    return (y_B1D + self._linear("fc2", width)(h_B1D))[:, 0].astype(jnp.float32)
+
+  def _linear(self, name, features):
+    xavier = nn.initializers.xavier_uniform()
+    return SwitchBackDense(features, dtype=self.dtype, kernel_init=xavier, recipe=FULL, name=name)
+
+
 class TextTower(nn.Module):
-  """Causal transformer over tokens; projects the first end-of-text token to [B, E]."""
+  """Transformer over tokens; projects the end-of-text token or the last position to [B, E]."""
 
   config: TextConfig
   embed_dim: int
@@ -188,34 +239,59 @@ class TextTower(nn.Module):
     )
     x_BLD = (x_BLD + position_LD[None]).astype(self.options.dtype)
     inits = _text_inits(c.width, c.layers)
-    x_BLD, outputs = blocks(x_BLD, c, self.options, block=self.block, causal=True, inits=inits)
-    eot_B11 = jnp.argmax(text == c.eot_id, axis=1)[:, None, None]
-    x_BD = jnp.take_along_axis(x_BLD, eot_B11, axis=1)[:, 0]
-    x_BD = layer_norm(x_BD, "ln_final")
+    x_BLD, outputs = blocks(x_BLD, c, self.options, block=self.block, causal=c.causal, inits=inits)
+    if c.pool == "last":
+      x_BD = x_BLD[:, -1]
+    else:
+      eot_B11 = jnp.argmax(text == c.eot_id, axis=1)[:, None, None]
+      x_BD = jnp.take_along_axis(x_BLD, eot_B11, axis=1)[:, 0]
+    x_BD = layer_norm(x_BD, "ln_final", c.norm_epsilon).astype(jnp.float32)
+    if c.projection == "none":
+      return x_BD, outputs
     proj = self.param("proj", normal(c.width**-0.5), (c.width, self.embed_dim), jnp.float32)
-    return x_BD.astype(jnp.float32) @ proj, outputs
+    if c.projection == "matrix":
+      return x_BD @ proj, outputs
+    bias = self.param("proj_bias", nn.initializers.zeros, (self.embed_dim,), jnp.float32)
+    return x_BD @ proj + bias[None], outputs
 
 
 def patch_dropout(
-  x_BLD: jax.Array, rate: float, key: jax.Array, first_example: jax.typing.ArrayLike = 0
+  x_BLD: jax.Array,
+  rate: float,
+  key: jax.Array,
+  first_example: jax.typing.ArrayLike = 0,
+  class_tokens: int = 1,
 ) -> jax.Array:
   """Keeps the class token at index 0 and a random fraction 1 - rate of each image's patches.
 
   An image's draw depends only on the key and the image's index, first_example + its row.
+  class_tokens: 0 if there is no class token.
   """
-  batch, patches = x_BLD.shape[0], x_BLD.shape[1] - 1
+  batch, patches = x_BLD.shape[0], x_BLD.shape[1] - class_tokens
   kept = max(1, int(patches * (1 - rate)))
   keys = jax.vmap(functools.partial(jax.random.fold_in, key))(first_example + jnp.arange(batch))
   uniform_BL = jax.vmap(lambda key: jax.random.uniform(key, (patches,)))(keys)
   _, drawn_BL = jax.lax.top_k(uniform_BL, kept)
-  patches_BLD = jnp.take_along_axis(x_BLD[:, 1:], drawn_BL[:, :, None], axis=1)
-  return jnp.concatenate([x_BLD[:, :1], patches_BLD], axis=1)
+  patches_BLD = jnp.take_along_axis(x_BLD[:, class_tokens:], drawn_BL[:, :, None], axis=1)
+  return jnp.concatenate([x_BLD[:, :class_tokens], patches_BLD], axis=1)
+
+
+def _mean(x_BLD: jax.Array) -> jax.Array:
+  return jnp.mean(x_BLD.astype(jnp.float32), axis=1).astype(x_BLD.dtype)
 
 
 def _patches(image_BHWC: jax.Array, size: int) -> jax.Array:
-  """The size x size patches of images, row by row, flattened to [B, L, size * size * 3]."""
+  """The size x size patches of images, row by row, flattened to [B, L, size * size * 3].
+
+  Pixels at the right and at the bottom that fill no patch are left out.
+  """
   b, h, w, c = image_BHWC.shape
-  x = image_BHWC.reshape(b, h // size, size, w // size, size, c).transpose(0, 1, 3, 2, 4, 5)
+  h, w = h // size * size, w // size * size
+  x = (
+    image_BHWC[:, :h, :w]
+    .reshape(b, h // size, size, w // size, size, c)
+    .transpose(0, 1, 3, 2, 4, 5)
+  )
   return x.reshape(b, (h // size) * (w // size), size * size * c)
 
 

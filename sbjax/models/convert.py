@@ -1,13 +1,17 @@
-"""Converts CLIP parameters to open_clip state dicts, and back.
+"""CLIP parameters from and to the state dicts of PyTorch: open_clip, OpenAI, transformers, SigLIP.
 
-Torch's linear kernels are transposed, and its patch embedding is a convolution [D, 3, patch,
-patch]. Its blocks are numbered; ours are stacked on a first axis (`scan=True`) or named `block_0`,
-`block_1`, ... (`scan=False`). Nothing else differs, so a round trip is exact.
+Torch's blocks are numbered; ours are stacked on a first axis (`scan=True`) or named `block_0`,
+`block_1`, ... (`scan=False`). sbjax/models/layouts.py has each format's names and layouts. Nothing
+else differs, so a round trip is exact.
 """
 
+import dataclasses
 import importlib
+import math
 import os
+import zipfile
 from collections.abc import Mapping
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,131 +19,138 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from sbjax.models.clip import CLIP
+from sbjax.models.config_files import open_clip_names, read_config
+from sbjax.models.layouts import (
+  Layout,
+  from_torch,
+  hf_layout,
+  layout_of,
+  open_clip_layout,
+  split,
+  tensor_names,
+  to_torch,
+  torch_shapes,
+)
 from sbjax.models.sizes import SIZES, CLIPConfig
 from sbjax.models.transformer import BlockOptions, stack_blocks, unstack_blocks
 
+FORMATS = ("open_clip", "hf")
 
-def load_open_clip(source, config: CLIPConfig, *, scan: bool = True) -> dict:
-  """Parameters of a CLIP of this config, in float32, from an open_clip state dict.
 
-  If the state dict has layer-scale vectors or SigLIP's bias, so do the parameters. Their model then
-  needs `zero_init_layer_scale=True` or an `init_logit_bias`.
+def load_weights(source, config: CLIPConfig, *, scan: bool = True, resize: bool = False) -> dict:
+  """Parameters of a CLIP of this config, in float32, from a state dict.
+
+  Its names tell the format: open_clip's (timm's for SigLIP), OpenAI's or transformers'. Buffers
+  that are no parameters are left out. If the state dict has layer-scale vectors or SigLIP's bias,
+  so do the parameters. Their model then needs `zero_init_layer_scale=True` or an `init_logit_bias`.
 
   Args:
-    source: a path to a .safetensors, .pt, .pth or .bin file, or a mapping of names to tensors or
-      arrays. Checkpoints of open_clip's training (`state_dict`, `module.`) work too.
+    source: a path to a .safetensors, .pt, .pth or .bin file or to a folder with one, or a mapping
+      of names to tensors or arrays. Checkpoints of open_clip's training (`state_dict`, `module.`)
+      and OpenAI's TorchScript archives work too.
     scan: as in `BlockOptions`.
+    resize: whether to interpolate position embeddings for another image size or context length, as
+      open_clip does.
 
   Raises:
     ValueError: names are missing or unexpected, or shapes differ. The message lists them, and names
-      the key of SIZES that fits, if there is one.
+      the architecture if sbjax lacks it, or models of the state dict's size. Or the weights are
+      OpenAI's, and the config has another activation.
   """
   state = _read(source) if isinstance(source, str | os.PathLike) else dict(source)
   state = state.get("state_dict", state)
   state = {name.removeprefix("module."): tensor for name, tensor in state.items()}
+  _check_openai(state, config)
+  state = {name: tensor for name, tensor in state.items() if not _is_buffer(name)}
   options = _options(any(n.endswith(".ls_1.gamma") for n in state), "logit_bias" in state)
-  _check(state, config, options)
+  layout = layout_of(state, config)
+  shapes = _shapes(config, options)
+  if resize:
+    state = state | _resized(state, shapes, layout, config)
+  _check(state, config, options, layout, resize)
   params = {}
-  for path, shape in _shapes(config, options).items():
-    arrays = [_from_torch(path, _to_numpy(state[name])) for name in _names(path, shape)]
-    params[path] = np.stack(arrays) if "blocks" in path else arrays[0]
+  for path, shape in shapes.items():
+    arrays = [
+      from_torch(path, _whole(state, names), names[0])
+      for names in tensor_names(path, shape, layout)
+    ]
+    params[path] = (np.stack(arrays) if "blocks" in path else arrays[0]).reshape(shape)
   params = unflatten_dict(params)
   return params if scan else unstack_blocks(params)
 
 
-def save_open_clip(params: dict, path, config: CLIPConfig) -> None:
-  """Writes CLIP parameters, stacked or not, as an open_clip state dict.
+def save_weights(params: dict, path, config: CLIPConfig, *, format: str = "open_clip") -> None:
+  """Writes CLIP parameters, stacked or not, as a state dict.
 
   Args:
-    path: its suffix selects the format: .safetensors, or torch's .pt, .pth or .bin.
+    path: its suffix selects the file format: .safetensors, or torch's .pt, .pth or .bin.
+    format: as in `state_dict`.
   """
-  _write(open_clip_state_dict(params, config), path)
+  _write(state_dict(params, config, format=format), path)
 
 
-def open_clip_state_dict(params: dict, config: CLIPConfig) -> dict[str, np.ndarray]:
-  """CLIP parameters, stacked or not, in float32 with open_clip's names and layouts.
+def state_dict(
+  params: dict, config: CLIPConfig, *, format: str = "open_clip"
+) -> dict[str, np.ndarray]:
+  """CLIP parameters, stacked or not, in float32 with the names and layouts of PyTorch's models.
+
+  Args:
+    format: "open_clip", or "hf" for transformers' CLIPModel and SiglipModel.
 
   Raises:
-    ValueError: the parameters are not those of this config, or open_clip has no place for them.
+    ValueError: the parameters are not those of this config, or the format has no place for them.
   """
+  if format not in FORMATS:
+    raise ValueError(f"{format=} must be one of {', '.join(FORMATS)}.")
   params = flatten_dict(stack_blocks(params))
   if ("image", "blocks", "q_norm", "scale") in params:
-    raise ValueError("open_clip has no layer norm over the full width of q and k (qk_norm=True).")
+    raise ValueError(f"{format} has no layer norm over the full width of q and k (qk_norm=True).")
+  siglip = config.vision.pool == "map"
+  layer_scale = ("image", "blocks", "ls_1", "gamma") in params
+  if layer_scale and (format == "hf" or siglip):
+    raise ValueError(f"{format} has no layer scale for this model (zero_init_layer_scale=True).")
+  if ("logit_bias",) in params and format == "hf" and not siglip:
+    raise ValueError(
+      "transformers' CLIPModel has no logit_bias (the loss 'siglip'); use open_clip."
+    )
   given = {keys: np.shape(array) for keys, array in params.items()}
-  options = _options(("image", "blocks", "ls_1", "gamma") in params, ("logit_bias",) in params)
+  options = _options(layer_scale, ("logit_bias",) in params)
   problems = _differences(given, _shapes(config, options))
   if problems:
     raise ValueError(f"The parameters are not those of this config. {problems}")
+  layout = hf_layout(config)
+  if format == "open_clip":
+    layout = open_clip_layout(config, "text." if siglip else "")
   state = {}
   for keys, array in params.items():
     layers = array if "blocks" in keys else [array]
-    for name, layer in zip(_names(keys, given[keys]), layers, strict=True):
-      state[name] = np.array(_to_torch(keys, np.asarray(layer)), np.float32, order="C")
+    for names, layer in zip(tensor_names(keys, given[keys], layout), layers, strict=True):
+      whole = to_torch(keys, np.asarray(layer), names[0], layout)
+      for name, part in zip(names, split(whole, names), strict=True):
+        state[name] = np.array(part, np.float32, order="C")
   return state
 
 
-_NAMES = {
-  "logit_scale": "logit_scale",
-  "logit_bias": "logit_bias",
-  "image/class_embedding": "visual.class_embedding",
-  "image/positional_embedding": "visual.positional_embedding",
-  "image/patch_embedding/kernel": "visual.conv1.weight",
-  "image/ln_pre/scale": "visual.ln_pre.weight",
-  "image/ln_pre/bias": "visual.ln_pre.bias",
-  "image/ln_post/scale": "visual.ln_post.weight",
-  "image/ln_post/bias": "visual.ln_post.bias",
-  "image/proj": "visual.proj",
-  "image/blocks": "visual.transformer.resblocks",
-  "text/token_embedding/embedding": "token_embedding.weight",
-  "text/positional_embedding": "positional_embedding",
-  "text/ln_final/scale": "ln_final.weight",
-  "text/ln_final/bias": "ln_final.bias",
-  "text/proj": "text_projection",
-  "text/blocks": "transformer.resblocks",
-}
-_BLOCK_NAMES = {
-  "ln_1/scale": "ln_1.weight",
-  "ln_1/bias": "ln_1.bias",
-  "qkv/kernel": "attn.in_proj_weight",
-  "qkv/bias": "attn.in_proj_bias",
-  "out/kernel": "attn.out_proj.weight",
-  "out/bias": "attn.out_proj.bias",
-  "ls_1/gamma": "ls_1.gamma",
-  "ln_2/scale": "ln_2.weight",
-  "ln_2/bias": "ln_2.bias",
-  "fc1/kernel": "mlp.c_fc.weight",
-  "fc1/bias": "mlp.c_fc.bias",
-  "fc2/kernel": "mlp.c_proj.weight",
-  "fc2/bias": "mlp.c_proj.bias",
-  "ls_2/gamma": "ls_2.gamma",
-}
+def with_end_last(config: CLIPConfig, params: dict) -> tuple[CLIPConfig, dict]:
+  """The model with the largest token id as its end token; the two ids change places.
+
+  transformers' CLIPModel does not read a text at eot_id=2: it takes this number for the largest id.
+  """
+  text, last = config.text, config.text.vocab_size - 1
+  table = np.array(params["text"]["token_embedding"]["embedding"])
+  table[[text.eot_id, last]] = table[[last, text.eot_id]]
+  config = dataclasses.replace(config, text=dataclasses.replace(text, eot_id=last))
+  return config, {**params, "text": {**params["text"], "token_embedding": {"embedding": table}}}
 
 
-def _names(path: tuple[str, ...], shape: tuple[int, ...]) -> list[str]:
-  """open_clip's names for one of our parameters: a name for each layer of `blocks`."""
-  if "blocks" not in path:
-    return [_NAMES["/".join(path)]]
-  tower, block = _NAMES["/".join(path[:2])], _BLOCK_NAMES["/".join(path[2:])]
-  return [f"{tower}.{layer}.{block}" for layer in range(shape[0])]
-
-
-def _to_torch(path: tuple[str, ...], array: np.ndarray) -> np.ndarray:
-  if "patch_embedding" in path:
-    size = round((array.shape[0] / 3) ** 0.5)
-    return array.reshape(size, size, 3, -1).transpose(3, 2, 0, 1)
-  return array.T if path[-1] == "kernel" else array
-
-
-def _from_torch(path: tuple[str, ...], array: np.ndarray) -> np.ndarray:
-  if "patch_embedding" in path:
-    return array.transpose(2, 3, 1, 0).reshape(-1, array.shape[0])
-  return array.T if path[-1] == "kernel" else array
+def _whole(state: Mapping, names: list[str]) -> np.ndarray:
+  return np.concatenate([_to_numpy(state[name]) for name in names])
 
 
 def _to_numpy(tensor) -> np.ndarray:
   if hasattr(tensor, "detach"):  # A torch tensor; it may be bfloat16, which numpy lacks.
     tensor = tensor.detach().cpu().float().numpy()
-  return np.asarray(tensor, np.float32)
+  return np.atleast_1d(np.asarray(tensor, np.float32))
 
 
 def _options(layer_scale: bool, logit_bias: bool) -> dict:
@@ -159,26 +170,118 @@ def _shapes(config: CLIPConfig, options: dict) -> dict[tuple[str, ...], tuple[in
   return {path: leaf.shape for path, leaf in parameters.items()}
 
 
-def _torch_shapes(shapes: dict) -> dict[str, tuple[int, ...]]:
-  torch_shapes = {}
-  for path, shape in shapes.items():
-    one = np.broadcast_to(np.float32(0), shape[1:] if "blocks" in path else shape)
-    for name in _names(path, shape):
-      torch_shapes[name] = _to_torch(path, one).shape
-  return torch_shapes
+# Buffers: open_clip drops the first four, transformers the last.
+_BUFFERS = ("attn_mask", "input_resolution", "context_length", "vocab_size", "position_ids")
 
 
-def _check(state: Mapping, config: CLIPConfig, options: dict) -> None:
+def _is_buffer(name: str) -> bool:
+  return name.rpartition(".")[2] in _BUFFERS
+
+
+def _check_openai(state: Mapping, config: CLIPConfig) -> None:
+  """Only OpenAI's files have input_resolution, and all of its models have quick_gelu."""
+  activations = {config.vision.activation, config.text.activation}
+  if "input_resolution" in state and activations != {"quick_gelu"}:
+    raise ValueError(
+      "These are OpenAI's weights, which need activation='quick_gelu', and the config has"
+      f" {', '.join(sorted(activations))}. Use open_clip's config with -quickgelu in its name, such"
+      " as read_config('ViT-B-32-quickgelu')."
+    )
+
+
+def _resized(state: Mapping, shapes: dict, layout: Layout, config: CLIPConfig) -> dict:
+  """The position embeddings whose length is another than the config's, interpolated."""
+  resized, has_class = {}, config.vision.pool != "map"
+  for tower, resize in (("image", _resize_grid), ("text", _resize_line)):
+    path = (tower, "positional_embedding")
+    ((name,),) = tensor_names(path, shapes[path], layout)
+    if name not in state:
+      continue
+    old = _to_numpy(state[name])
+    length, width = shapes[path]
+    if old.shape[-1] == width and old.size != length * width:
+      new = resize(old.reshape(-1, width), length, int(has_class))
+      resized[name] = to_torch(path, new, name, layout)
+  return resized
+
+
+def _resize_grid(old: np.ndarray, length: int, class_tokens: int) -> np.ndarray:
+  first, grid = old[:class_tokens], old[class_tokens:]
+  before, after = math.isqrt(len(grid)), math.isqrt(length - class_tokens)
+  if before**2 != len(grid):
+    raise ValueError(f"The position embedding has {len(grid)} patches, which make no square.")
+  grid = grid.reshape(before, before, -1)
+  grid = jax.image.resize(grid, (after, after, grid.shape[-1]), "cubic")
+  return np.concatenate([first, np.asarray(grid).reshape(after**2, -1)])
+
+
+def _resize_line(old: np.ndarray, length: int, _) -> np.ndarray:
+  return np.asarray(jax.image.resize(old, (length, old.shape[1]), "linear", antialias=False))
+
+
+# Names of tensors that tell an architecture.
+_FOREIGN = {
+  "visual.layer1.": "a ResNet CLIP",
+  "text_decoder.": "a CoCa",
+  "visual.attn_pool.": "a CoCa",
+  "visual.trunk.stem.": "a CLIP with a convolutional tower of timm (ConvNeXt, FastViT, ViTamin)",
+  "visual.trunk.stages.": "a CLIP with a staged tower of timm (ConvNeXt, FastViT, ViTamin)",
+  "visual.trunk.layers.": "a Swin CLIP",
+  "visual.trunk.cls_token": "an EVA-CLIP or another ViT of timm with a class token",
+  "visual.blocks.": "an EVA-CLIP",
+  "text.transformer.encoder.": "a CLIP with a text tower of transformers",
+  "text.transformer.embeddings.": "a CLIP with a text tower of transformers",
+  "qformer.": "a BLIP-2",
+}
+
+
+def _check(state: Mapping, config: CLIPConfig, options: dict, layout: Layout, resize: bool) -> None:
   given = {name: tuple(tensor.shape) for name, tensor in state.items()}
-  problems = _differences(given, _torch_shapes(_shapes(config, options)))
+  problems = _differences(given, torch_shapes(_shapes(config, options), layout))
   if not problems:
     return
-  fits = [
-    f" It fits SIZES[{size!r}]."
-    for size, known in SIZES.items()
-    if _torch_shapes(_shapes(known, options)) == given
-  ]
-  raise ValueError(f"The state dict does not fit the config. {problems}{''.join(fits)}")
+  for prefix, architecture in _FOREIGN.items():
+    if any(name.startswith(prefix) for name in given):
+      raise ValueError(
+        f"The state dict is that of {architecture}, which sbjax does not have. It has ViT CLIPs"
+        " (open_clip, OpenAI, transformers' CLIPModel), CLIPA and SigLIP."
+      )
+  hints = []
+  if fits := _that_fit(given, options):
+    hints.append(f"It fits {', '.join(fits)}.")
+  elif not resize and _fits_resized(state, config, options, layout):
+    hints.append("Only position embeddings differ: resize=True interpolates them.")
+  raise ValueError(" ".join(["The state dict does not fit the config.", problems, *hints]))
+
+
+def _that_fit(given: dict, options: dict) -> list[str]:
+  """Models with these shapes: keys of SIZES as "SIZES['B/32']", else names of open_clip's."""
+
+  def fits(config: CLIPConfig) -> bool:
+    layout = layout_of(given, config)
+    token = (config.text.vocab_size, config.text.width)
+    if given.get(layout.modules["text/token_embedding"] + ".weight") != token:
+      return False
+    return torch_shapes(_shapes(config, options), layout) == given
+
+  if found := [f"SIZES[{size!r}]" for size, config in SIZES.items() if fits(config)]:
+    return found
+  found = []
+  for name in open_clip_names():
+    try:
+      config = read_config(name)
+    except ValueError:  # sbjax lacks the architecture.
+      continue
+    if fits(config):
+      found.append(f"open_clip's {name}")
+  return found
+
+
+def _fits_resized(state: Mapping, config: CLIPConfig, options: dict, layout: Layout) -> bool:
+  shapes = _shapes(config, options)
+  resized = {**state, **_resized(state, shapes, layout, config)}
+  given = {name: tuple(tensor.shape) for name, tensor in resized.items()}
+  return given == torch_shapes(shapes, layout)
 
 
 def _differences(given: dict, expected: dict) -> str:
@@ -205,18 +308,43 @@ def _shortened(names: list[str], limit: int = 8) -> str:
 
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin")
+# The weights in a folder, in the order in which they are looked for.
+WEIGHT_FILES = (
+  *("open_clip_model.safetensors", "open_clip_pytorch_model.safetensors"),
+  *("open_clip_pytorch_model.bin", "model.safetensors", "pytorch_model.bin"),
+)
 
 
-def _read(path) -> dict:
-  if _suffix(path) == ".safetensors":
+def _read(source) -> dict:
+  path = Path(source).expanduser()
+  if path.is_dir():
+    found = [path / name for name in WEIGHT_FILES if (path / name).is_file()]
+    if not found:
+      raise ValueError(f"{path} has no weights: expected one of {', '.join(WEIGHT_FILES)}.")
+    path = found[0]
+  suffix = _suffix(path)
+  if not path.is_file():
+    raise ValueError(f"There is no file {path}: expected a state dict ({suffix}).")
+  if suffix == ".safetensors":
     # Through torch, since numpy lacks bfloat16.
     return _import("safetensors.torch").load_file(path)
-  return _import("torch").load(path, map_location="cpu", weights_only=True)
+  torch = _import("torch")
+  if _is_torchscript(path):  # OpenAI's own files.
+    return torch.jit.load(path, map_location="cpu").state_dict()
+  return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _is_torchscript(path: Path) -> bool:
+  if not zipfile.is_zipfile(path):
+    return False
+  with zipfile.ZipFile(path) as archive:
+    return any(name.endswith("/constants.pkl") for name in archive.namelist())
 
 
 def _write(state: dict[str, np.ndarray], path) -> None:
   if _suffix(path) == ".safetensors":
-    _import("safetensors.numpy").save_file(state, path)
+    # transformers refuses a file that does not say this.
+    _import("safetensors.numpy").save_file(state, path, metadata={"format": "pt"})
   else:
     torch = _import("torch")
     torch.save({name: torch.from_numpy(array) for name, array in state.items()}, path)
@@ -235,5 +363,5 @@ def _import(name: str):
     return importlib.import_module(name)
   except ImportError as error:
     raise ImportError(
-      f"open_clip checkpoints need {name}: install the extra `interop` (sbjax[interop])."
+      f"PyTorch's checkpoints need {name}: install the extra `interop` (sbjax[interop])."
     ) from error

@@ -1,28 +1,64 @@
-"""The sizes of CLIP models: two towers and the width of their shared embedding space."""
+"""The architectures of CLIP models: two towers and the width of their shared embedding space."""
 
 import dataclasses
+
+from sbjax.fused_ops import ACTIVATIONS, NORM_EPSILON
+
+IMAGE_POOLS = ("class", "average", "map")
+TEXT_POOLS = ("eot", "last")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VisionConfig:
+  """A vision transformer.
+
+  pool: "class", the features are those of the class token; "average", the patches' mean; "map",
+    SigLIP's tower: no class token, a bias of the patch embedding, pooling by attention, and no
+    projection.
+  pre_norm: a layer norm before the blocks (never with "map").
+  activation: of the MLPs, one of sbjax.fused_ops.ACTIVATIONS.
+  norm_epsilon: of all layer norms.
+  """
+
   image_size: int = 224
   patch_size: int
   width: int
   layers: int
   heads: int
   mlp_ratio: float = 4.0
+  activation: str = "gelu"
+  norm_epsilon: float = NORM_EPSILON
+  pool: str = "class"
+  pre_norm: bool = True
 
   def __post_init__(self):
     _check_divides("width", self.width, "heads", self.heads)
-    _check_divides("image_size", self.image_size, "patch_size", self.patch_size)
+    _check_among("activation", self.activation, ACTIVATIONS)
+    _check_among("pool", self.pool, IMAGE_POOLS)
+    if self.pool == "map" and self.pre_norm:
+      raise ValueError("pool='map' (SigLIP) needs pre_norm=False.")
+    if self.pool != "map":  # SigLIP's so400m has patches of 14 pixels, and leaves out 6 of 384.
+      _check_divides("image_size", self.image_size, "patch_size", self.patch_size)
 
   @property
   def patches(self) -> int:
     return (self.image_size // self.patch_size) ** 2
 
+  @property
+  def mlp_width(self) -> int:
+    return int(self.width * self.mlp_ratio)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextConfig:
+  """A transformer over tokens.
+
+  pool: "eot", the features are those of the first `eot_id`; "last", those of the last position.
+  causal: a token sees only those before it.
+  projection: "matrix", "linear" (a matrix and a bias) or "none".
+  activation, norm_epsilon: as in VisionConfig.
+  """
+
   context_length: int = 77
   vocab_size: int = 49408
   width: int
@@ -30,11 +66,23 @@ class TextConfig:
   heads: int
   mlp_ratio: float = 4.0
   eot_id: int = 49407
+  activation: str = "gelu"
+  norm_epsilon: float = NORM_EPSILON
+  pool: str = "eot"
+  causal: bool = True
+  projection: str = "matrix"
 
   def __post_init__(self):
     _check_divides("width", self.width, "heads", self.heads)
+    _check_among("activation", self.activation, ACTIVATIONS)
+    _check_among("pool", self.pool, TEXT_POOLS)
+    _check_among("projection", self.projection, ("matrix", "linear", "none"))
     if not 0 <= self.eot_id < self.vocab_size:
       raise ValueError(f"eot_id={self.eot_id} must be below vocab_size={self.vocab_size}.")
+
+  @property
+  def mlp_width(self) -> int:
+    return int(self.width * self.mlp_ratio)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +90,19 @@ class CLIPConfig:
   embed_dim: int
   vision: VisionConfig
   text: TextConfig
+
+  def __post_init__(self):
+    for tower, width, projects in (
+      ("vision", self.vision.width, self.vision.pool != "map"),
+      ("text", self.text.width, self.text.projection != "none"),
+    ):
+      if not projects and width != self.embed_dim:
+        raise ValueError(f"Without a projection {tower} {width=} must be {self.embed_dim=}.")
+
+
+def _check_among(name: str, value: str, known: tuple[str, ...]) -> None:
+  if value not in known:
+    raise ValueError(f"{name}={value!r} must be one of {', '.join(known)}.")
 
 
 def _check_divides(name: str, value: int, divisor_name: str, divisor: int) -> None:

@@ -121,12 +121,12 @@ BLOCK_LINEARS = Inits._fields
 class Block(nn.Module):
   """Pre-norm transformer block: x + attention(x), then x + MLP(x), for x [B, L, D].
 
+  config: of the tower.
   length: the number of tokens before the padding.
   """
 
-  heads: int
+  config: VisionConfig | TextConfig
   length: int
-  mlp_width: int
   causal: bool
   inits: Inits
   options: BlockOptions
@@ -146,7 +146,8 @@ class Block(nn.Module):
     kernel, bias = self._linear("qkv", width, 3 * width).parameters(width)
     norm, recipe = LayerNorm(name="ln_1")(width), self._recipe("qkv")
     x_BLD, qkv_BLD = layer_norm_dense(
-      x_BLD, norm, kernel, recipe, bias=bias, backend=backend, num_outputs=3
+      *(x_BLD, norm, kernel, recipe),
+      **{"bias": bias, "backend": backend, "num_outputs": 3, "epsilon": self.config.norm_epsilon},
     )
     y_BLD, recipe = self._attend(qkv_BLD), self._recipe("out")
     kernel, bias = self._linear("out", width, width).parameters(width)
@@ -161,9 +162,7 @@ class Block(nn.Module):
     q_BLD, k_BLD, v_BLD = (checkpoint_name(h, QKV_NAME) for h in qkv_BLD)
     if self.options.qk_norm:
       q_BLD, k_BLD = layer_norm(q_BLD, "q_norm"), layer_norm(k_BLD, "k_norm")
-    q_BLHD, k_BLHD, v_BLHD = (
-      h.reshape(*h.shape[:2], self.heads, h.shape[2] // self.heads) for h in (q_BLD, k_BLD, v_BLD)
-    )
+    q_BLHD, k_BLHD, v_BLHD = (split_heads(h, self.config.heads) for h in (q_BLD, k_BLD, v_BLD))
     how = {"causal": self.causal, "length": self.length, "backend": self.options.attention_backend}
     return attention(q_BLHD, k_BLHD, v_BLHD, **how).reshape(q_BLD.shape)
 
@@ -171,10 +170,14 @@ class Block(nn.Module):
     """x + MLP(norm(x))."""
     width, layer_scale = x_BLD.shape[-1], self.options.zero_init_layer_scale
     norm, recipes = LayerNorm(name="ln_2")(width), (self._recipe("fc1"), self._recipe("fc2"))
-    fc1 = self._linear("fc1", width, self.mlp_width).parameters(width)
-    fc2 = self._linear("fc2", self.mlp_width, width).parameters(self.mlp_width)
+    fc1 = self._linear("fc1", width, self.config.mlp_width).parameters(width)
+    fc2 = self._linear("fc2", self.config.mlp_width, width).parameters(self.config.mlp_width)
     y: Any = layer_norm_mlp(
-      x_BLD, norm, *fc1, *fc2, recipes, backend=self.options.backend, add_residual=not layer_scale
+      *(x_BLD, norm, *fc1, *fc2, recipes),
+      backend=self.options.backend,
+      add_residual=not layer_scale,
+      activation=self.config.activation,
+      epsilon=self.config.norm_epsilon,
     )
     return y[0] + LayerScale(name="ls_2")(y[1]) if layer_scale else y
 
@@ -230,9 +233,8 @@ def blocks(
     )
   make = functools.partial(
     block,
-    heads=config.heads,
+    config=config,
     length=length,
-    mlp_width=int(config.width * config.mlp_ratio),
     causal=causal,
     inits=inits,
     options=options,
@@ -267,9 +269,7 @@ def quantize_weights(
     return kernel.fwd, kernel.dgrad
 
   parameters: dict[tuple[str, ...], jax.Array] = flatten_dict(params)  # pyright: ignore
-  kernels = {
-    path: w for path, w in parameters.items() if path[-1] == "kernel" and path[-2] in BLOCK_LINEARS
-  }
+  kernels = {path: w for path, w in parameters.items() if is_block_kernel(path)}
   if not kernels:
     raise ValueError(f"No kernel of {', '.join(BLOCK_LINEARS)} is among the parameters of a CLIP.")
   quantized = {}
@@ -280,6 +280,11 @@ def quantize_weights(
       layers = [once(layer, own) for layer in (w if stacked else [w])]
       quantized[path] = jax.tree.map(lambda *a: jnp.stack(a), *layers) if stacked else layers[0]
   return unflatten_dict(quantized)
+
+
+def is_block_kernel(path: tuple[str, ...]) -> bool:
+  """Whether a parameter is the kernel of a linear layer that follows a recipe."""
+  return path[-1] == "kernel" and path[-2] in BLOCK_LINEARS and "pool" not in path
 
 
 def stack_blocks(params: dict) -> dict:
@@ -312,9 +317,14 @@ def _unstack(tower: dict) -> dict:
   return {**rest, **blocks}
 
 
-def layer_norm(x: jax.Array, name: str) -> jax.Array:
+def split_heads(x_BLD: jax.Array, heads: int) -> jax.Array:
+  """[B, L, D] as [B, L, H, D / H]."""
+  return x_BLD.reshape(*x_BLD.shape[:2], heads, x_BLD.shape[2] // heads)
+
+
+def layer_norm(x: jax.Array, name: str, epsilon: float = NORM_EPSILON) -> jax.Array:
   """Layer norm in float32 for any compute dtype, as a submodule of the caller."""
-  norm = nn.LayerNorm(epsilon=NORM_EPSILON, dtype=jnp.float32, name=name)
+  norm = nn.LayerNorm(epsilon=epsilon, dtype=jnp.float32, name=name)
   return norm(x.astype(jnp.float32)).astype(x.dtype)
 
 

@@ -12,6 +12,8 @@ an error of at most 0.505 units in the last place. The derivative has an absolut
 7.2e-6, and a relative error of 2.7e-5 for h < -1. Results below 2**-126 may be flushed to zero.
 (Measured in IEEE arithmetic; by NVIDIA's bounds a GPU's root and power of two add less than 1e-6 of
 the result.)
+
+The approximations of GELU are h * sigmoid(z): their upper tail is sigmoid(-z) at |h|.
 """
 
 import jax
@@ -45,6 +47,11 @@ C1, C2 = tl.constexpr(0.14464860219831463), tl.constexpr(0.13632541350357955)
 C3, C4 = tl.constexpr(0.09615968892895972), tl.constexpr(0.12285927372896173)
 HALF_LOG2_E = tl.constexpr(0.7213475204444817)
 DENSITY = tl.constexpr(0.3989422804014327)  # Of the normal distribution at 0.
+LOG2_E = tl.constexpr(1.4426950408889634)
+QUICK_GELU_SLOPE = tl.constexpr(fused_ops.QUICK_GELU_SLOPE)
+GELU_TANH_SLOPE = tl.constexpr(fused_ops.GELU_TANH_SLOPE)
+GELU_TANH_CUBE = tl.constexpr(fused_ops.GELU_TANH_CUBE)
+GELU_TANH_BOUND = tl.constexpr(fused_ops.GELU_TANH_BOUND)
 
 
 def forward_config(m: int, k: int, itemsize: int) -> Config:
@@ -75,11 +82,16 @@ def sum_config(m: int, k: int, itemsize: int) -> Config:
 
 
 def gelu_quantize(
-  h: jax.Array, spec: Spec | None, keep: Spec | None = None, *, config: Config | None = None
+  h: jax.Array,
+  spec: Spec | None,
+  keep: Spec | None = None,
+  *,
+  activation: str = "gelu",
+  config: Config | None = None,
 ) -> tuple[Quantized | jax.Array, Quantized | jax.Array]:
   """`sbjax.fused_ops.gelu_quantize`, with the error of `_tail_and_density` in GELU."""
   if h.size == 0:
-    return fused_ops.gelu_quantize(h, spec, keep)
+    return fused_ops.gelu_quantize(h, spec, keep, activation=activation)
   m, k = h.shape
   config = forward_config(m, k, h.dtype.itemsize) if config is None else config
   g, g_scale, saved, saved_scale = triton_call(
@@ -94,18 +106,23 @@ def gelu_quantize(
     num_warps=config.warps,
     **row_constants(*h.shape, config),
     VIA_FLOAT16=compute_capability() < 90,
-    **dict(LIMIT=_limit(spec), KEEP_LIMIT=_limit(keep)),
+    **dict(LIMIT=_limit(spec), KEEP_LIMIT=_limit(keep), ACTIVATION=activation),
   )
   g = g if spec is None else Quantized(g, g_scale, spec)
   return g, h if keep is None else Quantized(saved, saved_scale, keep)
 
 
 def gelu_backward(
-  h: jax.Array | Quantized, dg: jax.Array, spec: Spec | None, *, config: Config | None = None
+  h: jax.Array | Quantized,
+  dg: jax.Array,
+  spec: Spec | None,
+  *,
+  activation: str = "gelu",
+  config: Config | None = None,
 ) -> tuple[jax.Array, Quantized | None, jax.Array, jax.Array]:
   """`sbjax.fused_ops.gelu_backward`, with the error of `_tail_and_density` in GELU."""
   if dg.size == 0:
-    return fused_ops.gelu_backward(h, dg, spec)
+    return fused_ops.gelu_backward(h, dg, spec, activation=activation)
   config = backward_config(*dg.shape, dg.dtype.itemsize) if config is None else config
   dh, values, scale, sums, g = triton_call(
     *((h.values, h.scale) if isinstance(h, Quantized) else (h, jnp.zeros((1, 1), jnp.float32))),
@@ -123,7 +140,7 @@ def gelu_backward(
     num_warps=config.warps,
     **row_constants(*dg.shape, config),
     VIA_FLOAT16=compute_capability() < 90,
-    **dict(LIMIT=_limit(spec), DEQUANTIZE=isinstance(h, Quantized)),
+    **dict(LIMIT=_limit(spec), DEQUANTIZE=isinstance(h, Quantized), ACTIVATION=activation),
   )
   return dh, None if spec is None else Quantized(values, scale, spec), jnp.sum(sums, axis=0), g
 
@@ -184,6 +201,33 @@ def _tail_and_density(h):
 
 
 @triton.jit
+def _sigmoid_tail(h, ACTIVATION: tl.constexpr):
+  """sigmoid(-z) at |h|, and the derivative of sigmoid(z), for h * sigmoid(z)."""
+  if ACTIVATION == "quick_gelu":
+    z, slope = tl.abs(h) * QUICK_GELU_SLOPE, QUICK_GELU_SLOPE
+  else:
+    u = tl.minimum(tl.abs(h), GELU_TANH_BOUND)
+    square = u * u
+    z = u * tl.fma(square, GELU_TANH_CUBE, GELU_TANH_SLOPE)
+    slope = tl.fma(square, 3 * GELU_TANH_CUBE, GELU_TANH_SLOPE)
+  power = tl.exp2(z * -LOG2_E)
+  root = tl.rsqrt(1.0 + power)  # One instruction; a division takes several.
+  gate = root * root
+  tail = power * gate
+  return tail, slope * (gate * tail)
+
+
+@triton.jit
+def _upper_tail(h, ACTIVATION: tl.constexpr):
+  """1 - gate(|h|), where the activation is h * gate(h)."""
+  if ACTIVATION == "gelu":
+    tail, _ = _tail_and_density(h)
+  else:
+    tail, _ = _sigmoid_tail(h, ACTIVATION)
+  return tail
+
+
+@triton.jit
 def _gelu(h, tail):
   """h * cdf(h) as max(h, 0) - |h| * tail; NaN if h is not finite."""
   return tl.fma(-tl.abs(h), tail, tl.maximum(h, 0.0))
@@ -205,6 +249,7 @@ def _gelu_kernel(
   VIA_FLOAT16: tl.constexpr,
   LIMIT: tl.constexpr,
   KEEP_LIMIT: tl.constexpr,
+  ACTIVATION: tl.constexpr,
 ):
   """Makes g [ROWS, K]; with LIMIT g is quantized, with KEEP_LIMIT h is quantized as saved."""
   first = tl.program_id(0) * ROWS
@@ -223,8 +268,7 @@ def _gelu_kernel(
       )
     gs = ()
     for i in tl.static_range(len(PIECES)):
-      tail, _ = _tail_and_density(hs[i])
-      gs += (_gelu(hs[i], tail),)
+      gs += (_gelu(hs[i], _upper_tail(hs[i], ACTIVATION)),)
     if LIMIT is not None:
       quantize_row(
         g_ptr, g_scale_ptr, gs, row, M, RAGGED, K, PIECES, VECTOR, THREADS, LIMIT, VIA_FLOAT16
@@ -252,6 +296,7 @@ def _gelu_backward_kernel(
   VIA_FLOAT16: tl.constexpr,
   LIMIT: tl.constexpr,
   DEQUANTIZE: tl.constexpr,
+  ACTIVATION: tl.constexpr,
 ):
   """Makes dh and g [ROWS, K], with LIMIT also dh quantized, and the sum of dh over ROWS."""
   if dh_ptr is None:
@@ -274,8 +319,12 @@ def _gelu_backward_kernel(
     gs, dhs, sums_next = (), (), ()
     for i in tl.static_range(len(PIECES)):
       h = hs[i] * factor if DEQUANTIZE else hs[i]
-      tail, density = _tail_and_density(h)
-      slope = tl.fma(h * density, DENSITY, tl.where(h < 0, tail, 1.0 - tail))
+      if ACTIVATION == "gelu":
+        tail, density = _tail_and_density(h)
+        slope = tl.fma(h * density, DENSITY, tl.where(h < 0, tail, 1.0 - tail))
+      else:
+        tail, density = _sigmoid_tail(h, ACTIVATION)
+        slope = tl.fma(h, density, tl.where(h < 0, tail, 1.0 - tail))
       gs += (_gelu(h, tail),)
       dhs += (dgs[i] * slope,)
       sums_next += (sums[i] + dhs[i],)

@@ -49,11 +49,16 @@ def backward_config(m: int, k: int, itemsize: int) -> Config:
 
 
 def norm_quantize(
-  x: jax.Array, norm: LayerNormParams, spec: Spec | None, *, config: Config | None = None
+  x: jax.Array,
+  norm: LayerNormParams,
+  spec: Spec | None,
+  *,
+  epsilon: float = NORM_EPSILON,
+  config: Config | None = None,
 ) -> Quantized | jax.Array:
   """`sbjax.fused_ops.norm_quantize`, but for the rounding of sums over a row."""
   if x.size == 0:
-    return fused_ops.norm_quantize(x, norm, spec)
+    return fused_ops.norm_quantize(x, norm, spec, epsilon=epsilon)
   m, k = x.shape
   config = forward_config(m, k, x.dtype.itemsize) if config is None else config
   out, scale = triton_call(
@@ -69,7 +74,7 @@ def norm_quantize(
     ),
     num_warps=config.warps,
     **row_constants(m, k, config),
-    EPSILON=NORM_EPSILON,
+    EPSILON=epsilon,
     QUANTIZED=spec is not None,
     LIMIT=max_value(INT8 if spec is None else spec.dtype),
     VIA_FLOAT16=compute_capability() < 90,
@@ -83,11 +88,12 @@ def norm_backward(
   dn: jax.Array,
   dx: jax.Array | None,
   *,
+  epsilon: float = NORM_EPSILON,
   config: Config | None = None,
 ) -> tuple[jax.Array, LayerNormParams, jax.Array]:
   """`sbjax.fused_ops.norm_backward`, but for the rounding of sums."""
   if x.size == 0:
-    return fused_ops.norm_backward(x, norm, dn, dx)
+    return fused_ops.norm_backward(x, norm, dn, dx, epsilon=epsilon)
   m, k = x.shape
   config = backward_config(m, k, x.dtype.itemsize) if config is None else config
   programs = triton.cdiv(m, config.rows)
@@ -107,7 +113,7 @@ def norm_backward(
     in_place={0: 1, 3: 0} if dn.dtype == x.dtype else {0: 1},
     num_warps=config.warps,
     **row_constants(m, k, config),
-    EPSILON=NORM_EPSILON,
+    EPSILON=epsilon,
     ADD=dx is not None,
   )
   return total, LayerNormParams(jnp.sum(d_scale, axis=0), jnp.sum(d_bias, axis=0)), n

@@ -1,0 +1,327 @@
+"""Architectures in the config files of open_clip and of Hugging Face transformers.
+
+open_clip has a JSON file for each model, and writes one beside weights (open_clip_config.json);
+transformers writes config.json. What sbjax has no layers for is refused by the architecture's name.
+"""
+
+import difflib
+import importlib.util
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from sbjax.models.hf_config import from_hf, refuse
+from sbjax.models.sizes import SIZES, CLIPConfig, TextConfig, VisionConfig
+
+OPEN_CLIP_FILE, HF_FILE = "open_clip_config.json", "config.json"
+
+
+class UnknownModelError(ValueError):
+  """No model has this name; `hint` names those near it."""
+
+  def __init__(self, name: str, hint: str):
+    super().__init__(
+      f"{name!r} is no model: known are {', '.join(SIZES)}, the names of open_clip's models, and"
+      f" folders with {OPEN_CLIP_FILE} or {HF_FILE}.{hint}"
+    )
+    self.hint = hint
+
+
+def read_config(source: str | os.PathLike) -> CLIPConfig:
+  """The architecture of a key of SIZES, of one of open_clip's models, or of a folder with weights.
+
+  Args:
+    source: such as "B/32", "ViT-B-32-quickgelu" (which reads the installed open_clip), or the path
+      of a folder with open_clip_config.json or config.json, or of such a file.
+
+  Raises:
+    ValueError: nothing has this name, or sbjax lacks the architecture; the message names it.
+  """
+  if source in SIZES:
+    return SIZES[str(source)]
+  path = Path(source).expanduser()
+  if path.is_dir():
+    found = [path / name for name in (OPEN_CLIP_FILE, HF_FILE) if (path / name).is_file()]
+    if not found:
+      raise ValueError(
+        f"{path} has no config: expected {OPEN_CLIP_FILE} (open_clip) or {HF_FILE} (transformers)."
+      )
+    path = found[0]
+  if path.suffix == ".json":
+    return config_from_dict(_json(path), str(path))
+  files = _open_clip_files()
+  if str(source) in files:
+    return config_from_dict(_json(files[str(source)]), str(source))
+  near = difflib.get_close_matches(str(source), [*SIZES, *files], cutoff=0.5)
+  raise UnknownModelError(
+    str(source),
+    (f" Near it: {', '.join(near)}." if near else "") + ("" if files else f" {_NOT_INSTALLED}"),
+  )
+
+
+def config_from_dict(values: Mapping, name: str = "The config") -> CLIPConfig:
+  """The architecture in the contents of a config file; `name` is for messages.
+
+  Raises:
+    ValueError: sbjax lacks the architecture; the message names it.
+  """
+  values = values.get("model_cfg", values)
+  if "vision_cfg" in values:
+    return _from_open_clip(values, name)
+  if "model_type" in values:
+    return from_hf(values, name)
+  raise ValueError(f"{name} has neither vision_cfg (open_clip) nor model_type (transformers).")
+
+
+def open_clip_names() -> list[str]:
+  """The names of the models in the installed open_clip; [] if it is not installed."""
+  return sorted(_open_clip_files())
+
+
+_NOT_INSTALLED = "open_clip's names need it installed: the extra `interop` (sbjax[interop])."
+
+
+def _json(path: Path) -> dict:
+  try:
+    values = json.loads(path.read_bytes())
+  except FileNotFoundError:
+    raise ValueError(f"There is no config file {path}.") from None
+  except ValueError as error:
+    raise ValueError(f"{path} is not JSON: {error}.") from None
+  if not isinstance(values, dict):
+    raise ValueError(f"{path} must hold a JSON object.")
+  return values
+
+
+def _open_clip_files() -> dict[str, Path]:
+  package = importlib.util.find_spec("open_clip")  # An import would load torch.
+  if package is None or package.origin is None:
+    return {}
+  return {p.stem: p for p in (Path(package.origin).parent / "model_configs").glob("*.json")}
+
+
+# open_clip. What timm's names begin with, and the architecture.
+_TIMM = (
+  ("eva", "an EVA-CLIP"),
+  ("convnext", "a ConvNeXt CLIP"),
+  ("vitamin", "a ViTamin CLIP"),
+  ("fastvit", "a MobileCLIP with a FastViT"),
+  ("vit_base_mci", "a MobileCLIP with a hybrid ViT"),
+  ("vit_pe_", "a Perception Encoder (PE-Core)"),
+  ("swin", "a Swin CLIP"),
+)
+_SIGLIP = re.compile(r"vit_(base|large|so400m|giantopt)_patch(\d+)_siglip_(\d+)")
+_SIGLIP_SIZES = {  # width, layers, heads, mlp_ratio
+  "base": (768, 12, 12, 4.0),
+  "large": (1024, 24, 16, 4.0),
+  "so400m": (1152, 27, 16, 3.7362),
+  "giantopt": (1536, 40, 16, 4.0),
+}
+# Whether timm's tower has the tanh GELU; timm's others have the exact one.
+_SIGLIP_TANH = re.compile(r"vit_(base_patch32|large_patch16_siglip_512|so400m_patch16|giantopt)")
+# Fields that do not change what a trained model computes, or belong to what is refused anyway.
+_INERT = {
+  *("image_size", "patch_size", "width", "layers", "heads", "head_width", "mlp_ratio"),
+  *("patch_dropout", "context_length", "vocab_size", "hf_tokenizer_name", "tokenizer_kwargs"),
+  *("tokenizer_mode", "pad_id", "eos_id", "pool_type", "norm_kwargs", "act_kwargs", "proj_type"),
+  *("no_causal_mask", "proj_bias", "no_ln_pre", "ls_init_value", "final_ln_after_pool"),
+  *("attn_pooler_queries", "attn_pooler_heads", "hf_model_pretrained", "hf_proj_type"),
+  *("hf_pooler_type",),
+}
+_DEFAULTS = {"pos_embed_type": "learnable", "block_type": None}
+
+
+def _from_open_clip(values: Mapping, name: str) -> CLIPConfig:
+  vision, text = values["vision_cfg"], values["text_cfg"]
+  if "multimodal_cfg" in values or vision.get("attentional_pool"):
+    refuse(name, "a CoCa")
+  if text.get("hf_model_name"):
+    refuse(name, f"a CLIP with the text tower {text['hf_model_name']!r} of transformers")
+  if isinstance(vision.get("layers"), list):
+    refuse(name, "a ResNet CLIP")
+  for tower in (vision, text):
+    timm = tower.get("timm_model_name")
+    other = {k: v for k, v in tower.items() if k not in _INERT and v not in (None, False)}
+    unknown = [f"{k}={v!r}" for k, v in other.items() if v != _DEFAULTS.get(k)]
+    if not timm and unknown:
+      refuse(name, f"a CLIP with {', '.join(unknown)}")
+  if bool(vision.get("ls_init_value")) != bool(text.get("ls_init_value")):
+    refuse(name, "a CLIP with layer scale in one tower only")
+  quick = bool(values.get("quick_gelu"))
+  return CLIPConfig(
+    values["embed_dim"],
+    _open_clip_vision(vision, quick, name),
+    _open_clip_text(text, quick, name),
+  )
+
+
+def _open_clip_vision(v: Mapping, quick: bool, name: str) -> VisionConfig:
+  size = v.get("image_size", 224)
+  if isinstance(size, list):
+    if len(set(size)) > 1:
+      refuse(name, f"a CLIP for images that are not square ({size})")
+    size = size[0]
+  if timm := v.get("timm_model_name"):
+    match = _SIGLIP.fullmatch(timm)
+    if not match or v.get("timm_pool") != "map" or v.get("timm_proj") != "none":
+      known = [what for prefix, what in _TIMM if timm.startswith(prefix)]
+      refuse(name, known[0] if known else f"a CLIP with timm's {timm!r}")
+    width, layers, heads, mlp_ratio = _SIGLIP_SIZES[match[1]]
+    return VisionConfig(
+      image_size=size,
+      patch_size=int(match[2]),
+      width=width,
+      layers=layers,
+      heads=heads,
+      mlp_ratio=mlp_ratio,
+      activation="gelu_tanh" if _SIGLIP_TANH.match(timm) else "gelu",
+      norm_epsilon=1e-6,
+      pool="map",
+      pre_norm=False,
+    )
+  pools = {"tok": "class", "avg": "average"}
+  pool = v.get("pool_type", "tok")
+  if pool not in pools or (pool == "avg" and not v.get("final_ln_after_pool")):
+    refuse(name, f"a CLIP with an image pooling of {pool!r} before the last layer norm")
+  width = v.get("width", 768)
+  return VisionConfig(
+    image_size=size,
+    patch_size=v.get("patch_size", 16),
+    width=width,
+    layers=v.get("layers", 12),
+    heads=width // v.get("head_width", 64),
+    mlp_ratio=v.get("mlp_ratio", 4.0),
+    activation=_open_clip_activation(v, quick, name),
+    norm_epsilon=_open_clip_epsilon(v),
+    pool=pools[pool],
+    pre_norm=not v.get("no_ln_pre", False),
+  )
+
+
+def _open_clip_text(t: Mapping, quick: bool, name: str) -> TextConfig:
+  pool, vocab_size = t.get("pool_type", "argmax"), t.get("vocab_size", 49408)
+  if pool not in ("argmax", "eos", "last"):
+    refuse(name, f"a CLIP with a text pooling of {pool!r}")
+  projection = "none" if t.get("proj_type", "linear") == "none" else "matrix"
+  if projection == "matrix" and t.get("proj_bias"):
+    projection = "linear"
+  return TextConfig(
+    context_length=t.get("context_length", 77),
+    vocab_size=vocab_size,
+    width=t.get("width", 512),
+    layers=t.get("layers", 12),
+    heads=t.get("heads", 8),
+    mlp_ratio=t.get("mlp_ratio", 4.0),
+    # "argmax" is the largest id, CLIP's end of text.
+    eot_id=t.get("eos_id", 2) if pool == "eos" else vocab_size - 1,
+    activation=_open_clip_activation(t, quick, name),
+    norm_epsilon=_open_clip_epsilon(t),
+    pool="last" if pool == "last" else "eot",
+    causal=not t.get("no_causal_mask", False),
+    projection=projection,
+  )
+
+
+def _open_clip_activation(tower: Mapping, quick: bool, name: str) -> str:
+  options = tower.get("act_kwargs") or {}
+  if options not in ({}, {"approximate": "tanh"}) or (quick and options):
+    refuse(name, f"a CLIP with act_kwargs={options}")
+  return "quick_gelu" if quick else "gelu_tanh" if options else "gelu"
+
+
+def _open_clip_epsilon(tower: Mapping) -> float:
+  return float((tower.get("norm_kwargs") or {}).get("eps", 1e-5))
+
+
+def to_open_clip(
+  config: CLIPConfig, *, layer_scale: bool = False, logit_bias: bool = False
+) -> dict:
+  """open_clip's `model_cfg` of an architecture.
+
+  Raises:
+    ValueError: open_clip has no place for it.
+  """
+  v, t = config.vision, config.text
+  quick = {v.activation, t.activation} == {"quick_gelu"}
+  if "quick_gelu" in (v.activation, t.activation) and not quick:
+    raise ValueError("open_clip has quick_gelu in both towers or in none.")
+  if t.eot_id != t.vocab_size - 1 and t.pool == "eot":
+    pool = {"pool_type": "eos", "eos_id": t.eot_id}
+  else:
+    pool = {"pool_type": "last"} if t.pool == "last" else {}
+  text = {
+    "context_length": t.context_length,
+    "vocab_size": t.vocab_size,
+    "width": t.width,
+    "heads": t.heads,
+    "layers": t.layers,
+    "mlp_ratio": t.mlp_ratio,
+    **pool,
+    **_open_clip_options(t),
+    **({} if t.causal else {"no_causal_mask": True}),
+    **{"matrix": {}, "linear": {"proj_bias": True}, "none": {"proj_type": "none"}}[t.projection],
+  }
+  scale = {"ls_init_value": 1e-4} if layer_scale else {}
+  return {
+    "embed_dim": config.embed_dim,
+    **({"quick_gelu": True} if quick else {}),
+    **({"init_logit_bias": -10} if logit_bias else {}),
+    **({"custom_text": True} if v.pool == "map" else {}),
+    "vision_cfg": {**_to_open_clip_vision(v), **scale},
+    "text_cfg": {**text, **scale},
+  }
+
+
+def _to_open_clip_vision(v: VisionConfig) -> dict:
+  if v.pool == "map":
+    return _to_timm(v)
+  pool = {"pool_type": "avg", "final_ln_after_pool": True} if v.pool == "average" else {}
+  return {
+    "image_size": v.image_size,
+    "patch_size": v.patch_size,
+    "width": v.width,
+    "head_width": v.width // v.heads,
+    "layers": v.layers,
+    "mlp_ratio": v.mlp_ratio,
+    **pool,
+    **_open_clip_options(v),
+    **({} if v.pre_norm else {"no_ln_pre": True}),
+  }
+
+
+def _to_timm(v: VisionConfig) -> dict:
+  """A SigLIP tower of timm; they differ in size only, so their position embedding is resized."""
+  for size, known in _SIGLIP_SIZES.items():
+    name = f"vit_{size}_patch{v.patch_size}_siglip_{v.image_size}"
+    tanh = bool(_SIGLIP_TANH.match(name))
+    same = (*known[:3], int(known[0] * known[3])) == (v.width, v.layers, v.heads, v.mlp_width)
+    if same and tanh == (v.activation == "gelu_tanh") and name in _TIMM_SIGLIPS:
+      return {
+        "image_size": v.image_size,
+        "timm_model_name": name,
+        "timm_model_pretrained": False,
+        "timm_pool": "map",
+        "timm_proj": "none",
+      }
+  raise ValueError(
+    f"open_clip has SigLIP's towers by timm's names ({', '.join(_TIMM_SIGLIPS)}), and none is of"
+    " this size and activation; transformers' format (hf) holds any size."
+  )
+
+
+_TIMM_SIGLIPS = (
+  *(f"vit_base_patch16_siglip_{size}" for size in (224, 256, 384, 512)),
+  "vit_base_patch32_siglip_256",
+  *(f"vit_large_patch16_siglip_{size}" for size in (256, 384, 512)),
+  *(f"vit_so400m_patch14_siglip_{size}" for size in (224, 378, 384)),
+  *(f"vit_so400m_patch16_siglip_{size}" for size in (256, 384, 512)),
+  *(f"vit_giantopt_patch16_siglip_{size}" for size in (256, 384)),
+)
+
+
+def _open_clip_options(tower: VisionConfig | TextConfig) -> dict:
+  act = {"act_kwargs": {"approximate": "tanh"}} if tower.activation == "gelu_tanh" else {}
+  norm = {} if tower.norm_epsilon == 1e-5 else {"norm_kwargs": {"eps": tower.norm_epsilon}}
+  return act | norm

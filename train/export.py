@@ -1,0 +1,127 @@
+"""Writes a run's model as a folder that open_clip or transformers loads, its tokenizer too.
+
+python -m train.export --workdir=runs/quickstart --format=open_clip
+
+  open_clip.create_model_and_transforms("local-dir:runs/quickstart/open_clip")
+  open_clip.get_tokenizer("local-dir:runs/quickstart/open_clip")
+
+With --format=hf, transformers' CLIPModel, CLIPImageProcessor and AutoTokenizer load the folder
+runs/quickstart/hf with from_pretrained. --out=FOLDER writes elsewhere.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from sbjax.models.config_files import HF_FILE, OPEN_CLIP_FILE, to_open_clip
+from sbjax.models.convert import FORMATS, save_weights, with_end_last
+from sbjax.models.hf_config import to_hf
+from train.errors import RunError
+from train.images import MEAN, STD
+from train.inference import RestoredRun, restore
+
+
+def export(workdir: str | Path, format: str, out: str | Path | None = None) -> Path:
+  """Writes the newest checkpoint of a run to a folder, and returns it.
+
+  Args:
+    format: "open_clip" or "hf".
+    out: the folder; None: workdir/format. Files in it are replaced.
+
+  Raises:
+    RunError, ValueError: there is no checkpoint, or the format has no place for the model.
+  """
+  if format not in FORMATS:
+    raise ValueError(f"--format={format!r} must be one of {', '.join(FORMATS)}.")
+  run = restore(workdir)
+  out = Path(workdir).expanduser() / format if out is None else Path(out).expanduser()
+  files = _open_clip(run) if format == "open_clip" else _hf(run)
+  out.mkdir(parents=True, exist_ok=True)
+  for name, write in files.items():
+    if callable(write):
+      write(out / name)
+    else:
+      (out / name).write_text(json.dumps(write, indent=2, ensure_ascii=False), encoding="utf-8")
+  return out
+
+
+def _open_clip(run: RestoredRun) -> dict:
+  """Contents of files by name, or functions that write them."""
+  config, params = run.task.model.config, run.params
+  model = to_open_clip(config, layer_scale=_has_layer_scale(params), logit_bias=_has_bias(params))
+  tokenizer, tokenizer_config = run.tokenizer.for_transformers()
+  # open_clip takes the tokenizer of the folder where the config names one. "lower" is CLIP's
+  # cleaning, which other vocabularies (with a normalizer of their own) do not have.
+  clean = {"clean": "lower"} if run.tokenizer.cleans else {}
+  model["text_cfg"] |= {"hf_tokenizer_name": "tokenizer.json", "tokenizer_kwargs": clean}
+  preprocess = {"mean": MEAN.tolist(), "std": STD.tolist(), "interpolation": "bicubic"}
+  return {
+    OPEN_CLIP_FILE: {"model_cfg": model, "preprocess_cfg": preprocess},
+    "open_clip_model.safetensors": lambda path: save_weights(params, path, config),
+    **_tokenizer_files(tokenizer, tokenizer_config, config),
+  }
+
+
+def _hf(run: RestoredRun) -> dict:
+  config, params = run.task.model.config, run.params
+  end_last = config.text.eot_id == 2
+  if end_last:  # By 2 transformers means the largest id.
+    config, params = with_end_last(config, params)
+  size = config.vision.image_size
+  images = {
+    "image_processor_type": "CLIPImageProcessor",
+    "do_resize": True,
+    "size": {"shortest_edge": size},
+    "resample": 3,  # bicubic
+    "do_center_crop": True,
+    "crop_size": {"height": size, "width": size},
+    "do_rescale": True,
+    "do_normalize": True,
+    "do_convert_rgb": True,
+    "image_mean": MEAN.tolist(),
+    "image_std": STD.tolist(),
+  }
+  return {
+    HF_FILE: to_hf(config),
+    "preprocessor_config.json": images,
+    "model.safetensors": lambda path: save_weights(params, path, config, format="hf"),
+    **_tokenizer_files(*run.tokenizer.for_transformers(end_last), config),
+  }
+
+
+def _tokenizer_files(tokenizer: dict, tokenizer_config: dict, config) -> dict:
+  length = {"model_max_length": config.text.context_length}
+  return {"tokenizer.json": tokenizer, "tokenizer_config.json": {**tokenizer_config, **length}}
+
+
+def _has_layer_scale(params: dict) -> bool:
+  image = params["image"]
+  return "ls_1" in image.get("blocks", image.get("block_0", {}))
+
+
+def _has_bias(params: dict) -> bool:
+  return "logit_bias" in params
+
+
+def main(arguments=None) -> None:
+  summary, _, details = __doc__.partition("\n")
+  parser = argparse.ArgumentParser(
+    prog="python -m train.export",
+    description=summary,
+    epilog=details,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+  )
+  parser.add_argument("--workdir", required=True, help="the folder of the run")
+  parser.add_argument("--format", required=True, choices=FORMATS)
+  parser.add_argument("--out", help="the folder to write; by default WORKDIR/FORMAT")
+  options = parser.parse_args(arguments)
+  try:
+    out = export(options.workdir, options.format, options.out)
+  except (RunError, ValueError, ImportError, OSError) as error:
+    sys.exit(str(error))
+  print(f"Wrote {out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
+
+
+if __name__ == "__main__":
+  main()

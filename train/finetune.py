@@ -1,0 +1,210 @@
+"""Fine-tuning: where a run's parameters begin, which ones stand still, and how fast others learn.
+
+Patterns are regular expressions for the whole path of a parameter, such as "image/.*" or
+"text/blocks/fc1/kernel". A pattern that matches no parameter is an error.
+"""
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import optax
+
+from sbjax.models.config_files import HF_FILE, OPEN_CLIP_FILE, read_config
+from sbjax.models.convert import WEIGHT_FILES, load_weights
+from sbjax.models.sizes import CLIPConfig
+from train.config import Config
+from train.sharding import path_name
+
+
+class Rate(NamedTuple):
+  """The factor on the learning rate of parameters whose path a pattern matches."""
+
+  pattern: re.Pattern
+  factor: float
+
+
+def freezes(patterns: Sequence[str], name: str) -> bool:
+  """Whether the parameter of that path stands still."""
+  return any(_compiled("freeze", pattern).fullmatch(name) for pattern in patterns)
+
+
+def frozen(patterns: Sequence[str], params):
+  """A tree like `params`: True for parameters that stand still."""
+  return jax.tree_util.tree_map_with_path(
+    lambda path, _: freezes(patterns, path_name(path)), params
+  )
+
+
+def stop_gradients(patterns: Sequence[str], params):
+  """`params` without a gradient to those that stand still, so that none is computed."""
+  if not patterns:
+    return params
+  stop = jax.lax.stop_gradient
+  return jax.tree.map(lambda x, still: stop(x) if still else x, params, frozen(patterns, params))
+
+
+def parse_rates(texts: Sequence[str]) -> tuple[Rate, ...]:
+  """The rates of texts such as "image/.*=0.1".
+
+  Raises:
+    ValueError: a text is none, or its factor is not finite and 0 or more.
+  """
+  rates = []
+  for text in texts:
+    pattern, _, factor = text.rpartition("=")
+    try:
+      value = float(factor)
+    except ValueError:
+      value = -1.0
+    if not pattern or not 0 <= value < float("inf"):
+      raise ValueError(
+        f"optimizer.learning_rate_scale={text!r} must be a pattern and a factor of 0 or more, such"
+        " as 'image/.*=0.1'."
+      )
+    rates.append(Rate(_compiled("optimizer.learning_rate_scale", pattern), value))
+  return tuple(rates)
+
+
+def scale_by_path(rates: Sequence[Rate]) -> optax.GradientTransformation:
+  """Multiplies each update, its weight decay too, by the factor of the first rate that matches."""
+
+  def factor(path) -> float:
+    name = path_name(path)
+    return next((rate.factor for rate in rates if rate.pattern.fullmatch(name)), 1.0)
+
+  def scale(updates, _=None):
+    return jax.tree_util.tree_map_with_path(lambda path, u: u * factor(path), updates)
+
+  return optax.stateless(scale)
+
+
+def check_patterns(config: Config, names: Iterable[str]) -> None:
+  """Raises a ValueError for a pattern of the config that matches none of the parameters `names`."""
+  names = list(names)
+  fields = {
+    "freeze": [_compiled("freeze", pattern) for pattern in config.freeze],
+    "optimizer.learning_rate_scale": [
+      rate.pattern for rate in parse_rates(config.optimizer.learning_rate_scale)
+    ],
+  }
+  for field, patterns in fields.items():
+    for pattern in patterns:
+      if not any(pattern.fullmatch(name) for name in names):
+        plain = re.sub(r"[^\w/]", "", pattern.pattern)
+        near = difflib.get_close_matches(plain, names, n=4, cutoff=0.3) or names[:4]
+        raise ValueError(
+          f"{field}: the pattern {pattern.pattern!r} matches no parameter. A pattern is for the"
+          f" whole path, as 'image/.*' is. Paths near it: {', '.join(near)}."
+        )
+  if all(freezes(config.freeze, name) for name in names):
+    raise ValueError(f"freeze={config.freeze} leaves no parameter to train.")
+
+
+def check_init(config: Config, model: CLIPConfig) -> None:
+  """Raises a ValueError if `config.init` is no checkpoint, or one of another architecture.
+
+  Sizes of images and texts may differ: position embeddings are resized. The vocabulary is checked
+  with the tokenizer (`initial_params`).
+  """
+  path = Path(config.init).expanduser()
+  if path.is_dir() and not any((path / name).is_file() for name in WEIGHT_FILES):
+    raise ValueError(f"init={config.init!r} has no weights: expected {', '.join(WEIGHT_FILES)}.")
+  if not path.exists():
+    raise ValueError(
+      f"init={config.init!r} does not exist: expected a state dict (.safetensors, .pt, .bin) or a"
+      f" folder with one of {', '.join(WEIGHT_FILES)} and {OPEN_CLIP_FILE} or {HF_FILE}."
+    )
+  theirs = _source(config)
+  if theirs is None:
+    return
+  for tower in ("vision", "text"):
+    ours_is, theirs_is = (_architecture(getattr(c, tower)) for c in (model, theirs))
+    different = [
+      f"{name}={ours_is[name]!r} (init: {theirs_is[name]!r})"
+      for name in ours_is
+      if ours_is[name] != theirs_is[name]
+    ]
+    if different:
+      raise ValueError(
+        f"model.size={config.model.size!r} is not the model of init={config.init!r}: its {tower}"
+        f" tower has {', '.join(different)}. model.size takes open_clip's names and the folder of"
+        " init, too."
+      )
+  if model.embed_dim != theirs.embed_dim:
+    raise ValueError(
+      f"model.size={config.model.size!r} has embed_dim={model.embed_dim}, and init={config.init!r}"
+      f" has {theirs.embed_dim}."
+    )
+
+
+def initial_params(config: Config, model: CLIPConfig, like: dict) -> dict:
+  """The parameters of `config.init` in float32, laid out as the run's, which are `like`.
+
+  A logit_bias that the checkpoint lacks stays that of `like`; one that the run lacks is dropped.
+
+  Raises:
+    ValueError: the checkpoint does not fit the model, or the run's tokenizer is not its own.
+  """
+  theirs = _source(config)
+  text = model.text
+  if theirs is not None and theirs.text.vocab_size != text.vocab_size:
+    raise ValueError(_other_tokenizer(config, theirs.text.vocab_size, text.vocab_size, "tokens"))
+  if theirs is not None and theirs.text.eot_id != text.eot_id:
+    raise ValueError(_other_tokenizer(config, theirs.text.eot_id, text.eot_id, "as its end token"))
+  scan = "blocks" in like["image"]
+  try:
+    params = load_weights(config.init, model, scan=scan, resize=True)
+  except ValueError as error:
+    raise ValueError(f"init={config.init!r}: {error}") from error
+  if "logit_bias" not in like:
+    params.pop("logit_bias", None)
+  elif "logit_bias" not in params:
+    params["logit_bias"] = like["logit_bias"]
+  if jax.tree.structure(params) != jax.tree.structure(like):
+    ours, theirs = ({path_name(p) for p, _ in jax.tree_util.tree_leaves_with_path(t)}
+                    for t in (like, params))  # fmt: skip
+    raise ValueError(
+      f"init={config.init!r} lacks {', '.join(sorted(ours - theirs)[:4]) or 'nothing'} and has"
+      f" {', '.join(sorted(theirs - ours)[:4]) or 'nothing'} besides: set"
+      " model.zero_init_layer_scale and model.qk_norm as it was trained."
+    )
+  return params
+
+
+def _other_tokenizer(config: Config, theirs: int, ours: int, what: str) -> str:
+  return (
+    f"data.tokenizer={config.data.tokenizer!r} has {ours} {what}, and init={config.init!r} has"
+    f" {theirs}: give its own tokenizer.json ('clip' is that of open_clip and OpenAI)."
+  )
+
+
+def _source(config: Config) -> CLIPConfig | None:
+  """The architecture that `init` names; None where neither init_model nor its folder does."""
+  if config.init_model:
+    try:
+      return read_config(config.init_model)
+    except ValueError as error:
+      raise ValueError(f"init_model={config.init_model!r}: {error}") from error
+  path = Path(config.init).expanduser()
+  if any((path / name).is_file() for name in (OPEN_CLIP_FILE, HF_FILE)):
+    return read_config(path)
+  return None
+
+
+def _architecture(tower) -> dict:
+  """The fields of a tower that a checkpoint cannot change."""
+  free = ("image_size", "context_length", "vocab_size", "eot_id", "mlp_ratio")
+  fields = {k: v for k, v in dataclasses.asdict(tower).items() if k not in free}
+  return fields | {"mlp_width": tower.mlp_width}
+
+
+def _compiled(field: str, pattern: str) -> re.Pattern:
+  try:
+    return re.compile(pattern)
+  except re.error as error:
+    raise ValueError(f"{field}={pattern!r} is no regular expression: {error}.") from None
