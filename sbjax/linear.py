@@ -5,7 +5,7 @@ its own custom_vjp. Operands are rows [M, K], kernels [K, N].
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -192,7 +192,7 @@ def _differentiated_twice(primals, tangents):
   )
 
 
-def master_weight(w):
+def master_weight(w) -> Any:
   return w.master if isinstance(w, QuantizedWeight) else w
 
 

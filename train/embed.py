@@ -27,7 +27,7 @@ from train import cli, inference
 from train.datasets import pictures, tar_shards
 from train.datasets.pictures import DEFAULT_LIMITS
 from train.errors import RunError
-from train.evaluate import add_model_arguments
+from train.evaluate import add_model_arguments, positive
 from train.inference import Model
 from train.workdir import lock, write_json
 
@@ -270,19 +270,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     "--data", nargs="+", action="extend", default=[], help="folders, files or globs: pictures, .tar"
   )
   parser.add_argument("--texts", default="", help="a file with a text on each line")
-  parser.add_argument("--shard_size", type=_positive, default=10_000, help="vectors a file")
+  parser.add_argument("--shard_size", type=positive, default=10_000, help="vectors a file")
   parser.add_argument("--query", nargs="+", action="extend", default=[], help="texts to search for")
-  parser.add_argument("--nearest", type=_positive, default=8, help="pictures for each query")
+  parser.add_argument("--nearest", type=positive, default=8, help="pictures for each query")
   options = parser.parse_args(arguments)
   with cli.explained(options.debug):
     embed(options)
-
-
-def _positive(text: str) -> int:
-  value = int(text)
-  if value < 1:
-    raise argparse.ArgumentTypeError(f"{value} must be at least 1.")
-  return value
 
 
 if __name__ == "__main__":

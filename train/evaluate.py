@@ -164,8 +164,16 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument("--tokenizer", default="", help='of open_clip\'s weights; "" is "clip"')
   parser.add_argument("--dtype", default="", choices=["", "float32", "bfloat16"])
   parser.add_argument("--int8", action="store_true", help="kernels and token table in 8 bits only")
-  parser.add_argument("--batch_size", type=int, default=256)
+  parser.add_argument("--batch_size", type=positive, default=256)
   parser.add_argument("--debug", action="store_true", help="show tracebacks")
+
+
+def positive(text: str) -> int:
+  """An argument that must be a whole number from 1 on."""
+  value = int(text)
+  if value < 1:
+    raise argparse.ArgumentTypeError(f"{value} must be at least 1.")
+  return value
 
 
 def main(arguments: Sequence[str]) -> None:
