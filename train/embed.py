@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageOps
 from tqdm import tqdm
 
 from train import cli, inference
@@ -177,8 +177,7 @@ def contact_sheet(rows: Sequence[tuple[str, Sequence[tuple[float, str]]]]) -> Im
     printable = title.encode("latin-1", "replace").decode("latin-1")  # PIL's own font has no more.
     draw.text((4, height * y + 4), printable, "black")
     for x, (cosine, name) in enumerate(row):
-      image = pictures.decode(contents[name], DEFAULT_LIMITS)
-      image.thumbnail((_TILE, _TILE))
+      image = ImageOps.contain(pictures.decode(contents[name], DEFAULT_LIMITS), (_TILE, _TILE))
       sheet.paste(image, (_TILE * x, height * y + _MARGIN))
       draw.text((_TILE * x + 4, height * y + _MARGIN + _TILE + 4), f"{cosine:.3f}", "black")
   return sheet
