@@ -14,7 +14,8 @@ from flax.linen.dtypes import canonicalize_dtype
 from sbjax.formats import floating_dtype
 from sbjax.fused import layer_norm_dense, layer_norm_mlp
 from sbjax.fused_ops import LayerNormParams
-from sbjax.linear import QuantizedWeight, master_weight
+from sbjax.linear import QuantizedWeight, master_weight, serving_weight
+from sbjax.quantize import Quantized, dequantize
 from sbjax.quantized_dot import as_tokens, quantized_dot
 from sbjax.recipes import SWITCHBACK, Recipe, as_recipe
 
@@ -56,13 +57,18 @@ class SwitchBackDense(nn.Dense):
   def parameters(self, width: int) -> tuple[jax.Array | QuantizedWeight, jax.Array | None]:
     """The kernel [width, features] and the bias [features] or None, for a function to multiply by.
 
-    The kernel is a `QuantizedWeight` where the collection "quantized" has its 8 bits.
+    The kernel is a `QuantizedWeight` where the collection "quantized" has its 8 bits, or where the
+    parameter itself is `Quantized` (see `sbjax.models.serving`).
     """
     _check_not_replaced(
       {name for name in _REPLACED if getattr(self, name, None) is not getattr(nn.Dense, name, None)}
     )
     _check_arguments(self.dtype, self.param_dtype, width=width, features=self.features)
-    kernel = self.param("kernel", self.kernel_init, (width, self.features), self.param_dtype)
+    kernel = quantized_parameter(self, "kernel", (self.features, width))
+    if kernel is not None:
+      kernel = serving_weight(kernel)
+    else:
+      kernel = self.param("kernel", self.kernel_init, (width, self.features), self.param_dtype)
     if self.has_variable("quantized", "kernel"):
       kernel = QuantizedWeight(kernel, *self.get_variable("quantized", "kernel"))
     bias = None
@@ -126,8 +132,36 @@ def _as_input(x, dtype) -> jax.Array:
 
 
 def _linear(layer, x, kernel, bias):
-  x = x.astype(canonicalize_dtype(x, master_weight(kernel), bias, dtype=layer.dtype))
+  like_kernel = jnp.zeros((), master_weight(kernel).dtype)
+  x = x.astype(canonicalize_dtype(x, like_kernel, bias, dtype=layer.dtype))
   return quantized_dot(x, kernel, layer.recipe, bias=bias, backend=layer.backend)
+
+
+def quantized_parameter(module: nn.Module, name: str, shape) -> Quantized | None:
+  """The parameter of that name if it is `Quantized`, with values of that shape; else None."""
+  value = module.get_variable("params", name) if module.has_variable("params", name) else None
+  if not isinstance(value, Quantized):
+    return None
+  if value.values.shape != shape:
+    path = "/".join((*module.path, name))
+    raise ValueError(f"The 8-bit parameter {path} must be {shape}, not {value.values.shape}.")
+  return value
+
+
+class Embedding(nn.Embed):
+  """`nn.Embed` whose table [num_embeddings, features] may be `Quantized`, row by row."""
+
+  def setup(self):
+    shape = (self.num_embeddings, self.features)
+    self.table = quantized_parameter(self, "embedding", shape)
+    if self.table is None:
+      super().setup()
+
+  def __call__(self, inputs: jax.Array) -> jax.Array:
+    if self.table is None:
+      return super().__call__(inputs)
+    rows = (jnp.take(array, inputs, axis=0) for array in (self.table.values, self.table.scale))
+    return dequantize(Quantized(*rows, self.table.spec), self.dtype or jnp.float32)
 
 
 def _along_last(vector, ndim):

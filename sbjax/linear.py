@@ -4,7 +4,8 @@ Nothing here is differentiable by itself: `quantized_dot` and `fused` put these 
 its own custom_vjp. Operands are rows [M, K], kernels [K, N].
 """
 
-from typing import NamedTuple
+import dataclasses
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +19,23 @@ from sbjax.recipes import Recipe, as_recipe
 from sbjax.split_k_matmul import split_k_matmul
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class NoMaster:
+  """Stands for a master that is not there: the weight serves the forward pass only."""
+
+  shape: tuple[int, int]  # of w [K, N]
+  dtype = jnp.dtype(jnp.float32)
+  ndim = 2
+
+
 class QuantizedWeight(NamedTuple):
   """A weight and its 8-bit forms for a recipe: quantized once for all its uses in a step.
 
   Its gradient is that of `master`; the rest is a constant that follows from it.
   """
 
-  master: jax.Array  # w [K, N]
+  master: jax.Array | NoMaster  # w [K, N]
   fwd: Quantized | None  # w.T [N, K] as the forward pass takes it; None: not, or as dgrad.T
   dgrad: Quantized | None  # w [K, N] as the input gradient takes it, or None
 
@@ -52,8 +63,15 @@ def quantize_weight(
   return QuantizedWeight(w, transposed, None if dgrad is None else ops.quantize(constant, dgrad))
 
 
-def as_kernel(name: str, w) -> jax.Array:
+def serving_weight(w: Quantized) -> QuantizedWeight:
+  """A kernel of which only the 8 bits for the forward pass [N, K] are there: no gradients."""
+  return QuantizedWeight(NoMaster(w.values.shape[::-1]), w, None)
+
+
+def as_kernel(name: str, w) -> jax.Array | NoMaster:
   """w as JAX's array; a ValueError unless it is floating point [K, N]."""
+  if isinstance(w, NoMaster):
+    return w
   w = as_floating(name, w)
   if w.ndim != 2:
     raise ValueError(f"{name} must be a kernel [K, N], not {w.shape}.")
@@ -130,6 +148,10 @@ def split_as(sharding, gradient):
 
 def dgrad(ops: Backend, recipe: Recipe, dy, w, dtype, out_sharding):
   """`dy @ w.T` [M, K] in `dtype`; dy may be quantized already, w is its `saved_weight`."""
+  if isinstance(master_weight(w), NoMaster):
+    raise NotImplementedError(
+      "Parameters of `serving_params` have no gradients: train with the float parameters."
+    )
   if recipe.dgrad is None:
     return full_dot(dy, master_weight(w).astype(dy.dtype), ((1,), (1,)), dtype, out_sharding)
   dy_spec, w_spec = recipe.dgrad
@@ -170,7 +192,7 @@ def _differentiated_twice(primals, tangents):
   )
 
 
-def master_weight(w):
+def master_weight(w) -> Any:
   return w.master if isinstance(w, QuantizedWeight) else w
 
 

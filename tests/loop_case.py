@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from configs import quickstart
 from train import loop
@@ -72,6 +73,25 @@ def replace_model(patch, step=adding_step) -> None:
   patch(Run, "samples", lambda run, params: [])
   patch(loop, "write_report", lambda workdir, title, samples: None)
   patch(Run, "new_state", zeros)
+
+
+def standing_step(run: Run):
+  """Counts a step and leaves the parameters as they are."""
+  finite = jnp.ones(len(tensor_names(run.abstract_state.params, run.task)), bool)
+  return lambda state, batch: (state._replace(step=state.step + 1), {"loss": finite.sum()}, finite)
+
+
+def untrained_run(folder: Path) -> Path:
+  """The folder with a run of two steps, on two devices, with the parameters of its start."""
+  init = Run.new_state
+  with pytest.MonkeyPatch.context() as patch:
+    replace_model(patch.setattr, standing_step)
+    patch.setattr(Run, "new_state", init)
+    devices = jax.devices()[:2]
+    patch.setattr(jax, "devices", lambda *_: devices)
+    options = {"steps": 2, "mesh.fsdp": 2, "model.backend": "xla"}
+    loop.train(config(folder / "data", **options), folder)
+  return folder
 
 
 def records(workdir) -> list[dict]:

@@ -9,7 +9,7 @@ from interop import import_open_clip
 
 from train import export, loop
 from train.errors import RunError
-from train.inference import restore
+from train.inference import load
 from train.run import Run
 from train.step import tensor_names
 
@@ -63,7 +63,7 @@ def test_open_clip_loads_an_export(workdir):
   open_clip = import_open_clip()
   import torch
 
-  run = restore(workdir)
+  run = load(workdir)
   folder = export.export(workdir, "open_clip")
   model, _, transform = open_clip.create_model_and_transforms(f"local-dir:{folder}")
   ids, want = expected(run)
@@ -84,7 +84,7 @@ def test_transformers_loads_an_export(workdir, tmp_path):
   transformers = pytest.importorskip("transformers")
   import torch
 
-  run = restore(workdir)
+  run = load(workdir)
   folder = export.export(workdir, "hf", tmp_path / "hf")
   model = transformers.CLIPModel.from_pretrained(folder).eval()
   tokenizer = transformers.AutoTokenizer.from_pretrained(folder)

@@ -4,42 +4,26 @@ import runpy
 import sys
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import loop_case
 import numpy as np
 import pytest
+from interop import import_open_clip
 from PIL import Image
 
-from train import inference, loop
+from sbjax import RECIPES
+from sbjax.models.serving import size_of
+from train import inference
 from train.errors import RunError
 from train.images import normalize
-from train.run import Run, make_run
-from train.step import tensor_names
+from train.run import make_run
 
 ROOT = Path(__file__).parents[1]
 TEXTS = ["a red circle", "a blue ring", "a green star"]
 
 
-def standing_step(run):
-  """Counts a step and leaves the parameters as they are."""
-  finite = jnp.ones(len(tensor_names(run.abstract_state.params, run.task)), bool)
-  return lambda state, batch: (state._replace(step=state.step + 1), {"loss": finite.sum()}, finite)
-
-
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory):
-  """A run of two steps, on two devices, with the parameters of its start."""
-  folder = tmp_path_factory.mktemp("run")
-  init = Run.new_state
-  with pytest.MonkeyPatch.context() as patch:
-    loop_case.replace_model(patch.setattr, standing_step)
-    patch.setattr(Run, "new_state", init)
-    devices = jax.devices()[:2]
-    patch.setattr(jax, "devices", lambda *_: devices)
-    options = {"steps": 2, "mesh.fsdp": 2, "model.backend": "xla"}
-    loop.train(loop_case.config(folder / "data", **options), folder)
-  return folder
+  return loop_case.untrained_run(tmp_path_factory.mktemp("run"))
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +62,71 @@ def test_the_example_prints_the_cosines_of_each_picture(workdir, pictures, monke
   cosines = [float(line.split()[0]) for line in lines if line.startswith("  ")]
   assert len(cosines) == 6 and all(-1 <= cosine <= 1 for cosine in cosines)
   assert cosines[:3] == sorted(cosines[:3], reverse=True)
+
+
+def test_a_run_in_8_bits_embeds_as_in_float(workdir, pictures):
+  _, paths = pictures
+  whole, int8 = inference.load(workdir), inference.load(workdir, int8=True)
+  assert size_of(int8.params) < 0.35 * size_of(whole.params)
+  # loop_case's recipe is "full".
+  assert int8.task.model.options.recipe == RECIPES["switchback_q"]
+  for embed, argument in (("embed_images", paths), ("embed_texts", TEXTS)):
+    ours, theirs = getattr(int8, embed)(argument), getattr(whole, embed)(argument)
+    assert (ours * theirs).sum(axis=1).min() > 0.999
+
+
+def test_what_does_not_fit_a_run_is_named(workdir):
+  for options, message in [
+    ({"size": "ViT-B-32"}, "holds a tiny: leave --model=B/32 out"),
+    ({"size": "ViT-B-33"}, "--model='ViT-B-33' is unknown; known: ViT-Ti-16, ViT-S-16"),
+    ({"tokenizer": "clip"}, "has its own tokenizer: leave --tokenizer=clip out"),
+  ]:
+    with pytest.raises(RunError, match=message):
+      inference.load(workdir, **options)
+  tokenizer = workdir / "tokenizer.json"
+  tokenizer.rename(workdir / "aside")
+  try:
+    with pytest.raises(RunError, match=r"tokenizer.json is missing: it should hold the tokenizer"):
+      inference.load(workdir)
+  finally:
+    (workdir / "aside").rename(tokenizer)
+
+
+def test_weights_need_a_file_and_a_size(tmp_path):
+  with pytest.raises(RunError, match=r"No file .*b32.safetensors: it should hold weights"):
+    inference.load(tmp_path / "b32.safetensors", size="B/32")
+  (tmp_path / "b32.pt").touch()
+  with pytest.raises(RunError, match=r"b32.pt needs the size of its model, such as --model="):
+    inference.load(tmp_path / "b32.pt")
+
+
+@pytest.mark.interop
+def test_weights_of_another_size_name_the_size_that_fits(tmp_path):
+  open_clip = import_open_clip()
+  import torch
+
+  path = tmp_path / "open_clip.pt"
+  torch.save(open_clip.create_model("ViT-S-16").state_dict(), path)
+  with pytest.raises(RunError, match=r"--model=B/32. The state dict .* It fits SIZES\['S/16'\]"):
+    inference.load(path, size="ViT-B-32")
+
+
+def test_batches_keep_their_order_and_list_what_cannot_be_decoded(pictures):
+  pixels, paths = pictures
+  contents = [Path(path).read_bytes() for path in paths]
+  contents[2:2] = [b"", b"no picture", b""]
+  examples = [
+    {"where": str(i), "image": content, "captions": [], "label": i}
+    for i, content in enumerate(contents)
+  ]
+  skipped = []
+  batches = list(inference.prepared(examples, 32, 3, skipped))
+  np.testing.assert_array_equal(np.concatenate([batch["image"] for batch in batches]), pixels)
+  assert [list(batch["label"]) for batch in batches] == [[0, 1], [5], [6, 7]]
+  assert [where for where, _ in skipped] == ["2", "3", "4"]
+  with pytest.raises(ValueError, match="The image of 2 cannot be decoded"):
+    list(inference.prepared(examples, 32, 3))
+  assert list(inference.prepared([], 32, 3)) == []
 
 
 def test_a_folder_without_a_run_is_named(tmp_path):

@@ -4,10 +4,12 @@ Any field of the config is a flag: --config.optimizer.learning_rate=1e-3. Errors
 are printed as one message; --debug shows their traceback.
 """
 
+import contextlib
 import functools
 import sys
 import textwrap
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 from absl import app, flags, logging
@@ -43,20 +45,27 @@ def run(job) -> None:
 def _run(job, overrides, argv) -> None:
   if len(argv) > 1:
     sys.exit(f"Arguments must be flags: {' '.join(argv[1:])}. Did you mean --config.{argv[1]}?")
-  # orbax logs every file that it writes, and its threads log errors that are raised here as well.
-  logging.set_verbosity(logging.FATAL)
-  sys.unraisablehook = _unraisablehook
-  warnings.filterwarnings("ignore", ".*was never awaited", RuntimeWarning)  # of the same writes
-  xla_flags.set_flags()
-  try:
+  with explained(_DEBUG.value):
     config = config_flags.load(_CONFIG.value)
     config_flags.override(config, overrides)
     if _DISTRIBUTED.value:
       processes.join()
     with peers.linked():
       job(config, Path(_WORKDIR.value).expanduser())
+
+
+@contextlib.contextmanager
+def explained(debug: bool = False) -> Iterator[None]:
+  """Ends the program with one message for an error that a user can fix; quiets other logs."""
+  # orbax logs every file that it writes, and its threads log errors that are raised here as well.
+  logging.set_verbosity(logging.FATAL)
+  sys.unraisablehook = _unraisablehook
+  warnings.filterwarnings("ignore", ".*was never awaited", RuntimeWarning)  # of the same writes
+  xla_flags.set_flags()
+  try:
+    yield
   except (RunError, ValueError, NotImplementedError, OSError) as error:
-    if _DEBUG.value:
+    if debug:
       raise
     print(f"\n{_describe(error)}", file=sys.stderr)
     peers.exit_with(128 + error.signum if hasattr(error, "signum") else 1)

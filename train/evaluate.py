@@ -1,17 +1,32 @@
-"""Scores the newest checkpoint of a run, on any data set, such as --config.data.name=cifar10.
+"""Scores a trained CLIP: a run on its own kind of data, or any weights on CLIP_benchmark's folders.
 
-python -m train.evaluate --config=configs/quickstart.py --workdir=runs/quickstart
+The newest checkpoint of a run, on any data set, such as --config.data.name=cifar10:
+  python -m train.evaluate --config=configs/quickstart.py --workdir=runs/quickstart
+Zero-shot classification and retrieval with CLIP_benchmark's names; --help after --checkpoint:
+  python -m train.evaluate --checkpoint=open_clip.safetensors --model=ViT-B-32 --data=wds_cifar10
 """
 
+import argparse
+import csv
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
+import numpy as np
+from tqdm import tqdm
 
-from train import cli
+from train import cli, inference
 from train.config import Config
+from train.datasets.wds_folder import CLASSIFICATION, WdsFolder, open_folder
 from train.errors import RunError
+from train.inference import Model
+from train.linear_probe import predict, train_probe
 from train.run import make_run
 from train.workdir import newest_step, write_json
+from train.zero_shot import recall, zero_shot_classifier
+
+PROBE = "linear_probe"
 
 
 def evaluate_checkpoint(config: Config, workdir: Path) -> dict[str, float]:
@@ -34,5 +49,150 @@ def evaluate_checkpoint(config: Config, workdir: Path) -> dict[str, float]:
   return scores
 
 
+def evaluate_folder(model: Model, folder: WdsFolder, split: str = "test") -> dict[str, float]:
+  """The zero-shot scores of a model on a data set, by CLIP_benchmark's names."""
+  images, labels, captions = _features(model, folder, split)
+  if folder.task == CLASSIFICATION:
+    classifier = zero_shot_classifier(model.embed_texts, list, folder.class_names, folder.templates)
+    return classification_scores(images @ classifier.T, labels)
+  owners = np.repeat(np.arange(len(images)), [len(texts) for texts in captions])
+  texts = model.embed_texts([text for texts in captions for text in texts])
+  scores = recall(images, texts, owners)
+  return {
+    f"{name}_retrieval_recall@{k}": scores[f"{way}_recall@{k}"]
+    for name, way in (("image", "text_to_image"), ("text", "image_to_text"))
+    for k in (1, 5, 10)
+  }
+
+
+def probe_folder(
+  model: Model, folder: WdsFolder, split: str = "test", train_split: str = "train"
+) -> dict[str, float]:
+  """The scores of a linear probe that is trained on `train_split`, by CLIP_benchmark's names."""
+  images, labels, _ = _features(model, folder, train_split)
+  probe, penalty = train_probe(images, labels, len(folder.class_names))
+  images, labels, _ = _features(model, folder, split)
+  scores = classification_scores(predict(probe, images), labels)
+  return {**{f"lp_{name}": score for name, score in scores.items()}, "weight_decay": penalty}
+
+
+def classification_scores(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+  """acc1, acc5 (from five classes on) and mean_per_class_recall of logits [N, classes]."""
+  own, label = logits[np.arange(len(labels)), labels][:, None], labels[:, None]
+  # Of equal logits the first is the larger, so equal features have the accuracy of chance.
+  larger = (logits > own) | ((logits == own) & (np.arange(logits.shape[1])[None] < label))
+  ranks = larger.sum(axis=1)
+  scores = {"acc1": float(np.mean(ranks < 1))}
+  if logits.shape[1] >= 5:
+    scores["acc5"] = float(np.mean(ranks < 5))
+  each = [np.mean(ranks[labels == label] < 1) for label in np.unique(labels)]
+  return {**scores, "mean_per_class_recall": float(np.mean(each))}
+
+
+def _features(model: Model, folder: WdsFolder, split: str):
+  """Unit features [N, E] of the images of a split, their labels [N] and their captions."""
+  images, labels, captions = [], [], []
+  examples = folder.examples(split)
+  with tqdm(desc=f"{folder.name} {split}", unit="image", disable=None) as progress:
+    for batch in inference.prepared(examples, model.image_size, model.batch_size):
+      images.append(model.embed_pixels(batch["image"]))
+      labels.append(batch["label"])
+      captions += batch["captions"]
+      progress.update(len(batch["image"]))
+  if not images:
+    raise RunError(f"The shards of {folder.path / split} hold no sample.")
+  return np.concatenate(images), np.concatenate(labels), captions
+
+
+def evaluate_folders(options: argparse.Namespace) -> list[dict]:
+  """Scores a model on each folder; writes a JSON file for each and a csv of all."""
+  folders = [open_folder(path) for path in options.data]
+  for folder in folders:  # These fail before anything is computed, which takes long.
+    folder.shards(options.split)
+    if options.linear_probe and folder.task == CLASSIFICATION:
+      folder.shards(options.train_split)
+  checkpoint = Path(options.checkpoint).expanduser()
+  model = inference.load(
+    checkpoint,
+    options.batch_size,
+    size=options.model,
+    tokenizer=options.tokenizer,
+    dtype=options.dtype,
+    int8=options.int8,
+  )
+  out = Path(options.out or (checkpoint if checkpoint.is_dir() else ".")).expanduser()
+  out.mkdir(parents=True, exist_ok=True)
+  named = {
+    "model": f"ViT-{model.size.replace('/', '-')}" if "/" in model.size else model.size,
+    "pretrained": str(options.checkpoint) + (" int8" if options.int8 else ""),
+    "language": "en",
+  }
+  rows = []
+  for folder in folders:
+    scores = {folder.task: evaluate_folder(model, folder, options.split)}
+    if options.linear_probe and folder.task == CLASSIFICATION:
+      scores[PROBE] = probe_folder(model, folder, options.split, options.train_split)
+    for task, metrics in scores.items():
+      row = {"dataset": folder.name, **named, "task": task, "metrics": metrics}
+      write_json(out / f"{folder.path.name}_{task}.json", row)
+      rows.append(row)
+      print(f"{folder.name}, {task}")
+      for name, score in metrics.items():
+        print(f"  {name:26} {score:.4f}")
+  write_csv(out / "benchmark.csv", rows)
+  print(f"wrote {out / 'benchmark.csv'}")
+  return rows
+
+
+def write_csv(path: Path, rows: Sequence[dict]) -> None:
+  """A line for each result, with a column for each metric that any of them has."""
+  metrics = dict.fromkeys(name for row in rows for name in row["metrics"])
+  columns = [*metrics, "dataset", "model", "pretrained", "language", "task", "model_fullname"]
+  with path.open("w", newline="", encoding="utf-8") as file:
+    table = csv.DictWriter(file, columns)
+    table.writeheader()
+    for row in rows:
+      rest = {name: value for name, value in row.items() if name != "metrics"}
+      full_name = f"{row['model']} {row['pretrained']}"
+      table.writerow({**row["metrics"], **rest, "model_fullname": full_name})
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+  """The flags that select a model; see train.inference.load."""
+  parser.add_argument("--checkpoint", required=True, help="a run's workdir or open_clip's weights")
+  parser.add_argument("--model", default="", help="the size of open_clip's weights: ViT-B-32")
+  parser.add_argument("--tokenizer", default="", help='of open_clip\'s weights; "" is "clip"')
+  parser.add_argument("--dtype", default="", choices=["", "float32", "bfloat16"])
+  parser.add_argument("--int8", action="store_true", help="kernels and token table in 8 bits only")
+  parser.add_argument("--batch_size", type=positive, default=256)
+  parser.add_argument("--debug", action="store_true", help="show tracebacks")
+
+
+def positive(text: str) -> int:
+  """An argument that must be a whole number from 1 on."""
+  value = int(text)
+  if value < 1:
+    raise argparse.ArgumentTypeError(f"{value} must be at least 1.")
+  return value
+
+
+def main(arguments: Sequence[str]) -> None:
+  parser = argparse.ArgumentParser(
+    "python -m train.evaluate", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+  )
+  add_model_arguments(parser)
+  parser.add_argument("--data", required=True, nargs="+", action="extend", help="wds_* folders")
+  parser.add_argument("--split", default="test")
+  parser.add_argument("--linear_probe", action="store_true", help="train a linear probe, too")
+  parser.add_argument("--train_split", default="train", help="of the linear probe")
+  parser.add_argument("--out", default="", help="folder for JSON and csv; default: the workdir")
+  options = parser.parse_args(arguments)
+  with cli.explained(options.debug):
+    evaluate_folders(options)
+
+
 if __name__ == "__main__":
-  cli.run(evaluate_checkpoint)
+  if any(argument.partition("=")[0] == "--checkpoint" for argument in sys.argv[1:]):
+    main(sys.argv[1:])
+  else:
+    cli.run(evaluate_checkpoint)

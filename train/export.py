@@ -19,7 +19,7 @@ from sbjax.models.convert import FORMATS, save_weights, with_end_last
 from sbjax.models.hf_config import to_hf
 from train.errors import RunError
 from train.images import MEAN, STD
-from train.inference import RestoredRun, restore
+from train.inference import Model, load
 
 
 def export(workdir: str | Path, format: str, out: str | Path | None = None) -> Path:
@@ -34,7 +34,7 @@ def export(workdir: str | Path, format: str, out: str | Path | None = None) -> P
   """
   if format not in FORMATS:
     raise ValueError(f"--format={format!r} must be one of {', '.join(FORMATS)}.")
-  run = restore(workdir)
+  run = load(workdir)
   out = Path(workdir).expanduser() / format if out is None else Path(out).expanduser()
   files = _open_clip(run) if format == "open_clip" else _hf(run)
   out.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,7 @@ def export(workdir: str | Path, format: str, out: str | Path | None = None) -> P
   return out
 
 
-def _open_clip(run: RestoredRun) -> dict:
+def _open_clip(run: Model) -> dict:
   """Contents of files by name, or functions that write them."""
   config, params = run.task.model.config, run.params
   model = to_open_clip(config, layer_scale=_has_layer_scale(params), logit_bias=_has_bias(params))
@@ -63,7 +63,7 @@ def _open_clip(run: RestoredRun) -> dict:
   }
 
 
-def _hf(run: RestoredRun) -> dict:
+def _hf(run: Model) -> dict:
   config, params = run.task.model.config, run.params
   end_last = config.text.eot_id == 2
   if end_last:  # By 2 transformers means the largest id.

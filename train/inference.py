@@ -1,85 +1,166 @@
-"""A trained CLIP from a run's folder, for one's own pictures and texts.
+"""A trained CLIP for one's own pictures and texts: of a run's folder, or weights of open_clip.
 
 model = load("runs/quickstart")
 similarities = model.embed_images(["dog.jpg"]) @ model.embed_texts(["a dog", "a cat"]).T
 """
 
+import collections
 import contextlib
-import functools
-from collections.abc import Callable, Sequence
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from sbjax.models.config_files import UnknownModelError
+from sbjax.models.config_files import read_config as model_config
+from sbjax.models.convert import load_weights
+from sbjax.models.serving import serving_params
+from sbjax.models.sizes import SIZES
 from train.augment import CentreCrop
 from train.checkpoint import Checkpointer
-from train.config import Config, MeshConfig
+from train.config import Config, MeshConfig, ModelConfig
 from train.errors import RunError
 from train.optimizer import make_optimizer
 from train.run import abstract_state, check_tokenizer
 from train.sharding import make_mesh
 from train.task import CLIPTask, make_task
-from train.tokenizer import Tokenizer
+from train.tokenizer import Tokenizer, make_tokenizer
 from train.workdir import read_config
 from train.zero_shot import encode_rows, make_encoders, unit
+
+_WEIGHTS = (".safetensors", ".pt", ".pth", ".bin")
+# For weights that were not trained in 8 bits: a scale for each output of a linear layer.
+_INT8 = "switchback_q"
 
 
 class Model(NamedTuple):
   """Embeds pictures and texts as unit vectors, float32 [N, E]: a dot product is a cosine."""
 
-  step: int  # of the checkpoint
-  embed_images: Callable[[Sequence[str | Path]], np.ndarray]  # of files
-  embed_texts: Callable[[Sequence[str]], np.ndarray]
-
-
-def load(workdir: str | Path, batch_size: int = 32) -> Model:
-  """The model of a run's newest checkpoint, on the first device.
-
-  batch_size: pictures or texts at a time.
-  """
-  run = restore(workdir)
-  encoders, sizes = make_encoders(run.task.model, run.mesh), run.task.example_sizes
-  encode = functools.partial(encode_rows, run.params, run.mesh, batch_size)
-
-  def embed_images(paths):
-    return unit(encode(encoders.image, _pixels(paths, sizes["image_size"])))
-
-  def embed_texts(texts):
-    return unit(encode(encoders.text, run.tokenizer(texts, sizes["context_length"])))
-
-  return Model(run.step, embed_images, embed_texts)
-
-
-class RestoredRun(NamedTuple):
-  """A run's newest checkpoint."""
-
-  step: int
-  params: dict
+  size: str  # a key of SIZES
+  step: int | None  # of the checkpoint; None for weights of open_clip
   task: CLIPTask
+  params: Any
   tokenizer: Tokenizer
   mesh: jax.sharding.Mesh
+  batch_size: int
+
+  @property
+  def image_size(self) -> int:
+    return self.task.example_sizes["image_size"]
+
+  def tokenize(self, texts: Sequence[str]) -> np.ndarray:
+    """int32 [N, L]."""
+    return self.tokenizer(texts, self.task.example_sizes["context_length"])
+
+  def embed_images(self, paths: Sequence[str | Path]) -> np.ndarray:
+    """Of files, prepared as in evaluation."""
+    examples = (
+      {"where": path, "image": Path(path).read_bytes(), "captions": [], "label": -1}
+      for path in paths
+    )
+    batches = prepared(examples, self.image_size, self.batch_size)
+    return np.concatenate([self.embed_pixels(batch["image"]) for batch in batches])
+
+  def embed_pixels(self, pixels: np.ndarray) -> np.ndarray:
+    """Of uint8 [N, S, S, 3]."""
+    return self._encode("image", pixels)
+
+  def embed_texts(self, texts: Sequence[str]) -> np.ndarray:
+    return self._encode("text", self.tokenize(texts))
+
+  def _encode(self, tower: str, rows: np.ndarray) -> np.ndarray:
+    encoder = getattr(make_encoders(self.task.model, self.mesh), tower)
+    return unit(encode_rows(self.params, self.mesh, self.batch_size, encoder, rows))
 
 
-def restore(workdir: str | Path) -> RestoredRun:
-  """A run's newest checkpoint, on the first device.
+def load(
+  path: str | Path,
+  batch_size: int = 32,
+  *,
+  size: str = "",
+  tokenizer: str = "",
+  dtype: str = "",
+  int8: bool = False,
+) -> Model:
+  """The model of a run's newest checkpoint or of open_clip's weights, on the first device.
+
+  Args:
+    path: a run's folder, or a .safetensors, .pt, .pth or .bin file of open_clip.
+    batch_size: pictures or texts at a time.
+    size: of weights of open_clip: a key of SIZES, or open_clip's name, such as "ViT-B-32".
+    tokenizer: of weights of open_clip: as in DataConfig; "" is "clip".
+    dtype: of the computation; "": the run's, or float32 for weights of open_clip.
+    int8: keep kernels and token embeddings in 8 bits only (sbjax.models.serving), for the run's
+      recipe, or "switchback_q" if that leaves the forward pass in 16 bits.
 
   Raises:
-    RunError: the folder holds no finished checkpoint, or lacks a file.
+    RunError: the checkpoint, its tokenizer or its size is missing or another.
   """
-  workdir = Path(workdir).expanduser()
+  path = Path(path).expanduser()
+  size = _known_size(size)
+  if path.suffix in _WEIGHTS:
+    config, params, tokenizer, step = _open_clip(path, size, tokenizer)
+  else:
+    config, params, tokenizer, step = _run(path, size, tokenizer)
+  if dtype:
+    config.model.dtype = dtype
+  if int8:
+    config, params = _in_int8(config, params)
+  task, mesh = make_task(config, tokenizer), make_mesh(MeshConfig(), jax.devices()[:1])
+  return Model(config.model.size, step, task, params, tokenizer, mesh, batch_size)
+
+
+def _known_size(name: str) -> str:
+  """The key of SIZES for open_clip's name, where there is one; another model's name as it is."""
+  own = {f"ViT-{key.replace('/', '-')}": key for key in SIZES if "/" in key}
+  if name and name not in own:
+    try:
+      model_config(name)
+    except UnknownModelError as error:
+      raise RunError(
+        f"--model={name!r} is unknown; known: {', '.join(own)}.{error.hint}"
+      ) from error
+    except ValueError as error:
+      raise RunError(f"--model={name!r}: {error}") from error
+  return own.get(name, name)
+
+
+def _open_clip(path: Path, size: str, tokenizer: str):
+  if not path.is_file():
+    raise RunError(f"No file {path}: it should hold weights of open_clip.")
+  if not size:
+    raise RunError(f"{path} needs the size of its model, such as --model=ViT-B-32.")
+  config = Config(model=ModelConfig(size=size, recipe="full", dtype="float32"))
+  made = make_tokenizer(tokenizer or "clip", None, 0)
+  try:
+    params = load_weights(path, make_task(config, made).model.config)
+  except ValueError as error:
+    raise RunError(f"{path} does not hold a model of --model={size}. {error}") from error
+  config.model.zero_init_layer_scale = "ls_1" in params["image"]["blocks"]
+  return config, jax.device_put(params, jax.devices()[0]), made, None
+
+
+def _run(workdir: Path, size: str, tokenizer: str):
   if not (workdir / "config.json").is_file() or not (workdir / "checkpoints").is_dir():
     raise RunError(f"{workdir} holds no run: it needs config.json and checkpoints.")
   config = Config.from_dict(read_config(workdir / "config.json"))
-  config.model.backend = ""  # The run's device may be another.
+  if size not in ("", config.model.size):
+    raise RunError(f"{workdir} holds a {config.model.size}: leave --model={size} out.")
+  if tokenizer:
+    raise RunError(f"{workdir} has its own tokenizer: leave --tokenizer={tokenizer} out.")
   if not (workdir / "tokenizer.json").is_file():
     raise RunError(
-      f"{workdir} lacks tokenizer.json, the vocabulary that its run trained with (in the format of"
-      " Hugging Face tokenizers)."
+      f"{workdir / 'tokenizer.json'} is missing: it should hold the tokenizer of the run, as"
+      " training wrote it there."
     )
-  tokenizer = Tokenizer.load(workdir / "tokenizer.json")
-  task, mesh = make_task(config, tokenizer), make_mesh(MeshConfig(), jax.devices()[:1])
+  config.model.backend = ""  # The run's device may be another.
+  made = Tokenizer.load(workdir / "tokenizer.json")
+  task, mesh = make_task(config, made), make_mesh(MeshConfig(), jax.devices()[:1])
   optimizer, _ = make_optimizer(config.optimizer, config.steps, config.freeze)
   like = abstract_state(task, optimizer, config.seed, mesh)
   checkpoints = Checkpointer(workdir / "checkpoints", read_only=True)
@@ -88,13 +169,64 @@ def restore(workdir: str | Path) -> RestoredRun:
   if restored is None:
     raise RunError(f"{workdir / 'checkpoints'} holds no finished checkpoint.")
   check_tokenizer(restored, workdir)
-  return RestoredRun(restored.step, restored.state.params, task, tokenizer, mesh)
+  return config, restored.state.params, made, restored.step
 
 
-def _pixels(paths: Sequence[str | Path], image_size: int) -> np.ndarray:
-  """Files as in evaluation: uint8 [N, image_size, image_size, 3]."""
-  crop = CentreCrop(image_size)
-  examples = [
-    {"where": path, "image": Path(path).read_bytes(), "captions": [], "label": -1} for path in paths
-  ]
-  return np.stack([crop(example)["image"] for example in examples])
+def _in_int8(config: Config, params):
+  """The config and the parameters of the same model with 8-bit kernels."""
+  try:
+    return config, serving_params(params, config.model.recipe)
+  except ValueError:  # The recipe rounds nothing.
+    model = dataclasses.replace(config.model, recipe=_INT8)
+    return dataclasses.replace(config, model=model), serving_params(params, _INT8)
+
+
+def prepared(
+  examples: Iterable[dict[str, Any]],
+  image_size: int,
+  batch_size: int,
+  skipped: list[tuple[str, str]] | None = None,
+) -> Iterator[dict[str, Any]]:
+  """Batches of examples with their pixels, made in threads, two batches ahead.
+
+  {"where", "captions": lists, "label": int32 [b], "image": uint8 [b, S, S, 3]}; a batch may be
+  smaller than `batch_size`.
+
+  Args:
+    examples: as CentreCrop takes them.
+    skipped: takes ("where", reason) of an image that cannot be decoded; None: that is an error.
+  """
+  crop, examples = CentreCrop(image_size), iter(examples)
+
+  def submitted():
+    while group := list(itertools.islice(examples, batch_size)):
+      yield [(example, pool.submit(crop, example)) for example in group]
+
+  with ThreadPoolExecutor() as pool:
+    ahead = collections.deque()
+    for group in itertools.chain(submitted(), [None, None]):
+      ahead.append(group)
+      if len(ahead) > 2 and (batch := _batch(ahead.popleft(), skipped)):
+        yield batch
+
+
+def _batch(group, skipped) -> dict[str, Any] | None:
+  """The batch of examples and the futures of their pixels; None if all are skipped."""
+  examples, pixels = [], []
+  for example, future in group:
+    try:
+      pixels.append(future.result()["image"])
+    except ValueError as error:
+      if skipped is None:
+        raise
+      skipped.append((example["where"], str(error)))
+    else:
+      examples.append(example)
+  if not examples:
+    return None
+  return {
+    "where": [example["where"] for example in examples],
+    "captions": [example["captions"] for example in examples],
+    "label": np.array([example["label"] for example in examples], np.int32),
+    "image": np.stack(pixels),
+  }

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from sbjax.fused_ops import activate
-from sbjax.layers import SwitchBackDense
+from sbjax.layers import Embedding, SwitchBackDense
 from sbjax.models.sizes import CLIPConfig, TextConfig, VisionConfig
 from sbjax.models.transformer import (
   BLOCK_LINEARS,
@@ -231,7 +231,7 @@ class TextTower(nn.Module):
     if text.shape[1:] != (c.context_length,):
       raise ValueError(f"Texts must be [B, {c.context_length}], not {text.shape}.")
     # The look-up is in float32, since its gradient sums over all occurrences of a token.
-    x_BLD = nn.Embed(
+    x_BLD = Embedding(
       c.vocab_size, c.width, dtype=jnp.float32, embedding_init=normal(0.02), name="token_embedding"
     )(text)
     position_LD = self.param(

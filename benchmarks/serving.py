@@ -1,0 +1,169 @@
+"""How fast, how small and how exact is a CLIP whose parameters are 8 bits only?
+
+  python -m benchmarks.serving --sizes B/32 --batch_sizes 4
+  python -m benchmarks.serving --sizes B/32 L/14 H/14 --batch_sizes 256 512 1024   # a GPU
+  python -m benchmarks.serving --config configs/quickstart.py --workdir runs/quickstart
+
+With --sizes, times `encode_image` on random pixels for the contenders, in turns: `serving_params`,
+float32, and plain Flax in bfloat16 (benchmarks/flax_block.py) with bfloat16 parameters. The int8
+model computes in bfloat16 on a GPU and in float32 on a CPU. With --workdir, scores the newest
+checkpoint of a run in float32 without rounding, as it was trained, and from `serving_params`, and
+compares the features of its evaluation images. Adds lines to a JSONL file.
+"""
+
+import argparse
+import dataclasses
+import functools
+import random
+import statistics
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.flax_block import FlaxBlock
+from benchmarks.timing import append, provenance
+from sbjax.models.clip import CLIP
+from sbjax.models.serving import serving_params, size_of
+from sbjax.models.sizes import SIZES
+from sbjax.models.transformer import Block, BlockOptions
+from train import config_flags
+from train.run import make_run
+from train.zero_shot import encode_rows, make_encoders
+
+RECIPES = ("switchback", "switchback_q")
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--out", default="benchmarks/results/serving.jsonl")
+  parser.add_argument("--sizes", nargs="+", default=[], choices=SIZES)
+  parser.add_argument("--batch_sizes", nargs="+", type=int, default=[256, 512, 1024])
+  parser.add_argument("--rounds", type=int, default=5)
+  parser.add_argument("--config", help="of the run in --workdir")
+  parser.add_argument("--workdir", type=Path, help="a trained run")
+  parser.add_argument("--data_dir", default="", help="of the run's data")
+  args = parser.parse_args()
+  for size in args.sizes:
+    for batch_size in args.batch_sizes:
+      append(args.out, [speed(size, batch_size, args.rounds) | provenance()])
+  if args.workdir:
+    config = config_flags.load(args.config)
+    config.data.data_dir = args.data_dir
+    append(args.out, [quality(config, args.workdir) | {"config": args.config} | provenance()])
+
+
+def speed(size: str, batch_size: int, rounds: int) -> dict:
+  """Images a second of each contender."""
+  config, on_gpu = SIZES[size], jax.default_backend() == "gpu"
+  params = parameters(config)
+  dtype = jnp.bfloat16 if on_gpu else jnp.float32
+  models = {  # name: parameters, recipe, dtype, block
+    **{
+      f"serving {recipe}": (serving_params(params, recipe), recipe, dtype, Block)
+      for recipe in RECIPES
+    },
+    "full float32": (params, "full", jnp.float32, Block),
+    "flax bfloat16": (half(params), "full", jnp.bfloat16, FlaxBlock),
+  }
+  side = config.vision.image_size
+  image = jax.random.normal(jax.random.key(1), (batch_size, side, side, 3), dtype)
+  calls, found = {}, {}
+  for name, (own, recipe, dtype, block) in models.items():
+    options = BlockOptions(recipe=recipe, dtype=dtype, unroll=0 if on_gpu else 1)
+    calls[name] = compiled(CLIP(config, options, block=block), own, image)
+    found[name] = {"megabytes": round(size_of(own) / 1e6, 1)}
+  for name, seconds in race(calls, rounds).items():
+    median = statistics.median(seconds)
+    found[name] |= {
+      "images_per_second": round(batch_size / median, 2),
+      "spread": round((max(seconds) - min(seconds)) / median, 3),
+    }
+    print(f"{size:6} {batch_size:5} {name:22} {found[name]}", flush=True)
+  return {
+    "benchmark": "serving speed",
+    "size": size,
+    "batch_size": batch_size,
+    "rounds": rounds,
+    "contenders": found,
+    "data": "random parameters and pixels",
+  }
+
+
+def parameters(config):
+  """Random parameters; what they are does not change the time."""
+  side, length = config.vision.image_size, config.text.context_length
+  inputs = jnp.zeros((1, side, side, 3)), jnp.zeros((1, length), jnp.int32)
+  shapes = jax.eval_shape(CLIP(config).init, jax.random.key(0), *inputs)["params"]
+  rng = np.random.default_rng(0)
+  return jax.tree.map(
+    lambda x: jnp.asarray(0.02 * rng.standard_normal(x.shape, np.float32)), shapes
+  )
+
+
+def half(params):
+  """Plain Flax's way to serve: all parameters in bfloat16."""
+  return jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+
+
+def compiled(model, params, image):
+  encode = jax.jit(lambda params, x: model.apply({"params": params}, x, method="encode_image"))
+  return functools.partial(encode.lower(params, image).compile(), params, image)
+
+
+def race(calls: dict, rounds: int) -> dict[str, list[float]]:
+  """Seconds of each call, in turns; the first round warms up."""
+  times, order = {name: [] for name in calls}, list(calls.items())
+  for i in range(rounds + 1):
+    random.shuffle(order)  # A contender that runs after a hot one starts at a lower clock.
+    for name, call in order:
+      started = time.perf_counter()
+      call().block_until_ready()
+      if i:
+        times[name].append(time.perf_counter() - started)
+  return times
+
+
+def quality(config, workdir: Path) -> dict:
+  """Scores and cosines of a run's newest checkpoint, in float32 and in 8 bits."""
+  run = make_run(config, workdir, read_only=True)
+  restored = run.restore()
+  params, batch = restored.state.params, next(run._eval_batches())
+
+  def of(recipe, params):
+    options = dataclasses.replace(run.task.model.options, recipe=recipe, dtype=jnp.float32)
+    task = run.task._replace(model=run.task.model.clone(options=options))
+    encoders = make_encoders(task.model, run.mesh)
+    encode = functools.partial(encode_rows, params, run.mesh, len(batch["image"]))
+    features = encode(encoders.image, batch["image"])
+    return features, run._replace(task=task).evaluate(params)
+
+  exact, scores = of("full", params)
+  found = {"full float32": {"megabytes": round(size_of(params) / 1e6, 3), "scores": scores}}
+  contenders = {f"trained {config.model.recipe}": (config.model.recipe, params)}
+  for recipe in RECIPES:
+    contenders[f"serving {recipe}"] = recipe, serving_params(params, recipe)
+  for name, (recipe, own) in contenders.items():
+    features, scores = of(recipe, own)
+    cosines = (features * exact).sum(axis=1)
+    found[name] = {
+      "megabytes": round(size_of(own) / 1e6, 3),
+      "cosine_mean": round(float(cosines.mean()), 6),
+      "cosine_min": round(float(cosines.min()), 6),
+      "scores": scores,
+    }
+  for name, line in found.items():
+    print(name, line, flush=True)
+  return {
+    "benchmark": "serving quality",
+    "step": restored.step,
+    "data": f"{run.builder.info.full_name}, {config.data.eval_split}",
+    "images_of_the_cosines": len(batch["image"]),
+    "contenders": found,
+  }
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,147 @@
+"""Parameters in 8 bits: the same model applies them, in a quarter of the bytes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from clip_case import MICRO, clip, compiled, pairs, random_params
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from sbjax import SwitchBackDense, dequantize, quantized_dot
+from sbjax.linear import serving_weight
+from sbjax.models import serving
+from sbjax.models.clip import CLIP
+from sbjax.models.serving import load_serving, save_serving, serving_params, size_of
+from sbjax.models.sizes import SIZES
+from sbjax.quantize import Quantized, Spec, quantize
+from sbjax.recipes import Recipe
+
+TABLE = ("text", "token_embedding", "embedding")
+INT8_FORWARD = Recipe(
+  fwd=(Spec(jnp.int8, "rowwise"), Spec(jnp.int8, "rowwise")), dgrad=None, wgrad=None
+)
+
+
+@functools.partial(compiled, static_argnames="model")
+def features(model, params, image, text):
+  variables = {"params": params}
+  return (
+    model.apply(variables, image, method="encode_image"),
+    model.apply(variables, text, method="encode_text"),
+  )
+
+
+def with_rounded_table(params, served):
+  """Float parameters whose token embeddings are those of the served ones."""
+  table = dequantize(flatten_dict(served)[TABLE])
+  return unflatten_dict({**flatten_dict(params), TABLE: table})
+
+
+@pytest.mark.parametrize(
+  ("recipe", "scan"),
+  [("switchback", True), ("switchback_q", False), ("fp8_switchback", True), (INT8_FORWARD, True)],
+)
+def test_serving_features_are_those_of_the_float_parameters(recipe, scan):
+  model, params = clip(recipe=recipe, scan=scan), random_params(scan=scan)
+  served = serving_params(params, recipe)
+  expected = features(model, with_rounded_table(params, served), *pairs())
+  for ours, theirs in zip(features(model, served, *pairs()), expected, strict=True):
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
+
+
+def test_each_kernel_of_a_block_has_no_float_and_one_orientation():
+  served = flatten_dict(serving_params(random_params(), "switchback_q"))
+  kernels = {path: leaf for path, leaf in served.items() if path[-1] == "kernel" and len(path) > 3}
+  assert len(kernels) == 8
+  width = MICRO.vision.width
+  for leaf in kernels.values():
+    assert [x.dtype for x in jax.tree.leaves(leaf)] == [jnp.int8, jnp.float32]
+  fc1 = kernels["image", "blocks", "fc1", "kernel"]
+  layers, hidden = MICRO.vision.layers, int(width * MICRO.vision.mlp_ratio)
+  assert fc1.values.shape == (layers, hidden, width) and fc1.scale.shape == (layers, hidden, 1)
+
+
+def test_rules_leave_other_kernels_as_they_are():
+  params = random_params()
+  served = serving_params(params, "text/*=full, *=switchback")
+  assert isinstance(served["image"]["blocks"]["fc1"]["kernel"], Quantized)
+  assert served["text"]["blocks"]["fc1"]["kernel"] is params["text"]["blocks"]["fc1"]["kernel"]
+  with pytest.raises(ValueError, match=r"recipe='full' leaves every kernel in 16 bits"):
+    serving_params(params, "full")
+
+
+@pytest.mark.parametrize("size", ["S/16", "B/32", "L/14", "H/14"])
+def test_serving_parameters_take_three_tenths_of_float32_and_half_of_bfloat16(size):
+  config = SIZES[size]
+  side, length = config.vision.image_size, config.text.context_length
+  image = jax.ShapeDtypeStruct((1, side, side, 3), jnp.float32)
+  text = jax.ShapeDtypeStruct((1, length), jnp.int32)
+  params = jax.eval_shape(CLIP(config).init, jax.random.key(0), image, text)["params"]
+  served = jax.eval_shape(lambda params: serving_params(params, "switchback_q"), params)
+  assert size_of(served) <= 0.3 * size_of(params)
+  assert size_of(served) <= 0.55 * size_of(params) / 2
+
+
+def test_the_size_is_that_of_all_arrays():
+  params = {"a": quantize(jnp.ones((4, 8)), Spec(jnp.int8, "rowwise")), "b": jnp.ones(3)}
+  assert size_of(params) == 4 * 8 + 4 * 4 + 3 * 4
+
+
+def test_gradients_of_serving_parameters_are_refused():
+  w = serving_weight(quantize(jnp.ones((16, 32)), Spec(jnp.int8, "rowwise")))
+  for recipe in ("switchback_q", INT8_FORWARD):
+    with pytest.raises(NotImplementedError, match="`serving_params` have no gradients"):
+      jax.grad(lambda x, recipe=recipe: quantized_dot(x, w, recipe).sum())(jnp.ones((4, 32)))
+
+
+def test_kernels_of_another_recipe_or_size_are_refused():
+  params = {"kernel": quantize(jnp.ones((16, 32)), Spec(jnp.int8, "rowwise"))}
+  x = jnp.ones((4, 32))
+  assert SwitchBackDense(16, recipe="switchback_q", use_bias=False).apply({"params": params}, x)[
+    0, 0
+  ] == pytest.approx(32)
+  for recipe in ("switchback", "full"):
+    with pytest.raises(ValueError, match="quantized for another recipe"):
+      SwitchBackDense(16, recipe=recipe, use_bias=False).apply({"params": params}, x)
+  with pytest.raises(ValueError, match=r"parameter kernel must be \(24, 32\), not \(16, 32\)"):
+    SwitchBackDense(24, recipe="switchback_q", use_bias=False).apply({"params": params}, x)
+
+
+def assert_same(ours, theirs):
+  assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+  for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+    assert a.dtype == b.dtype
+    np.testing.assert_array_equal(a, b)
+
+
+def test_orbax_restores_serving_parameters(tmp_path):
+  served = serving_params(random_params(), "switchback")
+  with ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save(tmp_path / "served", served)
+    checkpointer.wait_until_finished()
+    assert_same(checkpointer.restore(tmp_path / "served", served), served)
+
+
+@pytest.mark.interop
+@pytest.mark.parametrize("recipe", ["switchback_q", "fp8_switchback"])
+def test_a_file_holds_the_serving_parameters(tmp_path, recipe):
+  numpy = pytest.importorskip("safetensors.numpy")
+  served = serving_params(random_params(), recipe)
+  path = tmp_path / "served.safetensors"
+  save_serving(served, path)
+  assert_same(load_serving(path), served)
+  assert path.stat().st_size < size_of(served) + 20_000
+  numpy.save_file({"a": np.ones(3)}, path)
+  with pytest.raises(ValueError, match="was not written by save_serving"):
+    load_serving(path)
+
+
+def test_without_safetensors_the_error_names_it(tmp_path, monkeypatch):
+  monkeypatch.setattr(
+    serving.importlib, "import_module", lambda name: (_ for _ in ()).throw(ImportError(name))
+  )
+  with pytest.raises(ImportError, match="need the package safetensors"):
+    load_serving(tmp_path / "served.safetensors")
