@@ -65,7 +65,7 @@ def test_every_field_can_be_set_by_a_flag_to_its_own_value():
   [
     ("--config.optimiser.b1=0.5", "no field 'optimiser.b1'. Did you mean optimizer.b1?"),
     ("--config.learning_rate=1", "no field 'learning_rate'. Did you mean optimizer.learning_rate?"),
-    ("--config.optimizer.lerning_rate=1", "Did you mean optimizer.learning_rate?"),
+    ("--config.optimizer.lerning_rate=1", "Did you mean one of optimizer.learning_rate, "),
     ("--config.model=tiny", "no field 'model'. Did you mean one of model.size, "),
     ("--config.steps=many", "--config.steps='many' must be a whole number."),
     ("--config.steps", "--config.steps needs a value"),
@@ -161,7 +161,7 @@ def started(monkeypatch, capsys, *arguments, job=lambda config, workdir: None):
     (["--config=configs/quickstart.py", "--workdir=x", "--config.stesp=3"], "Did you mean steps?"),
     (
       ["--config=configs/quickstart.py", "--workdir=x", "--config.optimizer.learning_rat=1"],
-      "no field 'optimizer.learning_rat'. Did you mean optimizer.learning_rate",
+      "no field 'optimizer.learning_rat'. Did you mean one of optimizer.learning_rate, ",
     ),
     (
       ["--config=configs/quickstart.py", "--workdir=x", "--config.steps=many"],

@@ -115,6 +115,6 @@ def test_an_export_without_a_run_or_its_tokenizer_says_what_is_missing(workdir, 
   try:
     with pytest.raises(SystemExit) as error:
       export.main([f"--workdir={workdir}", "--format=hf"])
-    assert "lacks tokenizer.json, the vocabulary that its run trained with" in str(error.value)
+    assert "tokenizer.json is missing: it should hold the tokenizer of the run" in str(error.value)
   finally:
     kept.write_bytes(text)
