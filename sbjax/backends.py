@@ -151,8 +151,8 @@ def _operation(operation: str, backend: str, kernels, has_fp8: bool, falls_back:
     return jax.lax.platform_dependent(*arrays, cuda=by_kernel, default=by_xla)
 
   # A model's layers repeat: each size is traced and lowered once.
-  static = {"static_argnames": _STATIC_NAMES}
-  return jax.jit(run, **static, **({"static_argnums": 2} if operation == "scaled_matmul" else {}))
+  positions = (2,) if operation == "scaled_matmul" else ()
+  return jax.jit(run, static_argnums=positions, static_argnames=_STATIC_NAMES)
 
 
 _STATIC_NAMES = ("out_dtype", "out_sharding", "activation", "epsilon", "causal", "length")

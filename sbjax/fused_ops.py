@@ -7,6 +7,7 @@ so that absmax can be reduced across devices.
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -178,4 +179,6 @@ def _sigmoid_unit(h, z, slope):
   return h * gate, gate + h * (slope * (gate * jax.nn.sigmoid(-z)))
 
 
-_ACTIVATIONS = dict(zip(ACTIVATIONS, (_gelu, _gelu_tanh, _quick_gelu), strict=True))
+_ACTIVATIONS: dict[str, Callable] = dict(
+  zip(ACTIVATIONS, (_gelu, _gelu_tanh, _quick_gelu), strict=True)
+)

@@ -160,8 +160,8 @@ class Embedding(nn.Embed):
   def __call__(self, inputs: jax.Array) -> jax.Array:
     if self.table is None:
       return super().__call__(inputs)
-    rows = (jnp.take(array, inputs, axis=0) for array in (self.table.values, self.table.scale))
-    return dequantize(Quantized(*rows, self.table.spec), self.dtype or jnp.float32)
+    values, scale = (jnp.take(a, inputs, axis=0) for a in (self.table.values, self.table.scale))
+    return dequantize(Quantized(values, scale, self.table.spec), self.dtype or jnp.float32)
 
 
 def _along_last(vector, ndim):

@@ -24,7 +24,7 @@ from sbjax.split_k_matmul import split_k_matmul
 class NoMaster:
   """Stands for a master that is not there: the weight serves the forward pass only."""
 
-  shape: tuple[int, int]  # of w [K, N]
+  shape: tuple[int, ...]  # of w [K, N]
   dtype = jnp.dtype(jnp.float32)
   ndim = 2
 
@@ -35,7 +35,7 @@ class QuantizedWeight(NamedTuple):
   Its gradient is that of `master`; the rest is a constant that follows from it.
   """
 
-  master: jax.Array | NoMaster  # w [K, N]
+  master: Any  # jax.Array w [K, N], or NoMaster
   fwd: Quantized | None  # w.T [N, K] as the forward pass takes it; None: not, or as dgrad.T
   dgrad: Quantized | None  # w [K, N] as the input gradient takes it, or None
 
@@ -68,7 +68,7 @@ def serving_weight(w: Quantized) -> QuantizedWeight:
   return QuantizedWeight(NoMaster(w.values.shape[::-1]), w, None)
 
 
-def as_kernel(name: str, w) -> jax.Array | NoMaster:
+def as_kernel(name: str, w) -> Any:
   """w as JAX's array; a ValueError unless it is floating point [K, N]."""
   if isinstance(w, NoMaster):
     return w

@@ -12,6 +12,7 @@ Letters in shapes: B batch, L length (patches or tokens), D width, H heads, E em
 
 import functools
 import math
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -200,7 +201,8 @@ class AttentionPool(nn.Module):
     c, width = self.config, self.config.width
     probe_D = self.param("probe", nn.initializers.normal(width**-0.5), (width,), jnp.float32)
     probe_B1D = jnp.broadcast_to(probe_D.astype(self.dtype), (x_BLD.shape[0], 1, width))
-    kernel, bias = self._linear("qkv", 3 * width).parameters(width)
+    parameters: Any = self._linear("qkv", 3 * width).parameters(width)
+    kernel, bias = parameters
     kernel, bias = kernel.astype(self.dtype), bias.astype(self.dtype)
     q_B1D = probe_B1D @ kernel[:, :width] + bias[None, None, :width]
     kv_BLD = jnp.split(x_BLD @ kernel[:, width:] + bias[None, None, width:], 2, axis=-1)

@@ -165,7 +165,7 @@ def _open_clip_vision(v: Mapping, quick: bool, name: str) -> VisionConfig:
     size = size[0]
   if timm := v.get("timm_model_name"):
     match = _SIGLIP.fullmatch(timm)
-    if not match or v.get("timm_pool") != "map" or v.get("timm_proj") != "none":
+    if match is None or v.get("timm_pool") != "map" or v.get("timm_proj") != "none":
       known = [what for prefix, what in _TIMM if timm.startswith(prefix)]
       refuse(name, known[0] if known else f"a CLIP with timm's {timm!r}")
     width, layers, heads, mlp_ratio = _SIGLIP_SIZES[match[1]]

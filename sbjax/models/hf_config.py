@@ -1,11 +1,12 @@
 """Architectures in the config.json of Hugging Face transformers: CLIPModel and SiglipModel."""
 
 from collections.abc import Mapping
+from typing import Any, NoReturn
 
 from sbjax.models.sizes import CLIPConfig, TextConfig, VisionConfig
 
 
-def refuse(name: str, what: str):
+def refuse(name: str, what: str) -> NoReturn:
   """Raises a ValueError for an architecture that sbjax lacks."""
   raise ValueError(
     f"{name} is {what}, which sbjax does not have. It has ViT CLIPs (open_clip, OpenAI,"
@@ -20,7 +21,7 @@ _HF_ACTIVATIONS = {
   "gelu_new": "gelu_tanh",
 }
 # transformers' defaults, which config.json leaves out: those of images, of texts.
-_HF_DEFAULTS = {
+_HF_DEFAULTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
   "clip": (
     dict(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12,
          image_size=224, patch_size=32, hidden_act="quick_gelu", layer_norm_eps=1e-5),
