@@ -51,7 +51,7 @@ def main() -> None:
       append(args.out, [speed(size, batch_size, args.rounds) | provenance()])
   if args.workdir:
     config = config_flags.load(args.config)
-    config.data.data_dir = args.data_dir
+    config.data.data_dir = args.data_dir or config.data.data_dir
     append(args.out, [quality(config, args.workdir) | {"config": args.config} | provenance()])
 
 

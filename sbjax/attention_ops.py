@@ -23,8 +23,8 @@ def attention_forward(*qkv: jax.Array, causal: bool, length: int) -> tuple[jax.A
   Returns:
     o [B, L, H, D] in qkv's dtype; lse [B, H, L] in float32. Logits and sums are float32.
   """
-  q, k, v = _split(qkv)
-  logits = _logits(q, k, causal, length)
+  q, k, v = _split(qkv, length)
+  logits = _logits(q, k, causal)
   lse = jax.nn.logsumexp(logits, axis=-1)
   o = jnp.einsum("bhqk,bkhd->bqhd", jnp.exp(logits - lse[..., None]), v)
   return o.astype(qkv[0].dtype), lse
@@ -39,18 +39,19 @@ def attention_backward(
     o, lse: the results of `attention_forward`.
     do: [B, L, H, D], the gradient of o.
   """
-  q, k, v = _split(qkv)
-  o, do = o[:, :length].astype(jnp.float32), do[:, :length].astype(jnp.float32)
-  q = q[:, :length]
-  p = jnp.exp(_logits(q, k, causal, length) - lse[:, :, :length, None])
+  q, k, v = _split(qkv, length)
+  q, o, do = (x[:, :length].astype(jnp.float32) for x in (q, o, do))
+  p = jnp.exp(_logits(q, k, causal) - lse[:, :, :length, None])
   delta = jnp.einsum("bqhd,bqhd->bhq", o, do)
   dp = jnp.einsum("bqhd,bkhd->bhqk", do, v)
   ds = p * (dp - delta[..., None]) * q.shape[-1] ** -0.5
   gradients = (
-    jnp.pad(jnp.einsum("bhqk,bkhd->bqhd", ds, k), _at_end(k.shape[1] - length)),
+    jnp.einsum("bhqk,bkhd->bqhd", ds, k),
     jnp.einsum("bhqk,bqhd->bkhd", ds, q),
     jnp.einsum("bhqk,bqhd->bkhd", p, do),
   )
+  padding = ((0, 0), (0, qkv[0].shape[1] - length), (0, 0), (0, 0))
+  gradients = [jnp.pad(gradient, padding) for gradient in gradients]
   dtype = qkv[0].dtype
   if len(qkv) == 1:
     return (jnp.stack(gradients, axis=2).astype(dtype),)
@@ -60,22 +61,22 @@ def attention_backward(
 def longest(head_dim: int, capability: int) -> int:
   """The largest number of tokens that the kernels take on a device of this compute capability.
 
-  Below 9.0 the tensor cores' operands are in registers, which a longer head would spill.
+  Except on 9.0 the tensor cores' operands are in registers, which a longer head would spill.
   """
-  return min(MAX_LENGTH, 49_152 // head_dim) if capability >= 90 else 128
+  width = 128 if head_dim > 96 else head_dim  # The kernels cut 104 into 64 and 64.
+  return min(MAX_LENGTH, 49_152 // width) if capability == 90 else 128
 
 
-def _split(qkv):
+def _split(qkv, length):
+  """q, and k and v without their padding, whose values count for nothing: 0 * NaN is NaN."""
   arrays = [qkv[0][:, :, i] for i in range(3)] if len(qkv) == 1 else [x[:, :, 0] for x in qkv]
-  return [x.astype(jnp.float32) for x in arrays]
+  q, k, v = (x.astype(jnp.float32) for x in arrays)
+  return q, k[:, :length], v[:, :length]
 
 
-def _logits(q, k, causal, length):
+def _logits(q, k, causal):
   logits = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
+  if not causal:
+    return logits
   query, key = (jax.lax.broadcasted_iota(jnp.int32, logits.shape[2:], i) for i in range(2))
-  seen = (key < length) & (key <= query) if causal else key < length
-  return jnp.where(seen[None, None], logits, -jnp.inf)
-
-
-def _at_end(n):
-  return ((0, 0), (0, n), (0, 0), (0, 0))
+  return jnp.where((key <= query)[None, None], logits, -jnp.inf)

@@ -14,6 +14,7 @@ import functools
 import itertools
 import json
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -35,8 +36,8 @@ _PICTURES = (".jpg", ".jpeg", ".png", ".webp")
 _TILE, _MARGIN = 128, 20  # pixels of a contact sheet
 
 
-def sources(patterns: Sequence[str]) -> list[str]:
-  """The pictures and tar shards that folders, files and globs name, in order.
+def sources(patterns: Sequence[str], out: Path | None = None) -> list[str]:
+  """The pictures and tar shards that folders, files and globs name, in order; none in `out`.
 
   Raises:
     RunError: one of them names none.
@@ -44,7 +45,11 @@ def sources(patterns: Sequence[str]) -> list[str]:
   found = []
   for pattern in patterns:
     folder = Path(pattern).expanduser()
-    paths = sorted(folder.rglob("*")) if folder.is_dir() else tar_shards.expand(str(folder))
+    if folder.is_dir():
+      paths = sorted(path for path in folder.rglob("*") if path.is_file())
+      paths = [path for path in paths if path.resolve().parent != out]
+    else:
+      paths = [folder] if folder.is_file() else tar_shards.expand(str(folder))
     paths = [str(path) for path in paths if _is_shard(path) or _is_picture(path)]
     if not paths:
       raise RunError(f"--data={pattern} has no picture ({', '.join(_PICTURES)}) and no .tar shard.")
@@ -186,8 +191,12 @@ def contact_sheet(rows: Sequence[tuple[str, Sequence[tuple[float, str]]]]) -> Im
 def _contents(names: Iterable[str]) -> dict[str, bytes]:
   """The bytes of pictures by their names; a shard is read once."""
   names, found = set(names), {}
-  shards = {name.rpartition(":")[0] for name in names if not _is_picture(name)}
+  # A key may hold a colon, too.
+  shards = {re.sub(r"(\.tar(?:\.gz)?):.*", r"\1", name) for name in names if not _is_picture(name)}
   files = [name for name in names if _is_picture(name)]
+  for path in (*files, *shards):
+    if not Path(path).is_file():
+      raise RunError(f"{path} is not there any more: nearest.png needs it where it was embedded.")
   for example in examples([*files, *sorted(shards)]):
     if example["where"] in names:
       found[example["where"]] = example["image"]
@@ -198,7 +207,8 @@ def embed(options: argparse.Namespace) -> None:
   """Does what the flags say."""
   if not (options.data or options.texts or options.query):
     raise RunError("Nothing to do: --data, --texts or --query is needed.")
-  paths = sources(options.data)
+  out = Path(options.out).expanduser()
+  paths = sources(options.data, out.resolve())
   texts = _texts(options.texts)
   model = inference.load(
     options.checkpoint,
@@ -208,13 +218,16 @@ def embed(options: argparse.Namespace) -> None:
     dtype=options.dtype,
     int8=options.int8,
   )
-  out = Path(options.out).expanduser()
   out.mkdir(parents=True, exist_ok=True)
   same = {"checkpoint": str(options.checkpoint), "step": model.step, "size": model.size}
   same |= {"dtype": model.task.model.options.dtype.name, "int8": options.int8}
+  same |= {"tokenizer": options.tokenizer}
+  if Path(options.checkpoint).expanduser().is_file():
+    same["bytes"] = os.path.getsize(Path(options.checkpoint).expanduser())
   with lock(out):
     if paths:
-      source = {"images": len(paths), "paths": zlib.crc32("\n".join(paths).encode())}
+      files = "\n".join(f"{path} {os.path.getsize(path)}" for path in paths)
+      source = {"images": len(paths), "paths": zlib.crc32(os.fsencode(files))}
       _check_same(out / "images.json", same | source | {"shard_size": options.shard_size})
       skipped = embed_images(model, paths, out, options.shard_size)
       print(f"embedded pictures into {out}" + (f"; skipped {skipped}" if skipped else ""))
@@ -224,6 +237,7 @@ def embed(options: argparse.Namespace) -> None:
       embed_texts(model, texts, out, options.shard_size)
       print(f"embedded {len(texts)} texts into {out}")
   if options.query:
+    _check_same(out / "images.json", same, write=False)
     found = nearest(out, model.embed_texts(options.query), options.nearest)
     for text, row in zip(options.query, found, strict=True):
       print(text)
@@ -243,7 +257,7 @@ def _texts(path: str) -> list[str]:
   return texts
 
 
-def _check_same(path: Path, now: dict) -> None:
+def _check_same(path: Path, now: dict, write: bool = True) -> None:
   """Writes what a folder holds, or raises a RunError if it holds something else."""
   before = json.loads(path.read_text()) if path.is_file() else now
   changed = [
@@ -256,7 +270,8 @@ def _check_same(path: Path, now: dict) -> None:
       f"{path.parent} holds other embeddings ({'; '.join(changed)}). Choose another --out, or go"
       " back to those flags to continue."
     )
-  write_json(path, now)
+  if write:
+    write_json(path, now)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -42,7 +42,7 @@ def evaluate_checkpoint(config: Config, workdir: Path) -> dict[str, float]:
     return scores
   print(f"step {restored.step}, {run.builder.info.full_name}, {config.data.eval_split} split")
   for name, score in scores.items():
-    print(f"  {name:26} {score:.4f}")
+    print(f"  {name:26} {score:.4g}")
   data_set = run.builder.info.full_name.replace("/", "-")
   path = workdir / f"evaluation-{data_set}-{config.data.eval_split}.json"
   write_json(path, {"step": restored.step, **scores})
@@ -80,7 +80,8 @@ def classification_scores(logits: np.ndarray, labels: np.ndarray) -> dict[str, f
   """acc1, acc5 (from five classes on) and mean_per_class_recall of logits [N, classes]."""
   own, label = logits[np.arange(len(labels)), labels][:, None], labels[:, None]
   # Of equal logits the first is the larger, so equal features have the accuracy of chance.
-  larger = (logits > own) | ((logits == own) & (np.arange(logits.shape[1])[None] < label))
+  # An example whose logits are NaN is wrong: all of them count as larger.
+  larger = ~(logits <= own) | ((logits == own) & (np.arange(logits.shape[1])[None] < label))
   ranks = larger.sum(axis=1)
   scores = {"acc1": float(np.mean(ranks < 1))}
   if logits.shape[1] >= 5:
@@ -101,12 +102,20 @@ def _features(model: Model, folder: WdsFolder, split: str):
       progress.update(len(batch["image"]))
   if not images:
     raise RunError(f"The shards of {folder.path / split} hold no sample.")
+  if bad := sum(int(np.sum(~np.isfinite(batch).all(axis=1))) for batch in images):
+    raise RunError(
+      f"The features of {bad} images of {folder.path / split} are not finite. The weights are"
+      " damaged, or --dtype=float32 is needed."
+    )
   return np.concatenate(images), np.concatenate(labels), captions
 
 
 def evaluate_folders(options: argparse.Namespace) -> list[dict]:
   """Scores a model on each folder; writes a JSON file for each and a csv of all."""
   folders = [open_folder(path) for path in options.data]
+  names = [folder.path.name for folder in folders]
+  if len({*names}) < len(names):
+    raise RunError(f"Folders need names of their own, for their results: {', '.join(names)}.")
   for folder in folders:  # These fail before anything is computed, which takes long.
     folder.shards(options.split)
     if options.linear_probe and folder.task == CLASSIFICATION:
@@ -133,13 +142,15 @@ def evaluate_folders(options: argparse.Namespace) -> list[dict]:
     if options.linear_probe and folder.task == CLASSIFICATION:
       scores[PROBE] = probe_folder(model, folder, options.split, options.train_split)
     for task, metrics in scores.items():
-      row = {"dataset": folder.name, **named, "task": task, "metrics": metrics}
-      write_json(out / f"{folder.path.name}_{task}.json", row)
+      about = {"split": options.split, "step": model.step, "task": task}
+      row = {"dataset": folder.name, **named, **about, "metrics": metrics}
+      suffix = "" if options.split == "test" else f"_{options.split}"
+      write_json(out / f"{folder.path.name}{suffix}_{task}.json", row)
       rows.append(row)
+      write_csv(out / "benchmark.csv", rows)
       print(f"{folder.name}, {task}")
       for name, score in metrics.items():
         print(f"  {name:26} {score:.4f}")
-  write_csv(out / "benchmark.csv", rows)
   print(f"wrote {out / 'benchmark.csv'}")
   return rows
 
@@ -147,7 +158,8 @@ def evaluate_folders(options: argparse.Namespace) -> list[dict]:
 def write_csv(path: Path, rows: Sequence[dict]) -> None:
   """A line for each result, with a column for each metric that any of them has."""
   metrics = dict.fromkeys(name for row in rows for name in row["metrics"])
-  columns = [*metrics, "dataset", "model", "pretrained", "language", "task", "model_fullname"]
+  columns = [*metrics, "dataset", "model", "pretrained", "language", "split", "step", "task"]
+  columns.append("model_fullname")
   with path.open("w", newline="", encoding="utf-8") as file:
     table = csv.DictWriter(file, columns)
     table.writeheader()

@@ -28,8 +28,7 @@ def lock(folder: Path, wait: bool = False) -> Iterator[None]:
       file.seek(0)
       holder = file.read().strip() or "another process"
       raise RunError(
-        f"{folder} is in use by {holder}. Wait until it ends or stop it, or choose another"
-        " --workdir."
+        f"{folder} is in use by {holder}. Wait until it ends or stop it, or choose another folder."
       ) from None
     except OSError as error:  # Some network file systems have no locks.
       print(f"{folder} cannot be locked: {error}. Start nothing else there.", file=sys.stderr)

@@ -2,7 +2,7 @@
 
 The kernels of the blocks are quantized for the forward pass, in the one orientation that it takes.
 The table of token embeddings is quantized row by row: in a B/32 it holds a sixth of all parameters.
-All else stays as it is, and takes 1 to 3 % of the float parameters.
+All else stays as it is, and takes 0.4 to 2.2 % of the bytes of the float parameters (H/14, B/32).
 """
 
 import importlib

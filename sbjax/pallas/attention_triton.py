@@ -53,8 +53,7 @@ def backward_config(length: int, head_dim: int, capability: int) -> Config:
   """The gradient of a program's queries takes a third of the registers of 8 warps."""
   if length <= 80:
     return Config(block_q=64, block_k=64, warps=4)
-  # Queries and the output's gradient take half of the shared memory of 99 KB on Ada.
-  values = 21_760 if capability in (80, 90) else 10_240
+  values = 21_760 if capability == 90 else 10_240
   width = sum(size for _, size in _pieces(head_dim))
   return Config(block_q=128, block_k=64, warps=8, parts=math.ceil(length * width / values))
 

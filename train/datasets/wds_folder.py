@@ -45,7 +45,8 @@ class WdsFolder(NamedTuple):
       RunError: there is none, or nshards.txt names more.
     """
     folder = self.path / split
-    found = {path.name.partition(".")[0]: path for path in sorted(folder.glob("*.tar*"))}
+    shards = (path for ending in ("tar.gz", "tar") for path in folder.glob(f"*.{ending}"))
+    found = {path.name.partition(".")[0]: path for path in shards}
     counted = folder / "nshards.txt"
     if counted.is_file():
       text = counted.read_text().strip()
@@ -80,6 +81,8 @@ class WdsFolder(NamedTuple):
   def _example(self, where: str, sample: dict[str, bytes | None]) -> dict[str, Any]:
     images = [sample[kind] for kind in ("webp", "png", "jpg", "jpeg") if sample.get(kind)]
     needed = "cls" if self.task == CLASSIFICATION else "txt"
+    if None in sample.values():
+      raise RunError(f"{where} has a file of more than {DEFAULT_LIMITS.member_bytes:,} bytes.")
     if not images or not sample.get(needed):
       raise RunError(f"{where} must have an image (webp, png, jpg or jpeg) and a {needed}.")
     text, label, captions = sample[needed].decode("utf-8", errors="replace"), -1, []
