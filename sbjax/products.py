@@ -78,7 +78,6 @@ class Products:
     return None
 
   def _dot(self, eqn, operands, weights: list[Weight | None]):
-    lhs, rhs = operands
     side = 1 if weights[1] or not weights[0] else 0  # x @ w where both are parameters.
     weight = weights[side]
     recipe, why = self.conversion.activations, ""
@@ -95,7 +94,7 @@ class Products:
     dims = ((lhs_k, rhs_k), (lhs_b, rhs_b)) if side else ((rhs_k, lhs_k), (rhs_b, lhs_b))
     y = self._product(recipe, x, weight.master if weight else w, dims, eqn.outvars[0].aval)
     if not side:  # From [batch, free of x, free of w].
-      batch, free = len(lhs_b), rhs.ndim - len(rhs_k) - len(rhs_b)
+      batch, free = len(lhs_b), x.ndim - len(rhs_k) - len(rhs_b)
       y = jnp.moveaxis(y, range(batch, batch + free), range(y.ndim - free, y.ndim))
     return [_sharded_as(eqn.outvars[0].aval, y)]
 

@@ -51,8 +51,8 @@ def quantize_model(
   precision. Each gradient is the recipe's. A call is traced, as by `jax.jit`.
 
   Args:
-    model: a linen module or class of modules; an nnx module, of which a copy is returned that shares
-      the arrays; or a function whose first argument is a tree of parameters.
+    model: a linen module or class of modules; an nnx module, of which a copy is returned with the
+      same arrays; or a function whose first argument is a tree of parameters.
     rules: a recipe for all products, or pairs (or a mapping) of a pattern and a recipe or None; the
       first that fits counts, and a product without one is left as it is. A pattern is that of a
       shell, for the path of a parameter or its layer: "*/kernel", "encoder/*", "*/fc1".

@@ -1,9 +1,9 @@
 """Evaluates a function with other products: those of its parameters, found in its jaxpr.
 
-A *weight* is a parameter as it is stored, up to layout: cast, transposed, reshaped, sliced, gathered
-from devices. The jaxpr says which operand of a product is one, and of which parameter, whatever the
-function called: a layer, `jnp.einsum`, `@`. Loops, branches, `jax.checkpoint` and `jax.shard_map`
-are entered; functions with their own derivative rules are not.
+A *weight* is a parameter as it is stored, up to layout: cast, transposed, reshaped, sliced,
+gathered from devices. The jaxpr says which operand of a product is one, and of which parameter,
+whatever the function called: a layer, `jnp.einsum`, `@`. Loops, branches, `jax.checkpoint` and
+`jax.shard_map` are entered; functions with their own derivative rules are not.
 """
 
 import math
@@ -119,10 +119,10 @@ def _bind(eqn, operands) -> list:
   return list(results) if eqn.primitive.multiple_results else [results]
 
 
-_LAYOUT = frozenset(
-  "all_gather all_gather_invariant broadcast_in_dim copy dynamic_slice name optimization_barrier"
-  " pcast pvary reshape reshard sharding_constraint slice split squeeze transpose".split()
-)
+_LAYOUT = {
+  *("reshape", "transpose", "squeeze", "slice", "split", "dynamic_slice", "copy", "name"),
+  *("sharding_constraint", "reshard", "all_gather", "all_gather_invariant", "pvary", "pcast"),
+}
 
 
 def _keeps_values(eqn) -> bool:
