@@ -17,6 +17,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.extend.core import jaxprs_in_params
 
 from benchmarks.model_cases import CASES, Case, commit
 from benchmarks.report import write
@@ -36,10 +37,12 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--sources", type=Path, help="a folder with clones of the repositories")
   parser.add_argument("--out", default="benchmarks/results/models.jsonl")
+  parser.add_argument("--models", nargs="+", default=list(CASES), choices=CASES)
   parser.add_argument("--report", action="store_true", help="measure nothing")
   args = parser.parse_args()
   if not args.report:
-    append(args.out, [measure(name, args.sources) for name in CASES])
+    for name in args.models:
+      append(args.out, [measure(name, args.sources)])
   write("models", table(), PAGE)
 
 
@@ -85,7 +88,7 @@ def loss(case: Case):
       return scalar(case.output(model(*case.args, **options)))
 
     return of_params, filled(params)
-  params = case.model.init(jax.random.key(0), *case.args, **case.options)
+  params = jax.jit(lambda key: case.model.init(key, *case.args, **case.options))(jax.random.key(0))
   return (
     lambda p: scalar(case.output(case.model.apply(p, *case.args, **case.options))),
     filled(params),
@@ -132,7 +135,7 @@ def counts(case: Case) -> tuple[int, int]:
       if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
         found[0] += all(v.aval.dtype == jnp.int8 for v in eqn.invars)
         found[1] += 1
-      for inner in jax.core.jaxprs_in_params(eqn.params):
+      for inner in jaxprs_in_params(eqn.params):
         count(inner)
 
   count(jax.make_jaxpr(jax.grad(function))(params).jaxpr)

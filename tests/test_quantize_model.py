@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 from flax_case import compiled, drawn, normal
 from foreign_models import GPT, Block, Conv1D, ConvNeXt, Decoder, Experts, ViT
+from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -40,7 +41,7 @@ def int8_products(function, *args):
     for eqn in jaxpr.eqns:
       if eqn.primitive.name == "dot_general":
         found += all(v.aval.dtype == jnp.int8 for v in eqn.invars)
-      for inner in jax.core.jaxprs_in_params(eqn.params):
+      for inner in jaxprs_in_params(eqn.params):
         count(inner)
 
   count(jax.make_jaxpr(function)(*args).jaxpr)
@@ -48,8 +49,10 @@ def int8_products(function, *args):
 
 
 def assert_equal(actual, expected, rtol=2e-6):
+  """Leaf by leaf, within rtol of the largest number of all leaves."""
+  largest = max(float(np.max(np.abs(b))) for b in jax.tree.leaves(expected))
   for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-    np.testing.assert_allclose(a, b, rtol=0, atol=rtol * float(np.max(np.abs(b))))
+    np.testing.assert_allclose(a, b, rtol=0, atol=rtol * largest)
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +75,7 @@ def test_each_product_of_a_weight_is_in_int8_forward_and_backward(name):
   params, int8 = variables(model, x), quantize_model(model, "switchback")
   assert int8_products(int8.apply, params, x) == products
   grad = functools.partial(jax.grad(lambda p: jnp.sum(int8.apply(p, x))), params)
-  remat = 6 if isinstance(model, ViT) else 0  # Once more in the backward pass.
+  remat = 5 if isinstance(model, ViT) else 0  # Recomputed, but for fc2: its result is not needed.
   assert int8_products(grad) == 2 * products + remat
 
 
