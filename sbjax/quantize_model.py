@@ -157,7 +157,10 @@ def _function(function: Callable, conversion: Conversion) -> Callable:
   def run(params, *args, **kwargs):
     if _converting.get():
       return function(params, *args, **kwargs)
-    return _convert(conversion, lambda p: function(p, *args, **kwargs), params, _joined)
+    return _convert(conversion, lambda p: function(p, *args, **kwargs), params, path)
+
+  def path(keys):
+    return _joined(keys) or "params"  # One array is a tree too.
 
   return run
 

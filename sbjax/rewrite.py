@@ -49,7 +49,8 @@ def rewritten(function: Callable, paths: Sequence[str | None], replace: Replace)
 
   def run(*args):
     jaxpr, rebuild = _traced(function, args)
-    weights = [path and Weight(path, arg) for path, arg in zip(paths, args, strict=True)]
+    named = zip(paths, args, strict=True)
+    weights = [None if path is None else Weight(path, arg) for path, arg in named]
     return rebuild(_evaluate(jaxpr, args, weights, replace))
 
   return run

@@ -97,5 +97,5 @@ class Decoder(nnx.Module):
     self.o_proj = nnx.Einsum("btnh,nhd->btd", (2, 8, 16), rngs=rngs)
 
   def __call__(self, tokens, *, cache):
-    cache.value = cache.value + 1
+    cache[...] += 1
     return self.embed.attend(self.o_proj(self.q_proj(self.embed(tokens))))
