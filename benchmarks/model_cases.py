@@ -1,8 +1,8 @@
 """Models of other projects, in small sizes: from clones of their repositories, and transformers'.
 
-`git clone` these beside one another; `benchmarks/models.py --sources` and `SBJAX_MODELS` name the
-folder: google-research/vision_transformer, google-research/big_vision, google/flax, jax-ml/bonsai,
-pythoncrazy/jimm. Their code runs as it is; what they import only to read checkpoints is replaced.
+`git clone` these into one folder, for `benchmarks/models.py --sources`: google-research's
+vision_transformer and big_vision, google/flax, jax-ml/bonsai, pythoncrazy/jimm. Their code runs as
+it is; stand-ins replace packages that they import only to read checkpoints.
 """
 
 import contextlib

@@ -1,12 +1,11 @@
 """Which products of models of other projects does `quantize_model` reach, without an edit?
 
   python -m benchmarks.models --sources=clones      # benchmarks/model_cases.py says of what
-  python -m benchmarks.models --report              # only the table in docs/convert_a_model.md
 
 Counts the products (matmuls and convolutions) in the jaxpr of a gradient, and those of int8
 operands; a scan's body counts once. Compares the gradient with the unquantized one's. Beside them
-are the same of qwix, if it is installed: one rule, int8 for weights, activations and gradients.
-Needs transformers<5. Adds lines to results/models.jsonl.
+are the same of qwix: one rule, int8 for weights, activations and gradients. Needs qwix and
+transformers<5. Adds lines to results/models.jsonl, for `python -m benchmarks.report`.
 """
 
 import argparse
@@ -20,12 +19,10 @@ from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
 from benchmarks.model_cases import CASES, Case, commit
-from benchmarks.report import write
-from benchmarks.tables import RESULTS, last, read
+from benchmarks.tables import last, read
 from benchmarks.timing import append, provenance
 from sbjax import quantize_model
 
-PAGE = RESULTS.parent.parent / "docs" / "convert_a_model.md"
 CONTENDERS = {
   "switchback": {"rules": "switchback"},
   "all": {"rules": "llm_int8", "activations": "llm_int8"},
@@ -35,15 +32,13 @@ REPOSITORIES = ("vision_transformer", "big_vision", "flax", "bonsai", "jimm")
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--sources", type=Path, help="a folder with clones of the repositories")
+  parser.add_argument("--sources", type=Path, required=True, help="a folder with the clones")
   parser.add_argument("--out", default="benchmarks/results/models.jsonl")
   parser.add_argument("--models", nargs="+", default=list(CASES), choices=CASES)
-  parser.add_argument("--report", action="store_true", help="measure nothing")
   args = parser.parse_args()
-  if not args.report:
-    for name in args.models:
-      append(args.out, [measure(name, args.sources)])
-  write("models", table(), PAGE)
+  jax.config.update("jax_disable_most_optimizations", True)  # Compilation takes most of the time.
+  for name in args.models:
+    append(args.out, [measure(name, args.sources)])
 
 
 def measure(name: str, sources: Path) -> dict:
@@ -53,7 +48,7 @@ def measure(name: str, sources: Path) -> dict:
   for contender, options in CONTENDERS.items():
     ours = dataclasses.replace(case, model=quantize_model(case.model, **options))
     line[contender] = compared(ours, expected)
-  line["qwix"] = with_qwix(CASES[name](sources), expected)
+  line["qwix"] = with_qwix(case, expected)
   print(line, flush=True)
   of = {folder: commit(sources / folder) for folder in REPOSITORIES}
   packages = {name: importlib.metadata.version(name) for name in ("flax", "transformers", "qwix")}
@@ -70,8 +65,11 @@ def with_qwix(case: Case, expected) -> dict:
 
   rule = qwix.QtRule(weight_qtype=jnp.int8, act_qtype=jnp.int8, bwd_qtype=jnp.int8)
   try:
-    inputs = (case.args, case.options) if isinstance(case.model, nnx.Module) else ((), {})
-    model = qwix.quantize_model(case.model, qwix.QtProvider([rule]), *inputs[0], **inputs[1])
+    provider, inputs, options = qwix.QtProvider([rule]), (), {}
+    if isinstance(case.model, nnx.Module):
+      # It takes a call's inputs, and would call with them: without `rngs`, and changing a cache.
+      inputs, options = case.args, {"skip_nnx_init": True}
+    model = qwix.quantize_model(case.model, provider, *inputs, **options)
     return compared(dataclasses.replace(case, model=model), expected)
   except Exception as error:
     return {"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}

@@ -65,16 +65,17 @@ class Products:
     self.conversion = conversion
     self.enters_all = conversion.activations is not None
     self.rows: dict[Row, None] = {}  # Ordered; a scan's body may be traced twice.
-    self.other_uses: dict[str, set[str]] = {}
+    self.uses: dict[str, set[str]] = {}
 
   def __call__(self, eqn, operands, weights):
     name = eqn.primitive.name
+    for weight in filter(None, weights):
+      is_bias = name == "add" and weight.master.size < eqn.outvars[0].aval.size
+      self.uses.setdefault(weight.path, set()).add("bias" if is_bias else name)
     if name == "dot_general":
       return self._dot(eqn, operands, weights)
     if name == "conv_general_dilated" and weights[1]:
       return self._conv(eqn, *operands, weights[1])
-    for weight in filter(None, weights):
-      self.other_uses.setdefault(weight.path, set()).add(name)
     return None
 
   def _dot(self, eqn, operands, weights: list[Weight | None]):
@@ -132,14 +133,17 @@ class Products:
     self.rows[Row(path, x.shape, w.shape, None if why else recipe, why)] = None
 
   def table(self, parameters: dict[str, tuple[int, ...]]) -> str:
-    """All products, then the parameters (path: shape) of several axes without one; no biases."""
+    """All products, then the parameters (path: shape) of several axes without one.
+
+    Biases, which are added to something larger, are left out.
+    """
     rows = list(self.rows)
     found = {row.path for row in rows}
     for path, shape in parameters.items():
-      uses = self.other_uses.get(path, set())
-      if path not in found and len(shape) > 1 and not uses & {"add", "mul"}:
+      uses = self.uses.get(path, set())
+      if path not in found and len(shape) > 1 and uses != {"bias"}:
         why = ", ".join(sorted(uses)) or "unused"
-        rows.append(Row(path, None, shape, None, f"no product ({why})"))
+        rows.append(Row(path, None, shape, None, f"not a weight ({why})"))
     cells = [("weight", "x", "w", "recipe, or why not")]
     for row in rows:
       shapes = ["x".join(map(str, shape)) if shape else "-" for shape in (row.lhs, row.rhs)]

@@ -280,10 +280,18 @@ def test_the_table_has_each_product_and_the_reason_where_there_is_none(capsys):
   assert not any("bias" in path for path in lines)
 
 
-def test_the_table_says_which_parameters_are_only_looked_up(capsys):
-  int8 = quantize_model(lambda p, i: p["a"][i] @ p["w"], "switchback", verbose=True)
-  int8({"a": normal((8, 16)), "w": normal((16, 4))}, jnp.arange(3))
-  assert "no product (gather)" in capsys.readouterr().out
+def test_the_table_says_what_parameters_are_that_are_no_weights(capsys):
+  def function(p, i):
+    return p["embed"][i] @ (p["base"] + p["a"] @ p["b"]) + p["bias"]
+
+  shapes = {"embed": (8, 16), "base": (16, 16), "a": (16, 2), "b": (2, 16), "bias": (1, 16)}
+  params = {name: normal(shape) for name, shape in shapes.items()}
+  quantize_model(function, "switchback", verbose=True)(params, jnp.arange(3))
+  rows = dict(
+    re.findall(r"^(\w+) .* (\S+ a weight \(.*\))$", capsys.readouterr().out, re.MULTILINE)
+  )
+  kinds = {"embed": "gather", "base": "add", "a": "dot_general"}
+  assert rows == {name: f"not a weight ({kind})" for name, kind in kinds.items()}
 
 
 def test_a_precision_that_the_model_asks_for_is_left(capsys):
