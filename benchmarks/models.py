@@ -145,10 +145,12 @@ def table() -> list[str]:
     "| model, unedited | products | `switchback` | `llm_int8`, attention too | qwix |",
     "|---|---|---|---|---|",
   ]
-  for row in last(read("models"), "model"):
+  rows = last(read("models"), "model")
+  for row in rows:
     cells = [_cell(row[name]) for name in (*CONTENDERS, "qwix")]
     lines.append(f"| {row['model']} | {row['products']} | {' | '.join(cells)} |")
-  return lines
+  missing = CASES.keys() - {row["model"] for row in rows}
+  return [*lines, "", f"Not run yet: {', '.join(sorted(missing))}."] if missing else lines
 
 
 def _cell(found: dict) -> str:
