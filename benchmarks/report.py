@@ -1,10 +1,10 @@
-"""Makes the tables of README, docs/performance.md and docs/scaling.md, and plots of the results.
+"""Makes the tables of README and the pages in docs, and plots of the results.
 
   python -m benchmarks.report
 
-Reads benchmarks/results/{step,kept_bytes,open_clip,matmul,quantize,linear,scaling}.jsonl. If a
-case was measured more than once on a chip, the last line counts. Writes the tables between markers,
-and a plot of CHIP's results for each file.
+Reads benchmarks/results/{step,kept_bytes,open_clip,matmul,quantize,linear,scaling,models}.jsonl. If
+a case was measured more than once on a chip, the last line counts. Writes the tables between
+markers, and a plot of CHIP's results for each file.
 """
 
 import math
@@ -16,12 +16,13 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from benchmarks import scaling_report, steps_report
+from benchmarks import models, scaling_report, steps_report
 from benchmarks.steps_report import FLAX, OURS, best
 from benchmarks.tables import RESULTS, last, read
 
 README = RESULTS.parent.parent / "README.md"
-PERFORMANCE, SCALING = (README.parent / "docs" / name for name in ("performance.md", "scaling.md"))
+DOCS = README.parent / "docs"
+PERFORMANCE, SCALING = DOCS / "performance.md", DOCS / "scaling.md"
 CHIP = "NVIDIA H200"  # Rows of other chips name their chip.
 MARKERS = "<!-- {}: made by python -m benchmarks.report -->", "<!-- end of {} -->"
 
@@ -54,6 +55,7 @@ def main() -> None:
   write("scaling", scaling_report.table(scaling), SCALING)
   write("scaling", scaling_report.short_table(scaling), README)
   write("links", scaling_report.prediction(scaling_report.one_gpu(scaling)), SCALING)
+  write("models", models.table(), DOCS / "convert_a_model.md")
 
 
 def write(name: str, lines: list[str], page: Path = PERFORMANCE) -> None:

@@ -10,7 +10,9 @@ from sbjax.layers import LayerNormDense, LayerNormMLP, LayerScale, SwitchBackDen
 from sbjax.linear import QuantizedWeight, quantize_weight
 from sbjax.matmul import scaled_matmul
 from sbjax.quantize import Quantized, Spec, dequantize, quantize
+from sbjax.quantize_model import quantize_model
 from sbjax.quantized_dot import quantized_dot
+from sbjax.quantized_einsum import quantized_einsum
 from sbjax.recipes import RECIPES, Recipe, RecipeRules
 from sbjax.stable_adamw import scale_by_stable_adam, stable_adamw
 
@@ -39,9 +41,11 @@ __all__ = [
   "layer_norm_dense",
   "layer_norm_mlp",
   "quantize",
+  "quantize_model",
   "quantize_weight",
   "quantized_dot",
   "quantized_dot_general",
+  "quantized_einsum",
   "scale_by_stable_adam",
   "scaled_matmul",
   "stable_adamw",

@@ -1,0 +1,271 @@
+"""`quantize_model`: a whole model, linen, nnx or a function, with its products in 8 bits.
+
+The model's own code runs, under a trace; what it multiplies its parameters by becomes
+`quantized_dot`. So parameters, their names and checkpoints stay as they are.
+"""
+
+import contextlib
+import contextvars
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+
+import flax.linen as nn
+import jax
+import numpy as np
+from flax import nnx
+from flax.core import lift
+from flax.linen.transforms import lift_transform
+from flax.nnx.transforms.general import merge_inputs, split_inputs
+
+from sbjax.backends import get_backend
+from sbjax.products import Conversion, Products, fits
+from sbjax.recipes import Recipe, RecipeRules, as_recipe
+from sbjax.rewrite import rewritten
+
+Rules = (
+  Recipe
+  | str
+  | RecipeRules
+  | Mapping[str, Recipe | str | None]
+  | Iterable[tuple[str, Recipe | str | None]]
+)
+
+
+def quantize_model(
+  model,
+  rules: Rules,
+  *,
+  activations: Recipe | str | None = None,
+  backend: str | None = None,
+  verbose: bool = False,
+):
+  """A model with the products of its parameters in the recipes that rules give them.
+
+  Reaches every matmul of activations with a parameter as it is stored (cast, transposed, reshaped,
+  sliced): `nn.Dense`, attention's projections, `nn.Einsum`, `Embed.attend`, a layer of one's own
+  with `jnp.einsum` or `@`; and convolutions whose windows do not overlap, such as a patch
+  embedding. Leaves other convolutions, weights that are computed (weight normalisation), functions
+  with derivatives of their own (`jax.custom_vjp`, Pallas), and a product for which the model asks a
+  precision. Each gradient is the recipe's. A call is traced, as by `jax.jit`.
+
+  Args:
+    model: a linen module or class of modules; an nnx module, of which a copy is returned with the
+      same arrays; or a function whose first argument is a tree of parameters.
+    rules: a recipe for all products, or pairs (or a mapping) of a pattern and a recipe or None; the
+      first that fits counts, and a product without one is left as it is. A pattern is that of a
+      shell, for the path of a parameter or its layer: "*/kernel", "encoder/*", "*/fc1".
+    activations: a recipe for products of two activations, as attention's.
+    verbose: prints, at each trace, a table of the products: shapes, and the recipe or why not.
+
+  Returns:
+    A linen module of a subclass with the same name, fields and parameters; an nnx module likewise;
+    or a function. Among converted models within one another the outermost counts.
+
+  Raises:
+    ValueError: no model, a linen module that is bound, an unknown recipe or backend; and, when the
+      model is called, a pattern that fits no parameter.
+
+  >>> dense = quantize_model(nn.Dense(16), "switchback")
+  >>> params = dense.init(jax.random.key(0), jnp.ones((4, 32)))
+  >>> dense.apply(params, jnp.ones((4, 32))).shape
+  (4, 16)
+  """
+  activations = None if activations is None else as_recipe(activations)
+  get_backend(backend)  # An error belongs here rather than in a call.
+  conversion = Conversion(_pairs(rules), activations, backend, verbose)
+  if isinstance(model, nnx.Module):
+    model = nnx.clone(model)
+    model.__class__ = _nnx_class(type(model), conversion)
+    return model
+  if isinstance(model, nn.Module):
+    return _linen_module(model, conversion)
+  if inspect.isclass(model) and issubclass(model, nn.Module):
+    return _linen_class(model, conversion)
+  if not callable(model) or inspect.isclass(model):
+    raise ValueError(
+      f"A model is a linen module or class, an nnx module, or a function, not {model!r}. Of a"
+      " transformers model pass `model.module`."
+    )
+  return _function(model, conversion)
+
+
+def _pairs(rules: Rules) -> tuple[tuple[str, Recipe | None], ...]:
+  if isinstance(rules, Recipe | str):
+    return (("*", as_recipe(rules)),)
+  if isinstance(rules, RecipeRules):
+    return rules.rules
+  pairs = list(rules.items() if isinstance(rules, Mapping) else rules)
+  for pair in pairs:
+    if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):
+      raise ValueError(f"A rule is a pair of a pattern and a recipe or None, not {pair!r}.")
+  return tuple((p, None if recipe is None else as_recipe(recipe)) for p, recipe in pairs)
+
+
+_ARRAYS = jax.Array | np.ndarray
+_converting = contextvars.ContextVar("converting", default=False)
+
+
+@contextlib.contextmanager
+def _outermost():
+  token = _converting.set(True)
+  try:
+    yield
+  finally:
+    _converting.reset(token)
+
+
+def _convert(conversion: Conversion, function: Callable, tree, name_of: Callable):
+  """function(tree), with products of the parameters in it replaced.
+
+  name_of: the path of a parameter, by the keys of a leaf in the tree; None for other leaves.
+  """
+  keyed, treedef = jax.tree.flatten_with_path(tree)
+  leaves = [leaf for _, leaf in keyed]
+  names = [name_of(keys) if isinstance(leaf, _ARRAYS) else None for keys, leaf in keyed]
+  parameters = {name: leaf for name, leaf in zip(names, leaves, strict=True) if name is not None}
+  _check_patterns(conversion, list(parameters))
+  products = Products(conversion)
+
+  def of_parameters(*arrays):
+    given = dict(zip(parameters, arrays, strict=True))
+    with _outermost():
+      return function(treedef.unflatten(map(given.get, names, leaves)))
+
+  result = rewritten(of_parameters, list(parameters), products)(*parameters.values())
+  if conversion.verbose:
+    print(products.table({name: array.shape for name, array in parameters.items()}))
+  return result
+
+
+def _check_patterns(conversion: Conversion, paths: list[str]) -> None:
+  for pattern, _ in conversion.rules:
+    if not any(fits(pattern, path) for path in paths):
+      near = difflib.get_close_matches(pattern, paths, n=5, cutoff=0.3) or paths[:5]
+      raise ValueError(
+        f"The rule for {pattern!r} fits no parameter. Near it are: {', '.join(near) or 'none'}."
+      )
+
+
+def _joined(keys) -> str:
+  return jax.tree_util.keystr(keys, simple=True, separator="/")
+
+
+def _function(function: Callable, conversion: Conversion) -> Callable:
+  @functools.wraps(function)
+  def run(params, *args, **kwargs):
+    if _converting.get():
+      return function(params, *args, **kwargs)
+    return _convert(conversion, lambda p: function(p, *args, **kwargs), params, path)
+
+  def path(keys):
+    return _joined(keys) or "params"  # One array is a tree too.
+
+  return run
+
+
+def _linen_module(module: nn.Module, conversion: Conversion) -> nn.Module:
+  if module.scope is not None:
+    raise ValueError("A bound module cannot be converted: convert it before `bind` or `apply`.")
+  fields = {
+    name: getattr(module, name) for name, f in module.__dataclass_fields__.items() if f.init
+  }
+  return _linen_class(type(module), conversion)(**fields)
+
+
+@functools.cache
+def _linen_class(cls: type[nn.Module], conversion: Conversion) -> type[nn.Module]:
+  """A subclass whose methods are lifted as those of `nn.remat`."""
+
+  def transform(function):
+    def inner(scope_fn, repack_fn, variables, rngs, *args, **kwargs):
+      def call(variables):
+        scopes = scope_fn(variables, rngs)
+        return function(scopes, *args, **kwargs), repack_fn(scopes)
+
+      has_params = any(_linen_name(keys) for keys, _ in jax.tree.leaves_with_path(variables))
+      if _converting.get() or not has_params:  # Without parameters they are being initialised.
+        return call(variables)
+      return _convert(conversion, call, variables, _linen_name)
+
+    return lift.pack(inner, (True,), (True,), (True,), enable_kwargs=True)
+
+  methods = _methods(cls, nn.Module)
+  lifted = lift_transform(transform, cls, methods=list(methods))
+  for name, method in methods.items():
+    setattr(lifted, name, _if_bound(getattr(lifted, name), method))
+  return _renamed(lifted, cls)
+
+
+def _if_bound(lifted, method):
+  @functools.wraps(method)
+  def run(self, *args, **kwargs):  # Only a bound module has variables to lift.
+    return (method if self.scope is None else lifted)(self, *args, **kwargs)
+
+  return run
+
+
+def _linen_name(keys) -> str | None:
+  """A parameter's path, from keys that begin (group, module, collection); boxes add attributes."""
+  names = [key for key in keys if not isinstance(key, jax.tree_util.GetAttrKey)]
+  collections = [i for i, key in enumerate(names) if key == jax.tree_util.DictKey("params")]
+  return _joined(names[collections[0] + 1 :]) if collections else None
+
+
+@functools.cache
+def _nnx_class(cls: type[nnx.Module], conversion: Conversion) -> type[nnx.Module]:
+  """A subclass whose methods split the module, and convert a function of its parameters."""
+
+  def converted(method):
+    def call(arguments):
+      self, args, kwargs = arguments
+      return method(self, *args, **kwargs)
+
+    @split_inputs
+    def split(arguments):
+      names = _nnx_names(arguments)
+      return _convert(conversion, merge_inputs(call), arguments, lambda keys: names.get(keys))
+
+    @functools.wraps(method)
+    def run(self, *args, **kwargs):
+      if _converting.get():
+        return method(self, *args, **kwargs)
+      return split((self, args, kwargs))
+
+    return run
+
+  methods = {name: converted(method) for name, method in _methods(cls, nnx.Module).items()}
+  return _renamed(type(cls)(cls.__name__, (cls,), methods), cls)
+
+
+def _nnx_names(arguments) -> dict[tuple, str]:
+  """The paths of a split module's parameters by their keys; arguments are (module, ...)."""
+  names = {}
+  of_module = jax.tree.leaves_with_path(arguments[0], is_leaf=lambda x: isinstance(x, nnx.Variable))
+  for keys, leaf in of_module:
+    if isinstance(leaf, nnx.Param):
+      path = _joined(keys[2:])  # After (states, index).
+      for inner, _ in jax.tree.leaves_with_path(leaf):
+        names[jax.tree_util.SequenceKey(0), *keys, *inner] = path
+  return names
+
+
+def _methods(cls, base) -> dict[str, Callable]:
+  """The methods that a model adds to its library's class: `__call__` and other public ones."""
+  found = {}
+  for parent in reversed(cls.__mro__):
+    if issubclass(parent, base) and parent is not base:
+      found.update((n, f) for n, f in vars(parent).items() if inspect.isfunction(f))
+  hidden = {name for name in found if name.startswith("_") or hasattr(base, name)} - {"__call__"}
+  return {
+    name: method
+    for name, method in found.items()
+    if name not in hidden and name != "setup" and not getattr(method, "nowrap", False)
+  }
+
+
+def _renamed(new: type, cls: type) -> type:
+  for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+    setattr(new, name, getattr(cls, name))
+  return new
