@@ -135,6 +135,19 @@ def test_other_data_or_another_model_is_refused(model, photos, tmp_path):
   model.step = 8
   with pytest.raises(RunError, match=r"holds other embeddings \(step: 7 -> 8\)"):
     run(tmp_path / "out", "--debug", data=photos)
+  with pytest.raises(RunError, match=r"holds other embeddings \(step: 7 -> 8\)"):
+    run(tmp_path / "out", "--debug", "--query", "2")
+  model.step = 7
+  replaced = photos / "a" / "0.png"
+  replaced.write_bytes(replaced.read_bytes() + b"another")
+  with pytest.raises(RunError, match=r"holds other embeddings \(paths: "):
+    run(tmp_path / "out", "--debug", data=photos)
+
+
+def test_the_pictures_that_it_drew_are_no_data(model, photos):
+  for _ in range(2):
+    run(photos / "out", "--query", "2", data=photos)
+    assert len(results(photos / "out")[0]) == 6
 
 
 def test_texts_are_embedded_line_by_line(model, tmp_path):

@@ -82,6 +82,7 @@ MODEL = types.SimpleNamespace(  # Sees mean colours, and reads the last word.
   image_size=32,
   batch_size=4,
   size="tiny",
+  step=7,
   embed_pixels=lambda pixels: unit(pixels.mean(axis=(1, 2))),
   embed_texts=lambda texts: unit([COLOURS[text.split()[-1]] for text in texts]),
 )
@@ -139,6 +140,17 @@ def test_scores_are_those_of_their_definitions():
 def test_equal_logits_have_the_accuracy_of_chance():
   scores = classification_scores(np.ones((100, 10)), np.arange(100) % 10)
   assert scores == pytest.approx({"acc1": 0.1, "acc5": 0.5, "mean_per_class_recall": 0.1})
+
+
+def test_an_example_without_finite_logits_is_wrong(colours):
+  logits = np.full((2, 6), np.nan)
+  logits[0, 3] = 1
+  scores = classification_scores(logits, np.array([3, 0]))
+  assert scores["acc1"] == scores["acc5"] == scores["mean_per_class_recall"] == 0
+  broken = types.SimpleNamespace(**vars(MODEL))
+  broken.embed_pixels = lambda pixels: np.full((len(pixels), 3), np.nan, np.float32)
+  with pytest.raises(RunError, match=r"features of 18 images of .* are not finite"):
+    evaluate_folder(broken, open_folder(colours))
 
 
 def test_the_program_writes_json_and_a_csv_of_all_sets(

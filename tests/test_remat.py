@@ -1,5 +1,6 @@
 """The choice of model.remat="auto", from the memory of steps that XLA compiles for the CPU."""
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -192,7 +193,7 @@ def test_the_limit_is_that_of_the_smallest_device(monkeypatch):
   ],
 )
 def test_the_policies_to_choose_from_fit_the_recipe(recipe, policies):
-  assert list(remat._saved(make(recipe).task.model.options.recipe)) == policies
+  assert list(remat._shares(make(recipe).task.model)) == policies
 
 
 def test_remat_json_says_what_was_chosen_and_where(choose, tmp_path):
@@ -206,3 +207,19 @@ def test_all_layers_are_unrolled_on_a_gpu_only(monkeypatch):
   monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
   assert block_options(ModelConfig(size="tiny")).unroll == 0
   assert block_options(ModelConfig(size="tiny", unroll=2)).unroll == 2
+
+
+@pytest.mark.parametrize(
+  ("recipe", "mlp_ratio", "layer_scale", "policy", "share"),
+  [  # As benchmarks.kept_bytes counts them for such models.
+    ("switchback", 8192 / 1664, False, "attention_dots", 0.419),
+    ("switchback", 4, True, "dots", 0.767),
+    ("switchback", 4, True, "attention_dots", 0.384),
+    ("switchback_m", 4, True, "residuals", 0.333),
+  ],
+)
+def test_shares_are_those_of_the_model(recipe, mlp_ratio, layer_scale, policy, share):
+  model = make(recipe, zero_init_layer_scale=layer_scale).task.model
+  vision = dataclasses.replace(model.config.vision, mlp_ratio=mlp_ratio)
+  config = dataclasses.replace(model.config, vision=vision)
+  assert remat._shares(model.clone(config=config))[policy] == pytest.approx(share, rel=4e-3)

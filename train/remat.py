@@ -15,7 +15,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from sbjax.recipes import Recipe, RecipeRules
+from sbjax.models.clip import CLIP
+from sbjax.recipes import RecipeRules
 from train.memory import is_out_of_memory
 from train.processes import largest_of_all
 from train.run import Run
@@ -24,11 +25,13 @@ from train.task import make_task
 from train.workdir import write_json
 
 # Policies from the fastest on, with what a block saves for the backward pass: bytes a token and
-# width, in 16 bits (docs/performance.md). The backward pass repeats: nothing; attention; fc1 too
-# (qkv and out instead, with 8-bit operands); all but fc2. A policy is left out if a faster one
-# saves less.
-_SAVED = {"none": 22, "dots": 18, "attention_dots": 10, "block": 2}
-_SAVED_IN_8_BITS = {"none": 17, "dots_and_residuals": 15, "residuals": 7, "block": 2}
+# width, in 16 bits (docs/performance.md): a constant, that times the width of the MLP, and that for
+# layer scale. The backward pass repeats: nothing; attention; fc1 too (qkv and out instead, with
+# 8-bit operands); all but fc2. A policy is left out if a faster one saves less.
+_SAVED = {"none": (14, 2, 4), "dots": (10, 2, 2), "attention_dots": (10, 0, 0), "block": (2, 0, 0)}
+_SAVED_IN_8_BITS = {
+  "none": (13, 1, 4), "dots_and_residuals": (11, 1, 2), "residuals": (3, 1, 0), "block": (2, 0, 0)
+}  # fmt: skip
 _FREE = 0.05  # of the limit stays free: an allocator cannot fill its gaps
 
 
@@ -88,9 +91,8 @@ def bytes_limit() -> float:
 def _search(run, make_step, limit, waits_for) -> tuple[Run, Callable, dict[str, Memory]]:
   """The run with the first policy that fits, else "block"; its step; all compiled, it the last."""
   tried: dict[str, Memory] = {}
-  saved = _saved(run.task.model.options.recipe)
-  for policy in saved:
-    if policy != "block" and _is_hopeless(tried.get("none"), saved[policy] / saved["none"], limit):
+  for policy, share in _shares(run.task.model).items():
+    if policy != "block" and _is_hopeless(tried.get("none"), share, limit):
       continue
     waits_for(f"the step with remat={policy} to be compiled")
     candidate = _with_remat(run, policy)
@@ -101,13 +103,14 @@ def _search(run, make_step, limit, waits_for) -> tuple[Run, Callable, dict[str, 
 
 
 def _is_hopeless(none: Memory | None, share: float, limit: float) -> bool:
-  """Whether a policy that saves this share cannot fit, whatever else is temporary.
+  """Whether a policy that saves this share, or more, cannot fit, whatever else is temporary.
 
   none: what the step takes that saves everything, where XLA could compile it.
   """
   if none is None or math.isinf(none.temporary):
     return False
-  return none.fixed + share * none.temporary > limit
+  # The shares leave out a few sums of "none", less than a hundredth.
+  return none.fixed + 0.99 * share * none.temporary > limit
 
 
 def _compiled(run: Run, make_step: Callable) -> tuple[Callable, Memory]:
@@ -128,10 +131,24 @@ def _compiled(run: Run, make_step: Callable) -> tuple[Callable, Memory]:
   return step, Memory(*largest_of_all(fixed, temporary))
 
 
-def _saved(recipe: Recipe | RecipeRules) -> dict[str, int]:
+def _shares(model: CLIP) -> dict[str, float]:
+  """What each policy saves for the backward pass, over what "none" does; of the tower with less."""
+  recipe, layer_scale = model.options.recipe, model.options.zero_init_layer_scale
   recipes = [r for _, r in recipe.rules] if isinstance(recipe, RecipeRules) else [recipe]
   in_8_bits = all(recipe.saved == "quantized" for recipe in recipes)
-  return _SAVED_IN_8_BITS if in_8_bits else _SAVED
+  table = _SAVED_IN_8_BITS if in_8_bits else _SAVED
+  ratios = (model.config.vision.mlp_ratio, model.config.text.mlp_ratio)
+  towers = [
+    {policy: saved_bytes(entry, ratio, layer_scale) for policy, entry in table.items()}
+    for ratio in ratios
+  ]
+  return {policy: min(tower[policy] / tower["none"] for tower in towers) for policy in table}
+
+
+def saved_bytes(entry: tuple[int, int, int], mlp_ratio: float, layer_scale: bool) -> float:
+  """Bytes a token and width of an entry of the tables."""
+  constant, of_mlp, of_layer_scale = entry
+  return constant + of_mlp * mlp_ratio + of_layer_scale * layer_scale
 
 
 def _with_remat(run: Run, policy: str) -> Run:
