@@ -1,5 +1,6 @@
 import dataclasses
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ from interop import assert_same_features, import_open_clip, perturb
 
 from sbjax.models import convert, layouts
 from sbjax.models.clip import CLIP
+from sbjax.models.config_files import to_open_clip
 from sbjax.models.convert import load_weights, save_weights, state_dict
 from sbjax.models.sizes import SIZES, CLIPConfig, TextConfig, VisionConfig
 from sbjax.models.transformer import BlockOptions
@@ -169,6 +171,26 @@ def test_scanned_and_unrolled_parameters_give_the_same_state_dict():
   unrolled = load_weights(state, MICRO, scan=False)
   assert jax.tree.structure(unrolled) == jax.tree.structure(random_params(scan=False))
   jax.tree.map(np.testing.assert_array_equal, state_dict(unrolled, MICRO), state)
+
+
+@pytest.mark.parametrize("file", ["", "model.safetensors"])
+def test_a_config_beside_the_weights_must_be_of_the_same_architecture(tmp_path, monkeypatch, file):
+  """Tensors tell neither the activation nor the number of heads."""
+  state, path = state_dict(random_params(), MICRO), tmp_path / file
+  monkeypatch.setattr(convert, "_read", lambda path: state)
+  (tmp_path / "open_clip_config.json").write_text(json.dumps({"model_cfg": to_open_clip(MICRO)}))
+  jax.tree.map(np.testing.assert_array_equal, load_weights(path, MICRO), random_params())
+  vision = dataclasses.replace(MICRO.vision, heads=6)
+  with pytest.raises(
+    ValueError, match=r"is of another model than the config: vision heads=3, not 6"
+  ):
+    load_weights(path, dataclasses.replace(MICRO, vision=vision))
+  text = dataclasses.replace(MICRO.text, activation="quick_gelu")
+  with pytest.raises(ValueError, match=r"text activation='gelu', not 'quick_gelu'\.$"):
+    load_weights(path, dataclasses.replace(MICRO, text=text))
+  (tmp_path / "open_clip_config.json").rename(tmp_path / "config.json")
+  (tmp_path / "config.json").write_text('{"model": {"size": "tiny"}}')  # A training run's.
+  load_weights(path, dataclasses.replace(MICRO, text=text))
 
 
 def test_a_state_dict_error_lists_missing_unexpected_and_misshapen_tensors():

@@ -181,17 +181,18 @@ def test_an_init_that_is_no_checkpoint_says_what_is_expected(tmp_path):
     check_init(config(init=str(export(tmp_path)), init_model="ViT-Q"), MICRO)
 
 
-def test_an_init_of_another_activation_or_width_is_refused(tmp_path):
+@pytest.mark.parametrize("file", ["", "open_clip_model.safetensors"])
+def test_an_init_of_another_activation_or_width_is_refused(tmp_path, file):
   towers = (
     dataclasses.replace(tower, activation="quick_gelu") for tower in (MICRO.vision, MICRO.text)
   )
   quick = dataclasses.replace(MICRO, **dict(zip(("vision", "text"), towers, strict=True)))
-  run = config(init=str(export(tmp_path, quick)))
+  run = config(init=str(export(tmp_path, quick) / file))
   check_init(run, quick)
   with pytest.raises(
-    ValueError, match=r"vision tower has activation='gelu' \(init: 'quick_gelu'\)"
+    ValueError, match=r"init=.* vision activation='quick_gelu', not 'gelu', text "
   ):
     check_init(run, MICRO)
   deeper = dataclasses.replace(quick, text=dataclasses.replace(quick.text, layers=3))
-  with pytest.raises(ValueError, match=r"text tower has layers=3 \(init: 2\)"):
+  with pytest.raises(ValueError, match=r"text layers=2, not 3\. The config is that of model.size"):
     check_init(run, deeper)

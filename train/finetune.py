@@ -4,7 +4,6 @@ Patterns are regular expressions for the whole path of a parameter, such as "ima
 "text/blocks/fc1/kernel". A pattern that matches no parameter is an error.
 """
 
-import dataclasses
 import difflib
 import re
 from collections.abc import Iterable, Sequence
@@ -14,8 +13,8 @@ from typing import NamedTuple
 import jax
 import optax
 
-from sbjax.models.config_files import HF_FILE, OPEN_CLIP_FILE, read_config
-from sbjax.models.convert import WEIGHT_FILES, load_weights
+from sbjax.models.config_files import HF_FILE, OPEN_CLIP_FILE, config_of, read_config
+from sbjax.models.convert import WEIGHT_FILES, check_architecture, load_weights
 from sbjax.models.sizes import CLIPConfig
 from train.config import Config
 from train.sharding import path_name
@@ -122,24 +121,13 @@ def check_init(config: Config, model: CLIPConfig) -> None:
   theirs = _source(config)
   if theirs is None:
     return
-  for tower in ("vision", "text"):
-    ours_is, theirs_is = (_architecture(getattr(c, tower)) for c in (model, theirs))
-    different = [
-      f"{name}={ours_is[name]!r} (init: {theirs_is[name]!r})"
-      for name in ours_is
-      if ours_is[name] != theirs_is[name]
-    ]
-    if different:
-      raise ValueError(
-        f"model.size={config.model.size!r} is not the model of init={config.init!r}: its {tower}"
-        f" tower has {', '.join(different)}. model.size takes open_clip's names and the folder of"
-        " init, too."
-      )
-  if model.embed_dim != theirs.embed_dim:
+  try:
+    check_architecture(model, theirs, f"init={config.init!r}")
+  except ValueError as error:
     raise ValueError(
-      f"model.size={config.model.size!r} has embed_dim={model.embed_dim}, and init={config.init!r}"
-      f" has {theirs.embed_dim}."
-    )
+      f"{error} The config is that of model.size={config.model.size!r}, which takes"
+      " open_clip's names and the folder of init, too."
+    ) from None
 
 
 def initial_params(config: Config, model: CLIPConfig, like: dict) -> dict:
@@ -184,23 +172,13 @@ def _other_tokenizer(config: Config, theirs: int, ours: int, what: str) -> str:
 
 
 def _source(config: Config) -> CLIPConfig | None:
-  """The architecture that `init` names; None where neither init_model nor its folder does."""
+  """The architecture that `init` names; None where neither init_model nor a config does."""
   if config.init_model:
     try:
       return read_config(config.init_model)
     except ValueError as error:
       raise ValueError(f"init_model={config.init_model!r}: {error}") from error
-  path = Path(config.init).expanduser()
-  if any((path / name).is_file() for name in (OPEN_CLIP_FILE, HF_FILE)):
-    return read_config(path)
-  return None
-
-
-def _architecture(tower) -> dict:
-  """The fields of a tower that a checkpoint cannot change."""
-  free = ("image_size", "context_length", "vocab_size", "eot_id", "mlp_ratio")
-  fields = {k: v for k, v in dataclasses.asdict(tower).items() if k not in free}
-  return fields | {"mlp_width": tower.mlp_width}
+  return config_of(config.init)
 
 
 def _compiled(field: str, pattern: str) -> re.Pattern:

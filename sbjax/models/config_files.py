@@ -61,6 +61,22 @@ def read_config(source: str | os.PathLike) -> CLIPConfig:
   )
 
 
+def config_of(weights: str | os.PathLike) -> CLIPConfig | None:
+  """The architecture in the config file of a folder of weights, or beside a file of weights.
+
+  None if there is none. A config.json of something else, such as a training run, is none.
+
+  Raises:
+    ValueError: sbjax lacks the architecture; the message names it.
+  """
+  path = Path(weights).expanduser()
+  folder = path if path.is_dir() else path.parent
+  for file in (folder / OPEN_CLIP_FILE, folder / HF_FILE):
+    if file.is_file() and not {"model_cfg", "vision_cfg", "model_type"}.isdisjoint(_json(file)):
+      return read_config(file)
+  return None
+
+
 def config_from_dict(values: Mapping, name: str = "The config") -> CLIPConfig:
   """The architecture in the contents of a config file; `name` is for messages.
 

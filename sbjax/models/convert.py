@@ -19,7 +19,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from sbjax.models.clip import CLIP
-from sbjax.models.config_files import open_clip_names, read_config
+from sbjax.models.config_files import config_of, open_clip_names, read_config
 from sbjax.models.layouts import (
   Layout,
   from_torch,
@@ -31,7 +31,7 @@ from sbjax.models.layouts import (
   to_torch,
   torch_shapes,
 )
-from sbjax.models.sizes import SIZES, CLIPConfig
+from sbjax.models.sizes import SIZES, CLIPConfig, TextConfig, VisionConfig
 from sbjax.models.transformer import BlockOptions, stack_blocks, unstack_blocks
 
 FORMATS = ("open_clip", "hf")
@@ -47,7 +47,8 @@ def load_weights(source, config: CLIPConfig, *, scan: bool = True, resize: bool 
   Args:
     source: a path to a .safetensors, .pt, .pth or .bin file or to a folder with one, or a mapping
       of names to tensors or arrays. Checkpoints of open_clip's training (`state_dict`, `module.`)
-      and OpenAI's TorchScript archives work too.
+      and OpenAI's TorchScript archives work too. A path's config (`config_of`) must be that of the
+      same architecture.
     scan: as in `BlockOptions`.
     resize: whether to interpolate position embeddings for another image size or context length, as
       open_clip does.
@@ -55,8 +56,11 @@ def load_weights(source, config: CLIPConfig, *, scan: bool = True, resize: bool 
   Raises:
     ValueError: names are missing or unexpected, or shapes differ. The message lists them, and names
       the architecture if sbjax lacks it, or models of the state dict's size. Or the weights are
-      OpenAI's, and the config has another activation.
+      OpenAI's, and the config has another activation. Or the path's config is that of another
+      architecture.
   """
+  if isinstance(source, str | os.PathLike) and (theirs := config_of(source)) is not None:
+    check_architecture(config, theirs, os.fspath(source))
   state = _read(source) if isinstance(source, str | os.PathLike) else dict(source)
   state = state.get("state_dict", state)
   state = {name.removeprefix("module."): tensor for name, tensor in state.items()}
@@ -141,6 +145,32 @@ def with_end_last(config: CLIPConfig, params: dict) -> tuple[CLIPConfig, dict]:
   table[[text.eot_id, last]] = table[[last, text.eot_id]]
   config = dataclasses.replace(config, text=dataclasses.replace(text, eot_id=last))
   return config, {**params, "text": {**params["text"], "token_embedding": {"embedding": table}}}
+
+
+def check_architecture(config: CLIPConfig, theirs: CLIPConfig, source: str) -> None:
+  """Raises a ValueError if `theirs`, the model of the weights `source`, computes otherwise.
+
+  Sizes of images and texts, the vocabulary and the end token may differ.
+  """
+  different = []
+  for tower in ("vision", "text"):
+    ours_is, theirs_is = (_architecture(getattr(c, tower)) for c in (config, theirs))
+    different += [
+      f"{tower} {name}={value!r}, not {ours_is[name]!r}"
+      for name, value in theirs_is.items()
+      if ours_is[name] != value
+    ]
+  if config.embed_dim != theirs.embed_dim:
+    different.append(f"embed_dim={theirs.embed_dim}, not {config.embed_dim}")
+  if different:
+    raise ValueError(f"{source} is of another model than the config: {', '.join(different)}.")
+
+
+def _architecture(tower: VisionConfig | TextConfig) -> dict:
+  """The fields of a tower that its weights fix."""
+  free = ("image_size", "context_length", "vocab_size", "eot_id", "mlp_ratio")
+  fields = {k: v for k, v in dataclasses.asdict(tower).items() if k not in free}
+  return fields | {"mlp_width": tower.mlp_width}
 
 
 def _whole(state: Mapping, names: list[str]) -> np.ndarray:
