@@ -177,7 +177,7 @@ def test_scanned_and_unrolled_parameters_give_the_same_state_dict():
 def test_a_config_beside_the_weights_must_be_of_the_same_architecture(tmp_path, monkeypatch, file):
   """Tensors tell neither the activation nor the number of heads."""
   state, path = state_dict(random_params(), MICRO), tmp_path / file
-  monkeypatch.setattr(convert, "_read", lambda path: state)
+  monkeypatch.setattr(convert, "read_file", lambda path: state)
   (tmp_path / "open_clip_config.json").write_text(json.dumps({"model_cfg": to_open_clip(MICRO)}))
   jax.tree.map(np.testing.assert_array_equal, load_weights(path, MICRO), random_params())
   vision = dataclasses.replace(MICRO.vision, heads=6)
@@ -204,10 +204,24 @@ def test_a_state_dict_error_lists_missing_unexpected_and_misshapen_tensors():
   assert "ln_final.bias is (5,), not (32,)" in str(error.value)
 
 
-def test_a_state_dict_of_another_size_names_that_size():
-  state = struct_state(SIZES["B/16"])
-  with pytest.raises(ValueError, match=r"It fits SIZES\['B/16'\]"):
-    load_weights(state, SIZES["B/32"])
+@pytest.mark.parametrize("names", [[], ["ViT-B-16", "ViT-B-16-quickgelu"]])
+def test_a_state_dict_of_another_size_names_the_models_of_that_size(monkeypatch, names):
+  quick = {
+    tower: dataclasses.replace(getattr(SIZES["B/16"], tower), activation="quick_gelu")
+    for tower in ("vision", "text")
+  }
+  known = {name: SIZES["B/16"] for name in names}
+  if names:
+    known["ViT-B-16-quickgelu"] = dataclasses.replace(SIZES["B/16"], **quick)
+  monkeypatch.setattr(convert, "open_clip_names", lambda: names)
+  monkeypatch.setattr(convert, "read_config", lambda name: known[name])
+  with pytest.raises(ValueError) as error:
+    load_weights(struct_state(SIZES["B/16"]), SIZES["B/32"])
+  models = ", ".join(["SIZES['B/16']", *(f"open_clip's {name}" for name in names)])
+  assert str(error.value).endswith(
+    f"Its shapes are those of {models}; tensors do not tell the activation (-quickgelu) or the"
+    " number of heads."
+  )
 
 
 def test_parameters_that_open_clip_cannot_hold_are_refused():
@@ -222,6 +236,13 @@ def test_parameters_that_open_clip_cannot_hold_are_refused():
 def test_an_unknown_suffix_error_lists_the_known_ones(use, tmp_path):
   with pytest.raises(ValueError, match=r"clip.npz' must end in one of .safetensors, .pt"):
     use(str(tmp_path / "clip.npz"), MICRO)
+
+
+def test_a_missing_folder_is_named_as_one(tmp_path):
+  with pytest.raises(ValueError, match=r"There is no folder .*/exported; a file ends in one of"):
+    load_weights(tmp_path / "exported", MICRO)
+  with pytest.raises(ValueError, match=r"model.bin \(shards are not read\)\."):
+    load_weights(tmp_path, MICRO)
 
 
 def test_a_missing_torch_error_names_the_extra(monkeypatch, tmp_path):

@@ -124,7 +124,7 @@ def export(folder, model_config=MICRO, **params):
 def weights(monkeypatch):
   """What `load_weights` reads from any file."""
   state = state_dict(random_params(), MICRO)
-  monkeypatch.setattr(convert, "_read", lambda path: state)
+  monkeypatch.setattr(convert, "read_file", lambda path: state)
   return state
 
 

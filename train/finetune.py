@@ -14,8 +14,9 @@ import jax
 import optax
 
 from sbjax.models.config_files import HF_FILE, OPEN_CLIP_FILE, config_of, read_config
-from sbjax.models.convert import WEIGHT_FILES, check_architecture, load_weights
+from sbjax.models.convert import check_architecture, load_weights
 from sbjax.models.sizes import CLIPConfig
+from sbjax.models.weight_files import WEIGHT_FILES
 from train.config import Config
 from train.sharding import path_name
 
