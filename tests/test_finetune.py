@@ -22,6 +22,7 @@ from train.finetune import (
   scale_by_path,
   stop_gradients,
 )
+from train.images import MEAN, STD
 from train.optimizer import make_optimizer
 
 NAMES = ["image/blocks/fc1/kernel", "image/proj", "text/proj", "logit_scale"]
@@ -111,7 +112,7 @@ def test_a_wrong_pattern_is_named_with_paths_near_it(fields, message):
     check_patterns(config(**fields), NAMES)
 
 
-def export(folder, model_config=MICRO, **params):
+def export(folder, model_config=MICRO):
   """A folder as `train.export` writes it, but for the tokenizer; its weights are read by a fake."""
   (folder / "open_clip_model.safetensors").touch()
   (folder / "open_clip_config.json").write_text(
@@ -177,6 +178,9 @@ def test_an_init_that_is_no_checkpoint_says_what_is_expected(tmp_path):
     check_init(config(init="/nowhere"), MICRO)
   with pytest.raises(ValueError, match=r"has no weights: expected open_clip_model.safetensors"):
     check_init(config(init=str(tmp_path)), MICRO)
+  (tmp_path / "clip.npz").touch()
+  with pytest.raises(ValueError, match=r"init: '.*/clip.npz' must end in one of .safetensors"):
+    check_init(config(init=str(tmp_path / "clip.npz")), MICRO)
   with pytest.raises(ValueError, match=r"init_model='ViT-Q': 'ViT-Q' is no model"):
     check_init(config(init=str(export(tmp_path)), init_model="ViT-Q"), MICRO)
 
@@ -196,3 +200,21 @@ def test_an_init_of_another_activation_or_width_is_refused(tmp_path, file):
   deeper = dataclasses.replace(quick, text=dataclasses.replace(quick.text, layers=3))
   with pytest.raises(ValueError, match=r"text layers=2, not 3\. The config is that of model.size"):
     check_init(run, deeper)
+
+
+@pytest.mark.parametrize(
+  ("file", "values", "field"),
+  [
+    ("open_clip_config.json", {"preprocess_cfg": {"mean": [0.5, 0.5, 0.5]}}, "mean"),
+    ("preprocessor_config.json", {"image_std": [0.5, 0.5, 0.5]}, "image_std"),
+  ],
+)
+def test_an_init_with_another_normalization_of_images_is_refused(tmp_path, file, values, field):
+  folder = export(tmp_path)
+  path, own = folder / file, {"mean": MEAN.tolist(), "std": STD.tolist()}
+  given = json.loads(path.read_text()) if path.exists() else {}
+  path.write_text(json.dumps({**given, "preprocess_cfg": own, "image_std": own["std"]}))
+  check_init(config(init=str(folder)), MICRO)
+  path.write_text(json.dumps({**given, **values}))
+  with pytest.raises(ValueError, match=rf" {field}=\[0.5, 0.5, 0.5\] \({file}\), and training"):
+    check_init(config(init=str(folder)), MICRO)
