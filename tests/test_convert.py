@@ -10,7 +10,7 @@ from interop import assert_same_features, import_open_clip, perturb
 
 from sbjax.models import convert, layouts
 from sbjax.models.clip import CLIP
-from sbjax.models.config_files import to_open_clip
+from sbjax.models.config_files import config_from_dict, to_open_clip
 from sbjax.models.convert import load_weights, save_weights, state_dict
 from sbjax.models.sizes import SIZES, CLIPConfig, TextConfig, VisionConfig
 from sbjax.models.transformer import BlockOptions
@@ -191,6 +191,19 @@ def test_a_config_beside_the_weights_must_be_of_the_same_architecture(tmp_path, 
   (tmp_path / "open_clip_config.json").rename(tmp_path / "config.json")
   (tmp_path / "config.json").write_text('{"model": {"size": "tiny"}}')  # A training run's.
   load_weights(path, dataclasses.replace(MICRO, text=text))
+
+
+@pytest.mark.parametrize(
+  ("values", "message"),
+  [
+    ({"vision_cfg": {}}, r"The config has vision_cfg .* and lacks embed_dim and text_cfg\."),
+    ({"vision_cfg": {}, "text_cfg": {}}, r"lacks embed_dim\."),
+    ({"model_type": "clip", "projection_dim": None}, r"projection_dim=null: expected a number"),
+  ],
+)
+def test_a_config_that_lacks_a_field_names_it(values, message):
+  with pytest.raises(ValueError, match=message):
+    config_from_dict(values)
 
 
 def test_a_state_dict_error_lists_missing_unexpected_and_misshapen_tensors():
