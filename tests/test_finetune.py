@@ -5,14 +5,16 @@ import json
 
 import jax
 import jax.numpy as jnp
+import loop_case
 import numpy as np
 import optax
 import pytest
-from clip_case import MICRO, clip, pairs, random_params
+from clip_case import MICRO, clip, drawn, pairs, random_params
 
 from sbjax.models import convert
 from sbjax.models.config_files import to_open_clip
 from sbjax.models.convert import state_dict
+from train import loop
 from train.config import Config, ModelConfig, OptimizerConfig
 from train.finetune import (
   check_init,
@@ -23,8 +25,12 @@ from train.finetune import (
   stop_gradients,
 )
 from train.images import MEAN, STD
+from train.inference import load
+from train.loop import jit_train_step
 from train.optimizer import make_optimizer
+from train.run import Run, make_run
 
+NEW_STATE = Run.new_state
 NAMES = ["image/blocks/fc1/kernel", "image/proj", "text/proj", "logit_scale"]
 
 
@@ -218,3 +224,29 @@ def test_an_init_with_another_normalization_of_images_is_refused(tmp_path, file,
   path.write_text(json.dumps({**given, **values}))
   with pytest.raises(ValueError, match=rf" {field}=\[0.5, 0.5, 0.5\] \({file}\), and training"):
     check_init(config(init=str(folder)), MICRO)
+
+
+@pytest.mark.program
+def test_a_locked_run_keeps_the_image_tower_of_init_and_resumes(tmp_path, monkeypatch):
+  one = jax.devices()[:1]
+  monkeypatch.setattr(jax, "devices", lambda *_: one)
+  loop_case.replace_model(monkeypatch.setattr, jit_train_step)
+  monkeypatch.setattr(Run, "new_state", NEW_STATE)
+  options = {"steps": 1, "model.backend": "xla", "model.remat": "none"}
+  plain = make_run(loop_case.config(tmp_path / "data", **options), tmp_path)
+  model, params = plain.task.model.config, drawn(plain.abstract_state.params)
+  weights = state_dict(params, model)
+  monkeypatch.setattr(convert, "read_file", lambda path: weights)
+  (tmp_path / "init").mkdir()
+  locked = {**options, "init": str(export(tmp_path / "init", model)), "freeze": ("image/.*",)}
+  workdir, before = tmp_path / "run", params
+  for step in (1, 2):
+    loop.train(loop_case.config(tmp_path / "data", **{**locked, "steps": step}), workdir)
+    run = load(workdir)
+    assert run.step == step
+    jax.tree.map(np.testing.assert_array_equal, run.params["image"], params["image"])
+    for name in ("token_embedding", "blocks", "ln_final"):
+      leaves = zip(*(jax.tree.leaves(p["text"][name]) for p in (run.params, before)), strict=True)
+      assert any(np.any(now != then) for now, then in leaves), name
+    before = run.params
+    monkeypatch.setattr(convert, "read_file", lambda path: pytest.fail("init was read again."))
