@@ -5,9 +5,9 @@
       --config.data.root=path/to/flickr8k --config.init=runs/flickr8k/open_clip \\
       --config.data.tokenizer=runs/flickr8k/tokenizer.json --workdir=runs/flickr8k_finetune
 
-The weights, and the model's sizes, come from the exported folder; the tokenizer must be the one
-that it was trained with. Only the text tower and the logit scale learn (Zhai et al. 2022,
-https://arxiv.org/abs/2111.07991).
+The weights come from the exported folder. The model has the sizes of configs/flickr8k.py, which the
+folder must have too, and the tokenizer must be the one that it was trained with. Only the text
+tower and the logit scale learn (Zhai et al. 2022, https://arxiv.org/abs/2111.07991).
 """
 
 from configs import flickr8k
@@ -22,7 +22,7 @@ def get_config() -> Config:
     warmup_steps=20,
     b2=0.98,
     weight_decay=0.1,
-    learning_rate_scale=("text/token_embedding/.*=0.1",),  # rare words change little
+    learning_rate_scale=("text/token_embedding/.*=0.1",),
   )
   config.steps = 300
   config.eval_every = 100

@@ -187,6 +187,16 @@ def test_ctrl_c_outside_the_steps_is_one_line_and_exit_code_130(monkeypatch, cap
   assert "Traceback" not in said
 
 
+def test_a_missing_extra_is_one_message(monkeypatch, capsys):
+  def job(config, workdir):
+    raise ImportError("install the extra `interop`")
+
+  arguments = ("--config=configs/quickstart.py", "--workdir=x")
+  code, said = started(monkeypatch, capsys, *arguments, job=job)
+  assert code == 1
+  assert "install the extra `interop`" in said and "Traceback" not in said
+
+
 def test_a_tilde_in_workdir_is_the_home_folder(monkeypatch, capsys, tmp_path):
   def job(config, workdir):
     sys.exit(str(workdir))

@@ -1,5 +1,6 @@
 import dataclasses
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ from interop import assert_same_features, import_open_clip, perturb
 
 from sbjax.models import convert, layouts
 from sbjax.models.clip import CLIP
+from sbjax.models.config_files import config_from_dict, to_open_clip
 from sbjax.models.convert import load_weights, save_weights, state_dict
 from sbjax.models.sizes import SIZES, CLIPConfig, TextConfig, VisionConfig
 from sbjax.models.transformer import BlockOptions
@@ -171,6 +173,39 @@ def test_scanned_and_unrolled_parameters_give_the_same_state_dict():
   jax.tree.map(np.testing.assert_array_equal, state_dict(unrolled, MICRO), state)
 
 
+@pytest.mark.parametrize("file", ["", "model.safetensors"])
+def test_a_config_beside_the_weights_must_be_of_the_same_architecture(tmp_path, monkeypatch, file):
+  """Tensors tell neither the activation nor the number of heads."""
+  state, path = state_dict(random_params(), MICRO), tmp_path / file
+  monkeypatch.setattr(convert, "read_file", lambda path: state)
+  (tmp_path / "open_clip_config.json").write_text(json.dumps({"model_cfg": to_open_clip(MICRO)}))
+  jax.tree.map(np.testing.assert_array_equal, load_weights(path, MICRO), random_params())
+  vision = dataclasses.replace(MICRO.vision, heads=6)
+  with pytest.raises(
+    ValueError, match=r"is of another model than the config: vision heads=3, not 6"
+  ):
+    load_weights(path, dataclasses.replace(MICRO, vision=vision))
+  text = dataclasses.replace(MICRO.text, activation="quick_gelu")
+  with pytest.raises(ValueError, match=r"text activation='gelu', not 'quick_gelu'\.$"):
+    load_weights(path, dataclasses.replace(MICRO, text=text))
+  (tmp_path / "open_clip_config.json").rename(tmp_path / "config.json")
+  (tmp_path / "config.json").write_text('{"model": {"size": "tiny"}}')  # A training run's.
+  load_weights(path, dataclasses.replace(MICRO, text=text))
+
+
+@pytest.mark.parametrize(
+  ("values", "message"),
+  [
+    ({"vision_cfg": {}}, r"The config has vision_cfg .* and lacks embed_dim and text_cfg\."),
+    ({"vision_cfg": {}, "text_cfg": {}}, r"lacks embed_dim\."),
+    ({"model_type": "clip", "projection_dim": None}, r"projection_dim=null: expected a number"),
+  ],
+)
+def test_a_config_that_lacks_a_field_names_it(values, message):
+  with pytest.raises(ValueError, match=message):
+    config_from_dict(values)
+
+
 def test_a_state_dict_error_lists_missing_unexpected_and_misshapen_tensors():
   state = state_dict(random_params(), MICRO)
   state["head.weight"] = state.pop("visual.proj")
@@ -182,10 +217,24 @@ def test_a_state_dict_error_lists_missing_unexpected_and_misshapen_tensors():
   assert "ln_final.bias is (5,), not (32,)" in str(error.value)
 
 
-def test_a_state_dict_of_another_size_names_that_size():
-  state = struct_state(SIZES["B/16"])
-  with pytest.raises(ValueError, match=r"It fits SIZES\['B/16'\]"):
-    load_weights(state, SIZES["B/32"])
+@pytest.mark.parametrize("names", [[], ["ViT-B-16", "ViT-B-16-quickgelu"]])
+def test_a_state_dict_of_another_size_names_the_models_of_that_size(monkeypatch, names):
+  quick = {
+    tower: dataclasses.replace(getattr(SIZES["B/16"], tower), activation="quick_gelu")
+    for tower in ("vision", "text")
+  }
+  known = {name: SIZES["B/16"] for name in names}
+  if names:
+    known["ViT-B-16-quickgelu"] = dataclasses.replace(SIZES["B/16"], **quick)
+  monkeypatch.setattr(convert, "open_clip_names", lambda: names)
+  monkeypatch.setattr(convert, "read_config", lambda name: known[name])
+  with pytest.raises(ValueError) as error:
+    load_weights(struct_state(SIZES["B/16"]), SIZES["B/32"])
+  models = ", ".join(["SIZES['B/16']", *(f"open_clip's {name}" for name in names)])
+  assert str(error.value).endswith(
+    f"Its shapes are those of {models}; tensors do not tell the activation (-quickgelu) or the"
+    " number of heads."
+  )
 
 
 def test_parameters_that_open_clip_cannot_hold_are_refused():
@@ -200,6 +249,13 @@ def test_parameters_that_open_clip_cannot_hold_are_refused():
 def test_an_unknown_suffix_error_lists_the_known_ones(use, tmp_path):
   with pytest.raises(ValueError, match=r"clip.npz' must end in one of .safetensors, .pt"):
     use(str(tmp_path / "clip.npz"), MICRO)
+
+
+def test_a_missing_folder_is_named_as_one(tmp_path):
+  with pytest.raises(ValueError, match=r"There is no folder .*/exported; a file ends in one of"):
+    load_weights(tmp_path / "exported", MICRO)
+  with pytest.raises(ValueError, match=r"model.bin \(shards are not read\)\."):
+    load_weights(tmp_path, MICRO)
 
 
 def test_a_missing_torch_error_names_the_extra(monkeypatch, tmp_path):

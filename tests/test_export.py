@@ -103,6 +103,23 @@ def test_transformers_loads_an_export(workdir, tmp_path):
   assert processor.crop_size["height"] == run.task.model.config.vision.image_size
 
 
+def refuse(*_, **__):
+  raise ValueError("refused")
+
+
+@pytest.mark.program
+@pytest.mark.parametrize("broken", ["state_dict", "write_file"])
+def test_a_failed_export_changes_no_file(workdir, tmp_path, monkeypatch, broken):
+  (tmp_path / "config.json").write_text("of a good export")
+  monkeypatch.setattr(export, "write_file", lambda state, path: path.touch())
+  monkeypatch.setattr(export, broken, refuse)
+  with pytest.raises(ValueError, match="refused"):
+    export.export(workdir, "hf", tmp_path)
+  assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+    "config.json": "of a good export"
+  }
+
+
 @pytest.mark.program
 def test_an_export_without_a_run_or_its_tokenizer_says_what_is_missing(workdir, tmp_path, capsys):
   with pytest.raises(RunError, match=r"holds no run: it needs config.json and checkpoints"):

@@ -5,14 +5,16 @@ import json
 
 import jax
 import jax.numpy as jnp
+import loop_case
 import numpy as np
 import optax
 import pytest
-from clip_case import MICRO, clip, pairs, random_params
+from clip_case import MICRO, clip, drawn, pairs, random_params
 
 from sbjax.models import convert
 from sbjax.models.config_files import to_open_clip
 from sbjax.models.convert import state_dict
+from train import loop
 from train.config import Config, ModelConfig, OptimizerConfig
 from train.finetune import (
   check_init,
@@ -22,8 +24,13 @@ from train.finetune import (
   scale_by_path,
   stop_gradients,
 )
+from train.images import MEAN, STD
+from train.inference import load
+from train.loop import jit_train_step
 from train.optimizer import make_optimizer
+from train.run import Run, make_run
 
+NEW_STATE = Run.new_state
 NAMES = ["image/blocks/fc1/kernel", "image/proj", "text/proj", "logit_scale"]
 
 
@@ -111,7 +118,7 @@ def test_a_wrong_pattern_is_named_with_paths_near_it(fields, message):
     check_patterns(config(**fields), NAMES)
 
 
-def export(folder, model_config=MICRO, **params):
+def export(folder, model_config=MICRO):
   """A folder as `train.export` writes it, but for the tokenizer; its weights are read by a fake."""
   (folder / "open_clip_model.safetensors").touch()
   (folder / "open_clip_config.json").write_text(
@@ -124,7 +131,7 @@ def export(folder, model_config=MICRO, **params):
 def weights(monkeypatch):
   """What `load_weights` reads from any file."""
   state = state_dict(random_params(), MICRO)
-  monkeypatch.setattr(convert, "_read", lambda path: state)
+  monkeypatch.setattr(convert, "read_file", lambda path: state)
   return state
 
 
@@ -177,21 +184,69 @@ def test_an_init_that_is_no_checkpoint_says_what_is_expected(tmp_path):
     check_init(config(init="/nowhere"), MICRO)
   with pytest.raises(ValueError, match=r"has no weights: expected open_clip_model.safetensors"):
     check_init(config(init=str(tmp_path)), MICRO)
+  (tmp_path / "clip.npz").touch()
+  with pytest.raises(ValueError, match=r"init: '.*/clip.npz' must end in one of .safetensors"):
+    check_init(config(init=str(tmp_path / "clip.npz")), MICRO)
   with pytest.raises(ValueError, match=r"init_model='ViT-Q': 'ViT-Q' is no model"):
     check_init(config(init=str(export(tmp_path)), init_model="ViT-Q"), MICRO)
 
 
-def test_an_init_of_another_activation_or_width_is_refused(tmp_path):
+@pytest.mark.parametrize("file", ["", "open_clip_model.safetensors"])
+def test_an_init_of_another_activation_or_width_is_refused(tmp_path, file):
   towers = (
     dataclasses.replace(tower, activation="quick_gelu") for tower in (MICRO.vision, MICRO.text)
   )
   quick = dataclasses.replace(MICRO, **dict(zip(("vision", "text"), towers, strict=True)))
-  run = config(init=str(export(tmp_path, quick)))
+  run = config(init=str(export(tmp_path, quick) / file))
   check_init(run, quick)
   with pytest.raises(
-    ValueError, match=r"vision tower has activation='gelu' \(init: 'quick_gelu'\)"
+    ValueError, match=r"init=.* vision activation='quick_gelu', not 'gelu', text "
   ):
     check_init(run, MICRO)
   deeper = dataclasses.replace(quick, text=dataclasses.replace(quick.text, layers=3))
-  with pytest.raises(ValueError, match=r"text tower has layers=3 \(init: 2\)"):
+  with pytest.raises(ValueError, match=r"text layers=2, not 3\. The config is that of model.size"):
     check_init(run, deeper)
+
+
+@pytest.mark.parametrize(
+  ("file", "values", "field"),
+  [
+    ("open_clip_config.json", {"preprocess_cfg": {"mean": [0.5, 0.5, 0.5]}}, "mean"),
+    ("preprocessor_config.json", {"image_std": [0.5, 0.5, 0.5]}, "image_std"),
+  ],
+)
+def test_an_init_with_another_normalization_of_images_is_refused(tmp_path, file, values, field):
+  folder = export(tmp_path)
+  path, own = folder / file, {"mean": MEAN.tolist(), "std": STD.tolist()}
+  given = json.loads(path.read_text()) if path.exists() else {}
+  path.write_text(json.dumps({**given, "preprocess_cfg": own, "image_std": own["std"]}))
+  check_init(config(init=str(folder)), MICRO)
+  path.write_text(json.dumps({**given, **values}))
+  with pytest.raises(ValueError, match=rf" {field}=\[0.5, 0.5, 0.5\] \({file}\), and training"):
+    check_init(config(init=str(folder)), MICRO)
+
+
+@pytest.mark.program
+def test_a_locked_run_keeps_the_image_tower_of_init_and_resumes(tmp_path, monkeypatch):
+  one = jax.devices()[:1]
+  monkeypatch.setattr(jax, "devices", lambda *_: one)
+  loop_case.replace_model(monkeypatch.setattr, jit_train_step)
+  monkeypatch.setattr(Run, "new_state", NEW_STATE)
+  options = {"steps": 1, "model.backend": "xla", "model.remat": "none"}
+  plain = make_run(loop_case.config(tmp_path / "data", **options), tmp_path)
+  model, params = plain.task.model.config, drawn(plain.abstract_state.params)
+  weights = state_dict(params, model)
+  monkeypatch.setattr(convert, "read_file", lambda path: weights)
+  (tmp_path / "init").mkdir()
+  locked = {**options, "init": str(export(tmp_path / "init", model)), "freeze": ("image/.*",)}
+  workdir, before = tmp_path / "run", params
+  for step in (1, 2):
+    loop.train(loop_case.config(tmp_path / "data", **{**locked, "steps": step}), workdir)
+    run = load(workdir)
+    assert run.step == step
+    jax.tree.map(np.testing.assert_array_equal, run.params["image"], params["image"])
+    for name in ("token_embedding", "blocks", "ln_final"):
+      leaves = zip(*(jax.tree.leaves(p["text"][name]) for p in (run.params, before)), strict=True)
+      assert any(np.any(now != then) for now, then in leaves), name
+    before = run.params
+    monkeypatch.setattr(convert, "read_file", lambda path: pytest.fail("init was read again."))

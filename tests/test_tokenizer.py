@@ -133,6 +133,24 @@ def test_a_foreign_file_keeps_its_own_cleaning_and_special_tokens(tmp_path):
   np.testing.assert_array_equal(loaded(["Red red blue"], 6), [[1, 2, 3, 0, 0, 0]])
 
 
+def test_a_unigram_vocabulary_is_exported_where_its_ids_stay():
+  scores = [("<unk>", 0.0), ("a", -1.0), ("</s>", 0.0), ("<s>", 0.0), ("b", -1.0)]
+  unigram = Tokenizer(tokenizers.Tokenizer(tokenizers.models.Unigram(scores, 0, False)))
+  exported, _ = unigram.for_transformers()
+  loaded = tokenizers.Tokenizer.from_str(json.dumps(exported))
+  assert loaded.encode("ab").ids == [3, 1, 4, 2]
+  with pytest.raises(ValueError, match=r"Unigram vocabulary has fixed ids; use --format=open_clip"):
+    unigram.for_transformers(end_last=True)
+
+
+def test_exported_ids_of_the_end_and_the_last_token_change_places(bpe):
+  exported, _ = bpe.for_transformers(end_last=True)
+  loaded = tokenizers.Tokenizer.from_str(json.dumps(exported))
+  swap = {bpe.eot_id: 299, 299: bpe.eot_id}
+  assert loaded.get_vocab() == {t: swap.get(i, i) for t, i in bpe._tokenizer.get_vocab().items()}
+  assert loaded.encode("a red circle").ids[-1] == 299
+
+
 @pytest.mark.parametrize(
   ("spec", "captions", "size", "message"),
   [

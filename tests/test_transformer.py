@@ -237,6 +237,26 @@ def test_qk_norm_makes_attention_invariant_to_the_scale_of_q_and_k():
   assert np.max(np.abs(difference)) > 1e-2
 
 
+def test_qk_norm_has_the_epsilon_of_its_tower():
+  """An epsilon far above the variance of q and k makes them small."""
+  config = dataclasses.replace(MICRO.vision, norm_epsilon=1e6)
+  block = Block(
+    config,
+    length=5,
+    causal=False,
+    inits=Inits(*[nn.initializers.normal(1.0)] * 4),
+    options=BlockOptions(qk_norm=True, dtype=jnp.float32),
+  )
+  x = jax.random.normal(jax.random.key(0), (1, 5, config.width))
+  params = block.init(jax.random.key(1), x)
+  _, state = block.apply(
+    params, x, capture_intermediates=lambda module, _: "_norm" in str(module.name)
+  )
+  for name in ("q_norm", "k_norm"):
+    (normed,) = state["intermediates"][name]["__call__"]
+    assert np.max(np.abs(normed)) < 0.1, name
+
+
 def test_block_outputs_are_mean_absolute_features():
   model, params = clip(scan=False), unstack_blocks(random_params())
 

@@ -64,7 +64,7 @@ def explained(debug: bool = False) -> Iterator[None]:
   xla_flags.set_flags()
   try:
     yield
-  except (RunError, ValueError, NotImplementedError, OSError) as error:
+  except (RunError, ValueError, NotImplementedError, OSError, ImportError) as error:
     if debug:
       raise
     print(f"\n{_describe(error)}", file=sys.stderr)

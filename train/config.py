@@ -101,7 +101,7 @@ class Config:
   init: str = ""  # a state dict or its folder, of open_clip or transformers; "": random parameters
   # open_clip's name of the model of init; "": its folder's config, or model.size
   init_model: str = ""
-  freeze: tuple[str, ...] = ()  # patterns of parameters that stand still: "image/.*"
+  freeze: tuple[str, ...] = ()  # patterns of init's parameters that stand still: "image/.*"
   loss: str = "softmax"  # or "siglip"
   batch_size: int = 16384  # over all devices
   accumulate: int = 1  # microbatches a batch: takes the memory of one, the loss is over all
@@ -153,6 +153,10 @@ class Config:
       for words, holds, paths in LIMITS:
         if path in paths.split() and not holds(value):
           raise ValueError(f"{path}={value!r} must be {words}.")
+    if not self.init and self.init_model:
+      raise ValueError(f"init_model={self.init_model!r} is the model of init, which is not set.")
+    if not self.init and self.freeze:
+      raise ValueError(f"freeze={self.freeze} would freeze random parameters: set init.")
     self.profiled()
 
   def get(self, path: str) -> Any:

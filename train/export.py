@@ -11,12 +11,14 @@ runs/quickstart/hf with from_pretrained. --out=FOLDER writes elsewhere.
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
 from sbjax.models.config_files import HF_FILE, OPEN_CLIP_FILE, to_open_clip
-from sbjax.models.convert import FORMATS, save_weights, with_end_last
+from sbjax.models.convert import FORMATS, state_dict, with_end_last
 from sbjax.models.hf_config import to_hf
+from sbjax.models.weight_files import write_file
 from train.errors import RunError
 from train.images import MEAN, STD
 from train.inference import Model, load
@@ -27,7 +29,7 @@ def export(workdir: str | Path, format: str, out: str | Path | None = None) -> P
 
   Args:
     format: "open_clip" or "hf".
-    out: the folder; None: workdir/format. Files in it are replaced.
+    out: the folder; None: workdir/format. Its files are replaced when all are written.
 
   Raises:
     RunError, ValueError: there is no checkpoint, or the format has no place for the model.
@@ -38,16 +40,24 @@ def export(workdir: str | Path, format: str, out: str | Path | None = None) -> P
   out = Path(workdir).expanduser() / format if out is None else Path(out).expanduser()
   files = _open_clip(run) if format == "open_clip" else _hf(run)
   out.mkdir(parents=True, exist_ok=True)
-  for name, write in files.items():
-    if callable(write):
-      write(out / name)
-    else:
-      (out / name).write_text(json.dumps(write, indent=2, ensure_ascii=False), encoding="utf-8")
+  partial = {name: out / f"partial.{name}" for name in files}
+  try:
+    for name, contents in files.items():
+      if name.endswith(".json"):
+        text = json.dumps(contents, indent=2, ensure_ascii=False)
+        partial[name].write_text(text, encoding="utf-8")
+      else:
+        write_file(contents, partial[name])
+    for name, path in partial.items():
+      os.replace(path, out / name)
+  finally:
+    for path in partial.values():
+      path.unlink(missing_ok=True)
   return out
 
 
 def _open_clip(run: Model) -> dict:
-  """Contents of files by name, or functions that write them."""
+  """Contents of files by name: objects of JSON, or state dicts."""
   config, params = run.task.model.config, run.params
   model = to_open_clip(config, layer_scale=_has_layer_scale(params), logit_bias=_has_bias(params))
   tokenizer, tokenizer_config = run.tokenizer.for_transformers()
@@ -58,7 +68,7 @@ def _open_clip(run: Model) -> dict:
   preprocess = {"mean": MEAN.tolist(), "std": STD.tolist(), "interpolation": "bicubic"}
   return {
     OPEN_CLIP_FILE: {"model_cfg": model, "preprocess_cfg": preprocess},
-    "open_clip_model.safetensors": lambda path: save_weights(params, path, config),
+    "open_clip_model.safetensors": state_dict(params, config),
     **_tokenizer_files(tokenizer, tokenizer_config, config),
   }
 
@@ -85,7 +95,7 @@ def _hf(run: Model) -> dict:
   return {
     HF_FILE: to_hf(config),
     "preprocessor_config.json": images,
-    "model.safetensors": lambda path: save_weights(params, path, config, format="hf"),
+    "model.safetensors": state_dict(params, config, format="hf"),
     **_tokenizer_files(*run.tokenizer.for_transformers(end_last), config),
   }
 

@@ -4,7 +4,6 @@ Patterns are regular expressions for the whole path of a parameter, such as "ima
 "text/blocks/fc1/kernel". A pattern that matches no parameter is an error.
 """
 
-import dataclasses
 import difflib
 import re
 from collections.abc import Iterable, Sequence
@@ -12,13 +11,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
+import numpy as np
 import optax
 
-from sbjax.models.config_files import HF_FILE, OPEN_CLIP_FILE, read_config
-from sbjax.models.convert import WEIGHT_FILES, load_weights
+from sbjax.models.config_files import HF_FILE, OPEN_CLIP_FILE, config_of, read_config, read_json
+from sbjax.models.convert import check_architecture, load_weights
 from sbjax.models.sizes import CLIPConfig
+from sbjax.models.weight_files import WEIGHT_FILES, file_suffix
 from train.config import Config
+from train.images import MEAN, STD
 from train.sharding import path_name
+
+_IMAGES_FILE = "preprocessor_config.json"  # of transformers
 
 
 class Rate(NamedTuple):
@@ -106,7 +110,9 @@ def check_patterns(config: Config, names: Iterable[str]) -> None:
 
 
 def check_init(config: Config, model: CLIPConfig) -> None:
-  """Raises a ValueError if `config.init` is no checkpoint, or one of another architecture.
+  """Raises a ValueError if `config.init` is no checkpoint, or is one of another architecture.
+
+  So does another normalization of images than train/images.py's in a config file beside it.
 
   Sizes of images and texts may differ: position embeddings are resized. The vocabulary is checked
   with the tokenizer (`initial_params`).
@@ -119,27 +125,40 @@ def check_init(config: Config, model: CLIPConfig) -> None:
       f"init={config.init!r} does not exist: expected a state dict (.safetensors, .pt, .bin) or a"
       f" folder with one of {', '.join(WEIGHT_FILES)} and {OPEN_CLIP_FILE} or {HF_FILE}."
     )
+  if not path.is_dir():
+    try:
+      file_suffix(path)
+    except ValueError as error:
+      raise ValueError(f"init: {error}") from None
+  _check_normalization(config.init, path if path.is_dir() else path.parent)
   theirs = _source(config)
   if theirs is None:
     return
-  for tower in ("vision", "text"):
-    ours_is, theirs_is = (_architecture(getattr(c, tower)) for c in (model, theirs))
-    different = [
-      f"{name}={ours_is[name]!r} (init: {theirs_is[name]!r})"
-      for name in ours_is
-      if ours_is[name] != theirs_is[name]
-    ]
-    if different:
-      raise ValueError(
-        f"model.size={config.model.size!r} is not the model of init={config.init!r}: its {tower}"
-        f" tower has {', '.join(different)}. model.size takes open_clip's names and the folder of"
-        " init, too."
-      )
-  if model.embed_dim != theirs.embed_dim:
+  try:
+    check_architecture(model, theirs, f"init={config.init!r}")
+  except ValueError as error:
     raise ValueError(
-      f"model.size={config.model.size!r} has embed_dim={model.embed_dim}, and init={config.init!r}"
-      f" has {theirs.embed_dim}."
-    )
+      f"{error} The config is that of model.size={config.model.size!r}, which takes"
+      " open_clip's names and the folder of init, too."
+    ) from None
+
+
+def _check_normalization(init: str, folder: Path) -> None:
+  for file, fields in (
+    (OPEN_CLIP_FILE, ("mean", "std")),
+    (_IMAGES_FILE, ("image_mean", "image_std")),
+  ):
+    if not (folder / file).is_file():
+      continue
+    values = read_json(folder / file)
+    values = values.get("preprocess_cfg", {}) if file == OPEN_CLIP_FILE else values
+    for field, ours in zip(fields, (MEAN, STD), strict=True):
+      theirs = values.get(field)
+      if theirs is not None and (len(theirs) != 3 or not np.allclose(theirs, ours, atol=1e-4)):
+        raise ValueError(
+          f"init={init!r}: its images have {field}={theirs} ({file}), and training normalizes with"
+          f" OpenAI's, {[round(float(x), 4) for x in ours]}."
+        )
 
 
 def initial_params(config: Config, model: CLIPConfig, like: dict) -> dict:
@@ -184,23 +203,13 @@ def _other_tokenizer(config: Config, theirs: int, ours: int, what: str) -> str:
 
 
 def _source(config: Config) -> CLIPConfig | None:
-  """The architecture that `init` names; None where neither init_model nor its folder does."""
+  """The architecture that `init` names; None where neither init_model nor a config does."""
   if config.init_model:
     try:
       return read_config(config.init_model)
     except ValueError as error:
       raise ValueError(f"init_model={config.init_model!r}: {error}") from error
-  path = Path(config.init).expanduser()
-  if any((path / name).is_file() for name in (OPEN_CLIP_FILE, HF_FILE)):
-    return read_config(path)
-  return None
-
-
-def _architecture(tower) -> dict:
-  """The fields of a tower that a checkpoint cannot change."""
-  free = ("image_size", "context_length", "vocab_size", "eot_id", "mlp_ratio")
-  fields = {k: v for k, v in dataclasses.asdict(tower).items() if k not in free}
-  return fields | {"mlp_width": tower.mlp_width}
+  return config_of(config.init)
 
 
 def _compiled(field: str, pattern: str) -> re.Pattern:

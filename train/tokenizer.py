@@ -83,6 +83,9 @@ class Tokenizer:
     encoding or HTML are cleaned less than here.
 
     end_last: whether the end token and the largest id change places (`swap_ids`).
+
+    Raises:
+      ValueError: with `end_last`, the ids are places in a list of scores (Unigram).
     """
     tokenizer = json.loads(self._tokenizer.to_str())
     if self.cleans:
@@ -91,13 +94,19 @@ class Tokenizer:
     start = None if self.sot_id is None else self._tokenizer.id_to_token(self.sot_id)
     first = self._tokenizer.id_to_token(0)
     pad = first if first == "<pad>" else end
+    ids = self._tokenizer.get_vocab()
     if end_last:
       swap = swap_ids(self.eot_id, self.vocab_size)
       vocab = tokenizer["model"]["vocab"]
+      if not isinstance(vocab, dict):
+        raise ValueError(
+          f"transformers needs another id than {self.eot_id} for the end token, and a"
+          f" {tokenizer['model']['type']} vocabulary has fixed ids; use --format=open_clip."
+        )
+      ids = {token: swap(i) for token, i in ids.items()}
       tokenizer["model"]["vocab"] = {token: swap(i) for token, i in vocab.items()}
       added = ({**each, "id": swap(each["id"])} for each in tokenizer["added_tokens"])
       tokenizer["added_tokens"] = sorted(added, key=lambda each: each["id"])
-    ids = {t["content"]: t["id"] for t in tokenizer["added_tokens"]} | tokenizer["model"]["vocab"]
     tokens = [token for token in (start, end) if token is not None]
     pieces = [{"SpecialToken": {"id": token, "type_id": 0}} for token in tokens]
     pieces.insert(len(pieces) - 1, {"Sequence": {"id": "A", "type_id": 0}})

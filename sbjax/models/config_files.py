@@ -50,15 +50,31 @@ def read_config(source: str | os.PathLike) -> CLIPConfig:
       )
     path = found[0]
   if path.suffix == ".json":
-    return config_from_dict(_json(path), str(path))
+    return config_from_dict(read_json(path), str(path))
   files = _open_clip_files()
   if str(source) in files:
-    return config_from_dict(_json(files[str(source)]), str(source))
+    return config_from_dict(read_json(files[str(source)]), str(source))
   near = difflib.get_close_matches(str(source), [*SIZES, *files], cutoff=0.5)
   raise UnknownModelError(
     str(source),
     (f" Near it: {', '.join(near)}." if near else "") + ("" if files else f" {_NOT_INSTALLED}"),
   )
+
+
+def config_of(weights: str | os.PathLike) -> CLIPConfig | None:
+  """The architecture in the config file of a folder of weights, or beside a file of weights.
+
+  None if there is none. A config.json of something else, such as a training run, is none.
+
+  Raises:
+    ValueError: sbjax lacks the architecture; the message names it.
+  """
+  path = Path(weights).expanduser()
+  folder = path if path.is_dir() else path.parent
+  for file in (folder / OPEN_CLIP_FILE, folder / HF_FILE):
+    if file.is_file() and not {"model_cfg", "vision_cfg", "model_type"}.isdisjoint(read_json(file)):
+      return read_config(file)
+  return None
 
 
 def config_from_dict(values: Mapping, name: str = "The config") -> CLIPConfig:
@@ -83,7 +99,8 @@ def open_clip_names() -> list[str]:
 _NOT_INSTALLED = "open_clip's names need it installed: the extra `interop` (sbjax[interop])."
 
 
-def _json(path: Path) -> dict:
+def read_json(path: Path) -> dict:
+  """The object in a JSON file; a ValueError says that it is missing or something else."""
   try:
     values = json.loads(path.read_bytes())
   except FileNotFoundError:
@@ -134,6 +151,8 @@ _DEFAULTS = {"pos_embed_type": "learnable", "block_type": None}
 
 
 def _from_open_clip(values: Mapping, name: str) -> CLIPConfig:
+  if missing := [key for key in ("embed_dim", "text_cfg") if values.get(key) is None]:
+    raise ValueError(f"{name} has vision_cfg (open_clip) and lacks {' and '.join(missing)}.")
   vision, text = values["vision_cfg"], values["text_cfg"]
   if "multimodal_cfg" in values or vision.get("attentional_pool"):
     refuse(name, "a CoCa")
@@ -292,7 +311,7 @@ def _to_open_clip_vision(v: VisionConfig) -> dict:
 
 
 def _to_timm(v: VisionConfig) -> dict:
-  """A SigLIP tower of timm; they differ in size only, so their position embedding is resized."""
+  """The fields of a SigLIP tower, which open_clip knows by timm's name."""
   for size, known in _SIGLIP_SIZES.items():
     name = f"vit_{size}_patch{v.patch_size}_siglip_{v.image_size}"
     tanh = bool(_SIGLIP_TANH.match(name))

@@ -6,12 +6,9 @@ else differs, so a round trip is exact.
 """
 
 import dataclasses
-import importlib
 import math
 import os
-import zipfile
 from collections.abc import Mapping
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +16,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from sbjax.models.clip import CLIP
-from sbjax.models.config_files import open_clip_names, read_config
+from sbjax.models.config_files import config_of, open_clip_names, read_config
 from sbjax.models.layouts import (
   Layout,
   from_torch,
@@ -31,8 +28,9 @@ from sbjax.models.layouts import (
   to_torch,
   torch_shapes,
 )
-from sbjax.models.sizes import SIZES, CLIPConfig
+from sbjax.models.sizes import SIZES, CLIPConfig, TextConfig, VisionConfig
 from sbjax.models.transformer import BlockOptions, stack_blocks, unstack_blocks
+from sbjax.models.weight_files import read_file, write_file
 
 FORMATS = ("open_clip", "hf")
 
@@ -47,7 +45,8 @@ def load_weights(source, config: CLIPConfig, *, scan: bool = True, resize: bool 
   Args:
     source: a path to a .safetensors, .pt, .pth or .bin file or to a folder with one, or a mapping
       of names to tensors or arrays. Checkpoints of open_clip's training (`state_dict`, `module.`)
-      and OpenAI's TorchScript archives work too.
+      and OpenAI's TorchScript archives work too. A path's config (`config_of`) must be that of the
+      same architecture.
     scan: as in `BlockOptions`.
     resize: whether to interpolate position embeddings for another image size or context length, as
       open_clip does.
@@ -55,9 +54,12 @@ def load_weights(source, config: CLIPConfig, *, scan: bool = True, resize: bool 
   Raises:
     ValueError: names are missing or unexpected, or shapes differ. The message lists them, and names
       the architecture if sbjax lacks it, or models of the state dict's size. Or the weights are
-      OpenAI's, and the config has another activation.
+      OpenAI's, and the config has another activation. Or the path's config is that of another
+      architecture.
   """
-  state = _read(source) if isinstance(source, str | os.PathLike) else dict(source)
+  if isinstance(source, str | os.PathLike) and (theirs := config_of(source)) is not None:
+    check_architecture(config, theirs, os.fspath(source))
+  state = read_file(source) if isinstance(source, str | os.PathLike) else dict(source)
   state = state.get("state_dict", state)
   state = {name.removeprefix("module."): tensor for name, tensor in state.items()}
   _check_openai(state, config)
@@ -86,7 +88,7 @@ def save_weights(params: dict, path, config: CLIPConfig, *, format: str = "open_
     path: its suffix selects the file format: .safetensors, or torch's .pt, .pth or .bin.
     format: as in `state_dict`.
   """
-  _write(state_dict(params, config, format=format), path)
+  write_file(state_dict(params, config, format=format), path)
 
 
 def state_dict(
@@ -141,6 +143,32 @@ def with_end_last(config: CLIPConfig, params: dict) -> tuple[CLIPConfig, dict]:
   table[[text.eot_id, last]] = table[[last, text.eot_id]]
   config = dataclasses.replace(config, text=dataclasses.replace(text, eot_id=last))
   return config, {**params, "text": {**params["text"], "token_embedding": {"embedding": table}}}
+
+
+def check_architecture(config: CLIPConfig, theirs: CLIPConfig, source: str) -> None:
+  """Raises a ValueError if `theirs`, the model of the weights `source`, computes otherwise.
+
+  Sizes of images and texts, the vocabulary and the end token may differ.
+  """
+  different = []
+  for tower in ("vision", "text"):
+    ours_is, theirs_is = (_architecture(getattr(c, tower)) for c in (config, theirs))
+    different += [
+      f"{tower} {name}={value!r}, not {ours_is[name]!r}"
+      for name, value in theirs_is.items()
+      if ours_is[name] != value
+    ]
+  if config.embed_dim != theirs.embed_dim:
+    different.append(f"embed_dim={theirs.embed_dim}, not {config.embed_dim}")
+  if different:
+    raise ValueError(f"{source} is of another model than the config: {', '.join(different)}.")
+
+
+def _architecture(tower: VisionConfig | TextConfig) -> dict:
+  """The fields of a tower that its weights fix."""
+  free = ("image_size", "context_length", "vocab_size", "eot_id", "mlp_ratio")
+  fields = {k: v for k, v in dataclasses.asdict(tower).items() if k not in free}
+  return fields | {"mlp_width": tower.mlp_width}
 
 
 def _whole(state: Mapping, names: list[str]) -> np.ndarray:
@@ -248,14 +276,17 @@ def _check(state: Mapping, config: CLIPConfig, options: dict, layout: Layout, re
       )
   hints = []
   if fits := _that_fit(given, options):
-    hints.append(f"It fits {', '.join(fits)}.")
+    hints.append(
+      f"Its shapes are those of {', '.join(fits)}; tensors do not tell the activation (-quickgelu)"
+      " or the number of heads."
+    )
   elif not resize and _fits_resized(state, config, options, layout):
     hints.append("Only position embeddings differ: resize=True interpolates them.")
   raise ValueError(" ".join(["The state dict does not fit the config.", problems, *hints]))
 
 
 def _that_fit(given: dict, options: dict) -> list[str]:
-  """Models with these shapes: keys of SIZES as "SIZES['B/32']", else names of open_clip's."""
+  """Models with these shapes: keys of SIZES as "SIZES['B/32']", names of open_clip's."""
 
   def fits(config: CLIPConfig) -> bool:
     layout = layout_of(given, config)
@@ -264,9 +295,7 @@ def _that_fit(given: dict, options: dict) -> list[str]:
       return False
     return torch_shapes(_shapes(config, options), layout) == given
 
-  if found := [f"SIZES[{size!r}]" for size, config in SIZES.items() if fits(config)]:
-    return found
-  found = []
+  found = [f"SIZES[{size!r}]" for size, config in SIZES.items() if fits(config)]
   for name in open_clip_names():
     try:
       config = read_config(name)
@@ -305,63 +334,3 @@ def _joined(name: str | tuple[str, ...]) -> str:
 def _shortened(names: list[str], limit: int = 8) -> str:
   more = f" and {len(names) - limit} more" if len(names) > limit else ""
   return ", ".join(names[:limit]) + more
-
-
-_TORCH_SUFFIXES = (".pt", ".pth", ".bin")
-# The weights in a folder, in the order in which they are looked for.
-WEIGHT_FILES = (
-  *("open_clip_model.safetensors", "open_clip_pytorch_model.safetensors"),
-  *("open_clip_pytorch_model.bin", "model.safetensors", "pytorch_model.bin"),
-)
-
-
-def _read(source) -> dict:
-  path = Path(source).expanduser()
-  if path.is_dir():
-    found = [path / name for name in WEIGHT_FILES if (path / name).is_file()]
-    if not found:
-      raise ValueError(f"{path} has no weights: expected one of {', '.join(WEIGHT_FILES)}.")
-    path = found[0]
-  suffix = _suffix(path)
-  if not path.is_file():
-    raise ValueError(f"There is no file {path}: expected a state dict ({suffix}).")
-  if suffix == ".safetensors":
-    # Through torch, since numpy lacks bfloat16.
-    return _import("safetensors.torch").load_file(path)
-  torch = _import("torch")
-  if _is_torchscript(path):  # OpenAI's own files.
-    return torch.jit.load(path, map_location="cpu").state_dict()
-  return torch.load(path, map_location="cpu", weights_only=True)
-
-
-def _is_torchscript(path: Path) -> bool:
-  if not zipfile.is_zipfile(path):
-    return False
-  with zipfile.ZipFile(path) as archive:
-    return any(name.endswith("/constants.pkl") for name in archive.namelist())
-
-
-def _write(state: dict[str, np.ndarray], path) -> None:
-  if _suffix(path) == ".safetensors":
-    # transformers refuses a file that does not say this.
-    _import("safetensors.numpy").save_file(state, path, metadata={"format": "pt"})
-  else:
-    torch = _import("torch")
-    torch.save({name: torch.from_numpy(array) for name, array in state.items()}, path)
-
-
-def _suffix(path) -> str:
-  suffix = os.path.splitext(path)[1]
-  if suffix not in (".safetensors", *_TORCH_SUFFIXES):
-    known = ", ".join((".safetensors", *_TORCH_SUFFIXES))
-    raise ValueError(f"{os.fspath(path)!r} must end in one of {known}.")
-  return suffix
-
-
-def _import(name: str):
-  try:
-    return importlib.import_module(name)
-  except ImportError as error:
-    raise ImportError(
-      f"PyTorch's checkpoints need {name}: install the extra `interop` (sbjax[interop])."
-    ) from error

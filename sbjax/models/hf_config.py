@@ -55,6 +55,8 @@ def from_hf(values: Mapping, name: str) -> CLIPConfig:
   if siglip and v.get("vision_use_head") is False:
     refuse(name, "a SigLIP without its pooling head")
   embed_dim = v["hidden_size"] if siglip else values.get("projection_dim", 512)
+  if embed_dim is None:
+    raise ValueError(f"{name} has projection_dim=null: expected a number (transformers' is 512).")
   eot_id = t.get("eos_token_id", 2)
   if siglip or eot_id == 2:  # By 2 transformers means the largest id, as open_clip's "argmax".
     eot_id = t["vocab_size"] - 1

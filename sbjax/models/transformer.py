@@ -161,7 +161,8 @@ class Block(nn.Module):
     """Multi-head attention of q, k and v, each [B, L, D]; the heads are concatenated."""
     q_BLD, k_BLD, v_BLD = (checkpoint_name(h, QKV_NAME) for h in qkv_BLD)
     if self.options.qk_norm:
-      q_BLD, k_BLD = layer_norm(q_BLD, "q_norm"), layer_norm(k_BLD, "k_norm")
+      epsilon = self.config.norm_epsilon
+      q_BLD, k_BLD = layer_norm(q_BLD, "q_norm", epsilon), layer_norm(k_BLD, "k_norm", epsilon)
     q_BLHD, k_BLHD, v_BLHD = (split_heads(h, self.config.heads) for h in (q_BLD, k_BLD, v_BLD))
     how = {"causal": self.causal, "length": self.length, "backend": self.options.attention_backend}
     return attention(q_BLHD, k_BLHD, v_BLHD, **how).reshape(q_BLD.shape)

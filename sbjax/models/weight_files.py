@@ -1,0 +1,84 @@
+"""Files of PyTorch's state dicts: safetensors, torch's own, and OpenAI's TorchScript archives."""
+
+import importlib
+import os
+import zipfile
+from pathlib import Path
+
+import numpy as np
+
+_TORCH_SUFFIXES = (".pt", ".pth", ".bin")
+_SUFFIXES = ", ".join((".safetensors", *_TORCH_SUFFIXES))
+# The weights in a folder, in the order in which they are looked for.
+WEIGHT_FILES = (
+  *("open_clip_model.safetensors", "open_clip_pytorch_model.safetensors"),
+  *("open_clip_pytorch_model.bin", "model.safetensors", "pytorch_model.bin"),
+)
+
+
+def read_file(source: str | os.PathLike) -> dict:
+  """The tensors of a file, or of a folder's first of WEIGHT_FILES, by name; shards are not read.
+
+  Raises:
+    ValueError: there is no such file or folder, or its suffix is unknown.
+    ImportError: torch or safetensors is not installed.
+  """
+  path = Path(source).expanduser()
+  if not path.suffix and not path.exists():
+    raise ValueError(f"There is no folder {path}; a file ends in one of {_SUFFIXES}.")
+  if path.is_dir():
+    found = [path / name for name in WEIGHT_FILES if (path / name).is_file()]
+    if not found:
+      raise ValueError(
+        f"{path} has no weights: expected {', '.join(WEIGHT_FILES)} (shards are not read)."
+      )
+    path = found[0]
+  suffix = file_suffix(path)
+  if not path.is_file():
+    raise ValueError(f"There is no file {path}: expected a state dict ({suffix}).")
+  if suffix == ".safetensors":
+    # Through torch, since numpy lacks bfloat16.
+    return _import("safetensors.torch").load_file(path)
+  torch = _import("torch")
+  if _is_torchscript(path):  # OpenAI's own files.
+    return torch.jit.load(path, map_location="cpu").state_dict()
+  return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _is_torchscript(path: Path) -> bool:
+  if not zipfile.is_zipfile(path):
+    return False
+  with zipfile.ZipFile(path) as archive:
+    return any(name.endswith("/constants.pkl") for name in archive.namelist())
+
+
+def write_file(state: dict[str, np.ndarray], path: str | os.PathLike) -> None:
+  """Writes arrays by name, in the format of the path's suffix.
+
+  Raises:
+    ValueError: the suffix is unknown.
+    ImportError: torch or safetensors is not installed.
+  """
+  if file_suffix(path) == ".safetensors":
+    # transformers refuses a file that does not say this.
+    _import("safetensors.numpy").save_file(state, path, metadata={"format": "pt"})
+  else:
+    torch = _import("torch")
+    torch.save({name: torch.from_numpy(array) for name, array in state.items()}, path)
+
+
+def file_suffix(path: str | os.PathLike) -> str:
+  """The suffix of a file of weights, with its dot; a ValueError if no such file has it."""
+  suffix = os.path.splitext(path)[1]
+  if suffix not in (".safetensors", *_TORCH_SUFFIXES):
+    raise ValueError(f"{os.fspath(path)!r} must end in one of {_SUFFIXES}.")
+  return suffix
+
+
+def _import(name: str):
+  try:
+    return importlib.import_module(name)
+  except ImportError as error:
+    raise ImportError(
+      f"PyTorch's checkpoints need {name}: install the extra `interop` (sbjax[interop])."
+    ) from error
