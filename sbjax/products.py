@@ -75,7 +75,7 @@ class Products:
     if name == "dot_general":
       return self._dot(eqn, operands, weights)
     if name == "conv_general_dilated" and weights[1]:
-      return self._conv(eqn, *operands, weights[1])
+      return self._conv(eqn, operands[0], operands[1], weights[1])
     return None
 
   def _dot(self, eqn, operands, weights: list[Weight | None]):
@@ -146,8 +146,8 @@ class Products:
         rows.append(Row(path, None, shape, None, f"not a weight ({why})"))
     cells = [("weight", "x", "w", "recipe, or why not")]
     for row in rows:
-      shapes = ["x".join(map(str, shape)) if shape else "-" for shape in (row.lhs, row.rhs)]
-      cells.append((row.path or "(activations)", *shapes, row.why or _name(row.recipe)))
+      x, w = ("x".join(map(str, shape)) if shape else "-" for shape in (row.lhs, row.rhs))
+      cells.append((row.path or "(activations)", x, w, row.why or _name(row.recipe)))
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join(
       "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip()
@@ -155,7 +155,7 @@ class Products:
     )
 
 
-def _name(recipe: Recipe) -> str:
+def _name(recipe: Recipe | None) -> str:
   return next((name for name, known in RECIPES.items() if known == recipe), "a recipe")
 
 

@@ -10,6 +10,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -96,7 +97,7 @@ def _pairs(rules: Rules) -> tuple[tuple[str, Recipe | None], ...]:
     return (("*", as_recipe(rules)),)
   if isinstance(rules, RecipeRules):
     return rules.rules
-  pairs = list(rules.items() if isinstance(rules, Mapping) else rules)
+  pairs: list[Any] = list(rules.items() if isinstance(rules, Mapping) else rules)
   for pair in pairs:
     if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):
       raise ValueError(f"A rule is a pair of a pattern and a recipe or None, not {pair!r}.")
@@ -192,7 +193,7 @@ def _linen_class(cls: type[nn.Module], conversion: Conversion) -> type[nn.Module
     return lift.pack(inner, (True,), (True,), (True,), enable_kwargs=True)
 
   methods = _methods(cls, nn.Module)
-  lifted = lift_transform(transform, cls, methods=list(methods))
+  lifted: Any = lift_transform(transform, cls, methods=list(methods))
   for name, method in methods.items():
     setattr(lifted, name, _if_bound(getattr(lifted, name), method))
   return _renamed(lifted, cls)
@@ -236,7 +237,8 @@ def _nnx_class(cls: type[nnx.Module], conversion: Conversion) -> type[nnx.Module
     return run
 
   methods = {name: converted(method) for name, method in _methods(cls, nnx.Module).items()}
-  return _renamed(type(cls)(cls.__name__, (cls,), methods), cls)
+  metaclass: Any = type(cls)
+  return _renamed(metaclass(cls.__name__, (cls,), methods), cls)
 
 
 def _nnx_names(arguments) -> dict[tuple, str]:

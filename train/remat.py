@@ -15,7 +15,6 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from sbjax.models.clip import CLIP
 from sbjax.recipes import RecipeRules
 from train.memory import is_out_of_memory
 from train.processes import largest_of_all
@@ -131,8 +130,8 @@ def _compiled(run: Run, make_step: Callable) -> tuple[Callable, Memory]:
   return step, Memory(*largest_of_all(fixed, temporary))
 
 
-def _shares(model: CLIP) -> dict[str, float]:
-  """What each policy saves for the backward pass, over what "none" does; of the tower with less."""
+def _shares(model) -> dict[str, float]:
+  """What each policy saves for the backward pass of a CLIP, over what "none" does, at least."""
   recipe, layer_scale = model.options.recipe, model.options.zero_init_layer_scale
   recipes = [r for _, r in recipe.rules] if isinstance(recipe, RecipeRules) else [recipe]
   in_8_bits = all(recipe.saved == "quantized" for recipe in recipes)
