@@ -107,7 +107,9 @@ def test_weights_of_another_size_name_the_size_that_fits(tmp_path):
 
   path = tmp_path / "open_clip.pt"
   torch.save(open_clip.create_model("ViT-S-16").state_dict(), path)
-  with pytest.raises(RunError, match=r"--model=B/32. The state dict .* It fits SIZES\['S/16'\]"):
+  with pytest.raises(
+    RunError, match=r"--model=B/32. The state dict .* are those of SIZES\['S/16'\]"
+  ):
     inference.load(path, size="ViT-B-32")
 
 
