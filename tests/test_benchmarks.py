@@ -136,6 +136,7 @@ def test_each_kernel_benchmark_calls_every_operation(dtype):
   operations = {name: watched(name, f) for name, f in ops._asdict().items() if name != "name"}
   each_kernel.matmuls(ops._replace(**operations), dtype)
   each_kernel.row_operations(ops._replace(**operations), dtype)
+  each_kernel.attentions(ops._replace(**operations))
   assert called == set(operations)
 
 
@@ -293,10 +294,12 @@ def test_a_way_is_parsed_as_mesh_and_process_count():
   assert meshes.largest_difference([1.0, 2.2], [1.0, 2.0]) == pytest.approx(0.1)
 
 
+@pytest.mark.aot
 @pytest.mark.parametrize(
   ("recipe", "policy"), [("switchback", "none"), ("switchback_m", "residuals")]
 )
 def test_a_block_saves_the_bytes_on_record(recipe, policy):
+  pytest.importorskip("jax_triton", reason="the extra `aot` is not installed")
   found = kept_bytes.measure(recipe, policy)
   (row,) = (r for r in read("kept_bytes") if (r["recipe"], r["remat"]) == (recipe, policy))
   assert {name: row[name] for name in found} == found
