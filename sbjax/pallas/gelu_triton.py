@@ -214,7 +214,7 @@ def _sigmoid_tail(h, ACTIVATION: tl.constexpr):
   root = tl.rsqrt(1.0 + power)  # One instruction; a division takes several.
   gate = root * root
   tail = power * gate
-  return tail, slope * (gate * tail)
+  return tail, (gate * tail) * slope
 
 
 @triton.jit
