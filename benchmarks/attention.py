@@ -12,6 +12,7 @@ kernels in other configs instead, and adds no lines.
 import argparse
 import functools
 import itertools
+from concurrent import futures
 
 import jax
 import jax.numpy as jnp
@@ -99,14 +100,17 @@ def tune(batch: int, length: int, heads: int, head_dim: int, causal: bool) -> No
     "backward": (kernels.attention_backward, (o, lse, do, *qkv), (64, 128), (32, 64, 128), (1, 2)),
   }
   for direction, (kernel, arrays, blocks_q, blocks_k, parts) in directions.items():
-    found = {}
-    for values in itertools.product(blocks_q, blocks_k, (4, 8), parts):
-      config = kernels.Config(*values)
+    configs = [kernels.Config(*c) for c in itertools.product(blocks_q, blocks_k, (4, 8), parts)]
+
+    def compiled(config, kernel=kernel, arrays=arrays):
       try:
-        run = functools.partial(kernel, **options, config=config)
-        found[config] = kernel_seconds(contender(run, [arrays]))
+        return contender(functools.partial(kernel, **options, config=config), [arrays])
       except Exception as failure:  # Too little shared memory.
-        print(direction, config, str(failure).splitlines()[0][:80])
+        print(config, str(failure).splitlines()[0][:80])
+
+    with futures.ThreadPoolExecutor() as pool:
+      programs = dict(zip(configs, pool.map(compiled, configs), strict=True))
+    found = {config: kernel_seconds(one) for config, one in programs.items() if one}
     for config in sorted(found, key=lambda c: -found[c]):
       print(f"{direction} {found[config] * 1e3:.4f} ms {config}", flush=True)
 

@@ -17,6 +17,7 @@ import statistics
 import time
 from collections import defaultdict
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,19 +41,30 @@ CASES = {  # size: images a batch, remat
   "B/32": (1024, "none"),
   "bigG/14": (128, "block"),
 }
-CONTENDERS = {  # name: recipe, block, how many layers are compiled together (0: all)
-  "flax": ("full", FlaxBlock, 0),
-  "flax_loop": ("full", FlaxBlock, 1),
-  "full": ("full", Block, 0),
-  "switchback": ("switchback", Block, 0),
-  "switchback_loop": ("switchback", Block, 1),
-  "switchback_unfused": ("switchback", FlaxBlock, 0),
-  "switchback_m": ("switchback_m", Block, 0),
-  "switchback_q": ("switchback_q", Block, 0),
-  "switchback_fp8_wgrad": ("switchback_fp8_wgrad", Block, 0),
-  "switchback_e4m3_wgrad": ("switchback_e4m3_wgrad", Block, 0),
-  "llm_int8": ("llm_int8", Block, 0),
-  "fp8_switchback": ("fp8_switchback", Block, 0),
+
+
+class Contender(NamedTuple):
+  recipe: str
+  block: type = Block
+  unroll: int = 0  # How many layers are compiled together; 0: all.
+  attention: str | None = None
+
+
+CONTENDERS = {
+  "flax": Contender("full", FlaxBlock),
+  "flax_loop": Contender("full", FlaxBlock, unroll=1),
+  "full": Contender("full"),
+  "switchback": Contender("switchback"),
+  "switchback_loop": Contender("switchback", unroll=1),
+  "switchback_unfused": Contender("switchback", FlaxBlock),
+  "switchback_cudnn": Contender("switchback", attention="cudnn"),
+  "switchback_triton": Contender("switchback", attention="triton"),
+  "switchback_m": Contender("switchback_m"),
+  "switchback_q": Contender("switchback_q"),
+  "switchback_fp8_wgrad": Contender("switchback_fp8_wgrad"),
+  "switchback_e4m3_wgrad": Contender("switchback_e4m3_wgrad"),
+  "llm_int8": Contender("llm_int8"),
+  "fp8_switchback": Contender("fp8_switchback"),
 }
 BASES = ("flax", "flax_loop")
 
@@ -129,8 +141,10 @@ def measure(size: str, names: list[str], rounds: int, folder: str | None) -> dic
 
 def task_of(name: str, config: CLIPConfig, remat: str, backend: str | None = None) -> CLIPTask:
   """The contender of that name."""
-  recipe, block, unroll = CONTENDERS[name]
-  options = BlockOptions(recipe=recipe, remat=remat, unroll=unroll, backend=backend)
+  recipe, block, unroll, attention = CONTENDERS[name]
+  options = BlockOptions(
+    recipe=recipe, remat=remat, unroll=unroll, backend=backend, attention_backend=attention
+  )
   return CLIPTask(CLIP(config, options, block=block))
 
 
