@@ -37,6 +37,12 @@ CASES = {
   "B/16 image, half": (512, 99, 12, 64, False),
   "B/32 image, half": (1024, 26, 12, 64, False),
 }
+# Between CLIP's lengths, for the choice of a backend.
+LENGTHS = {
+  f"{length} tokens, {head_dim}": (65_536 // length, length, 16, head_dim, False)
+  for head_dim in (64, 80, 104, 128)
+  for length in (50, 99, 129, 161, 197, 256, 257, 320, 384, 512)
+}
 FEW = 2  # Examples whose error is measured.
 
 
@@ -45,20 +51,30 @@ def main() -> None:
   parser.add_argument("--out", default="benchmarks/results/attention.jsonl")
   parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
   parser.add_argument("--tune", action="store_true")
+  parser.add_argument("--lengths", action="store_true", help="without PyTorch")
   args = parser.parse_args()
-  for name in args.cases:
-    if args.tune:
+  if args.lengths:
+    for name, case in LENGTHS.items():
+      row = {"benchmark": "attention_lengths", "case": name} | measure(*case, check=False)
+      print(name, row["milliseconds"], flush=True)
+      append(args.out, [row | provenance()])
+    return
+  if args.tune:
+    for name in args.cases:
       tune(*CASES[name])
-      continue
-    row = {"benchmark": "attention", "case": name} | measure(*CASES[name])
+    return
+  rows = [measure(*CASES[name]) for name in args.cases]
+  # PyTorch's profiler stops JAX's.
+  for name, row in zip(args.cases, rows, strict=True):
+    measure_torch(row, *CASES[name])
     print(name, row["milliseconds"], row["errors"], flush=True)
-    append(args.out, [row | provenance()])
+    append(args.out, [{"benchmark": "attention", "case": name} | row | provenance()])
 
 
-def measure(batch: int, length: int, heads: int, head_dim: int, causal: bool) -> dict:
+def measure(batch, length, heads, head_dim, causal, check: bool = True) -> dict:
   """Milliseconds of kernels and errors, each forward and backward, of each contender."""
   qkvd = draw(batch, length, heads, head_dim)
-  exact = reference([x[:FEW] for x in qkvd], causal)
+  exact = reference([x[:FEW] for x in qkvd], causal) if check else []
   times, errors = {}, {}
   for backend in ("cudnn", "triton"):
     tokens = length_for(length, jnp.dtype(jnp.bfloat16), head_dim, backend)
@@ -68,19 +84,15 @@ def measure(batch: int, length: int, heads: int, head_dim: int, causal: bool) ->
     forward = kernel_seconds(contender(lambda q, k, v, do, run=run: run(q, k, v), [padded]))
     times[backend] = forward, kernel_seconds(both)
     (results,) = both.call(both.sets)
-    errors[backend] = [error(x[:FEW, :length], e) for x, e in zip(results, exact, strict=True)]
-  for name, run in rivals(causal).items():
-    try:
-      times[name], results = run(qkvd)
-    except (RuntimeError, NotImplementedError, ValueError) as refusal:
-      print(f"{name}: {str(refusal).splitlines()[0][:80]}")
-      continue
-    errors[name] = [error(x[:FEW], e) for x, e in zip(results, exact, strict=True)]
+    errors[backend] = [error(x[:FEW, :length], e) for x, e in zip(results, exact, strict=False)]
+  if check and (run := tokamax(causal)):
+    (times["tokamax"], results) = by_jax(run, qkvd)
+    errors["tokamax"] = [error(x[:FEW], e) for x, e in zip(results, exact, strict=True)]
   pairs = length * (length + 1) / 2 if causal else length**2
   return {
     **{"batch": batch, "length": length, "heads": heads, "head_dim": head_dim, "causal": causal},
-    "milliseconds": {name: [round(t * 1e3, 4) for t in both] for name, both in times.items()},
-    "errors": {name: [float(f"{e:.2e}") for e in found] for name, found in errors.items()},
+    "milliseconds": {name: milliseconds(both) for name, both in times.items()},
+    "errors": {name: rounded(found) for name, found in errors.items()},
     # Two products forward, five backward.
     "gflop": [round(2 * n * batch * heads * head_dim * pairs / 1e9, 1) for n in (2, 7)],
     "data": "standard normal",
@@ -88,31 +100,38 @@ def measure(batch: int, length: int, heads: int, head_dim: int, causal: bool) ->
 
 
 def tune(batch: int, length: int, heads: int, head_dim: int, causal: bool) -> None:
-  """Prints the kernels' times in several configs, the fastest last."""
+  """Prints the Triton kernels' times in several configs, the fastest last."""
   from sbjax.pallas import attention_triton as kernels
 
-  ops = get_backend("triton")
+  options = {"causal": causal, "length": length}
   *qkv, do = (x[:, :, None] for x in draw(batch, length, heads, head_dim))
-  options, do = {"causal": causal, "length": length}, do[:, :, 0]
-  o, lse = ops.attention_forward(*qkv, **options)
-  directions = {
-    "forward": (kernels.attention_forward, tuple(qkv), (64, 128), (64, 128, 256), (1,)),
-    "backward": (kernels.attention_backward, (o, lse, do, *qkv), (64, 128), (32, 64, 128), (1, 2)),
-  }
-  for direction, (kernel, arrays, blocks_q, blocks_k, parts) in directions.items():
-    configs = [kernels.Config(*c) for c in itertools.product(blocks_q, blocks_k, (4, 8), parts)]
-
-    def compiled(config, kernel=kernel, arrays=arrays):
-      try:
-        return contender(functools.partial(kernel, **options, config=config), [arrays])
-      except Exception as failure:  # Too little shared memory.
-        print(config, str(failure).splitlines()[0][:80])
-
+  do, tiles = do[:, :, 0], kernels.tiles
+  o, lse = jax.jit(functools.partial(tiles.attention_forward, **options))(*qkv)
+  saved = (o, lse, do, *qkv)
+  by_head = [kernels.Config(*c) for c in itertools.product((64, 128), (64, 128, 256), (4, 8))]
+  blocks = ((64, 32, 4), (64, 64, 4), (64, 128, 4), (128, 32, 4), (128, 64, 4), (128, 64, 8))
+  by_tile = [tiles.TileConfig(*c, stages) for c in blocks for stages in (1, 2, 3)]
+  for direction, kernel, arrays, configs, ignored in (
+    ("forward", kernels.attention_forward, qkv, by_head, None),
+    ("forward", tiles.attention_forward, qkv, by_tile, None),
+    ("backward", kernels.attention_backward, saved, by_head, None),
+    ("queries", tiles.attention_backward, saved, by_tile, "_keys_kernel"),
+    ("keys", tiles.attention_backward, saved, by_tile, "_queries_kernel"),
+  ):
+    kernel = functools.partial(kernel, **options)
     with futures.ThreadPoolExecutor() as pool:
-      programs = dict(zip(configs, pool.map(compiled, configs), strict=True))
-    found = {config: kernel_seconds(one) for config, one in programs.items() if one}
-    for config in sorted(found, key=lambda c: -found[c]):
+      programs = pool.map(functools.partial(compiled, kernel, arrays), configs)
+    pairs = zip(configs, programs, strict=True)
+    found = {config: kernel_seconds(one, ignored=ignored) for config, one in pairs if one}
+    for config in sorted(found, key=lambda c: -found[c])[-5:]:
       print(f"{direction} {found[config] * 1e3:.4f} ms {config}", flush=True)
+
+
+def compiled(kernel, arrays, config):
+  try:
+    return contender(functools.partial(kernel, config=config), [tuple(arrays)])
+  except Exception as failure:  # Too little shared memory.
+    print(config, str(failure).splitlines()[0][:80])
 
 
 def draw(batch, length, heads, head_dim):
@@ -146,36 +165,44 @@ def error(x, exact) -> float:
   return float(np.linalg.norm(np.asarray(x).astype(np.float64) - exact) / np.linalg.norm(exact))
 
 
-def rivals(causal: bool) -> dict:
-  """What else is installed: name -> function of q, k, v, do to ((seconds, seconds), results)."""
-  found = {}
+def tokamax(causal: bool):
+  """tokamax's attention, if it is installed."""
   try:
     import tokamax  # pyright: ignore[reportMissingImports]
-
-    run = functools.partial(
-      tokamax.dot_product_attention, is_causal=causal, implementation="mosaic_gpu"
-    )
-    found["tokamax"] = functools.partial(by_jax, run)
   except ImportError:
-    pass
-  try:
-    import torch  # pyright: ignore[reportMissingImports]
-    from torch.nn.attention import SDPBackend  # pyright: ignore[reportMissingImports]
-
-    if torch.cuda.is_available():
-      kinds = {"cuDNN": "CUDNN", "flash": "FLASH", "efficient": "EFFICIENT"}
-      for name, kind in kinds.items():
-        backend = getattr(SDPBackend, f"{kind}_ATTENTION")
-        found[f"torch {name}"] = functools.partial(by_torch, backend, causal)
-  except ImportError:
-    pass
-  return found
+    return None
+  return functools.partial(
+    tokamax.dot_product_attention, is_causal=causal, implementation="mosaic_gpu"
+  )
 
 
 def by_jax(run, qkvd):
   both = contender(functools.partial(value_and_gradients, run), [qkvd])
   forward = kernel_seconds(contender(lambda q, k, v, do: run(q, k, v), [qkvd]))
   return (forward, kernel_seconds(both)), both.call(both.sets)[0]
+
+
+def measure_torch(row: dict, batch, length, heads, head_dim, causal) -> None:
+  """Adds PyTorch's backends to a row, if it is installed."""
+  try:
+    import torch  # pyright: ignore[reportMissingImports]
+    from torch.nn.attention import SDPBackend  # pyright: ignore[reportMissingImports]
+  except ImportError:
+    return
+  if not torch.cuda.is_available():
+    return
+  qkvd = draw(batch, length, heads, head_dim)
+  exact = reference([x[:FEW] for x in qkvd], causal)
+  for name, kind in {"cuDNN": "CUDNN", "flash": "FLASH", "efficient": "EFFICIENT"}.items():
+    backend = getattr(SDPBackend, f"{kind}_ATTENTION")
+    try:
+      times, results = by_torch(backend, causal, qkvd)
+    except RuntimeError as refusal:
+      print(f"torch {name}: {str(refusal).splitlines()[0][:80]}")
+      continue
+    row["milliseconds"][f"torch {name}"] = milliseconds(times)
+    errors = [error(x[:FEW], e) for x, e in zip(results, exact, strict=True)]
+    row["errors"][f"torch {name}"] = rounded(errors)
 
 
 def by_torch(backend, causal, qkvd, calls: int = 10):
@@ -204,7 +231,15 @@ def by_torch(backend, causal, qkvd, calls: int = 10):
 
   with sdpa_kernel([backend]):
     times = seconds(forward), seconds(both)
-    return times, [x.transpose(1, 2).float().cpu().numpy() for x in both()]
+    return times, [x[:FEW].detach().transpose(1, 2).float().cpu().numpy() for x in both()]
+
+
+def milliseconds(seconds) -> list[float]:
+  return [round(t * 1e3, 4) for t in seconds]
+
+
+def rounded(errors) -> list[float]:
+  return [float(f"{e:.2e}") for e in errors]
 
 
 if __name__ == "__main__":

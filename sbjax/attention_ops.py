@@ -7,9 +7,7 @@ q, k and v are either one array [B, L, 3, H, D], as a projection makes them, or 
 import jax
 import jax.numpy as jnp
 
-# The kernels' limits: of a head's size, and of its keys and values in shared memory.
-HEAD_DIMS = (32, 64, 80, 88, 96, 104, 128)
-MAX_LENGTH = 512
+HEAD_DIMS = (32, 64, 80, 88, 96, 104, 128)  # That the kernels take.
 
 
 def attention_forward(*qkv: jax.Array, causal: bool, length: int) -> tuple[jax.Array, jax.Array]:
@@ -56,15 +54,6 @@ def attention_backward(
   if len(qkv) == 1:
     return (jnp.stack(gradients, axis=2).astype(dtype),)
   return tuple(gradient[:, :, None].astype(dtype) for gradient in gradients)
-
-
-def longest(head_dim: int, capability: int) -> int:
-  """The largest number of tokens that the kernels take on a device of this compute capability.
-
-  Except on 9.0 the tensor cores' operands are in registers, which a longer head would spill.
-  """
-  width = 128 if head_dim > 96 else head_dim  # The kernels cut 104 into 64 and 64.
-  return min(MAX_LENGTH, 49_152 // width) if capability == 90 else 128
 
 
 def _split(qkv, length):

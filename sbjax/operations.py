@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 
 from sbjax import attention_ops, fused_ops
-from sbjax.device import compute_capability, target
 from sbjax.formats import INT8
 from sbjax.matmul import apply_scales, scaled_matmul
 from sbjax.partition import Names, arrays_of, is_explicit, partitioned
@@ -187,15 +186,12 @@ def _rows_in_registers(*args, **options):
   return None
 
 
-def _short_sequence(*arrays, length, **options):
-  (_, padded, _, _, head_dim), dtype = arrays[-1].shape, arrays[-1].dtype
+def _attention_heads(*arrays, **options):
+  head_dim, dtype = arrays[-1].shape[-1], arrays[-1].dtype
   if dtype not in (jnp.bfloat16, jnp.float16):
     return f"takes bfloat16 and float16, not {dtype.name}"
   if head_dim not in attention_ops.HEAD_DIMS:
     return f"takes heads of {', '.join(map(str, attention_ops.HEAD_DIMS))}, not {head_dim}"
-  most = attention_ops.longest(head_dim, compute_capability(target()) or 90)
-  if padded > most:
-    return f"takes at most {most} tokens with heads of {head_dim}, not {padded}"
   return None
 
 
@@ -235,12 +231,12 @@ OPERATIONS = {
   ),
   "quantize_sum": _in_triton(fused_ops.quantize_sum, "mk -> mk", "gelu_triton"),
   "attention_forward": _in_triton(
-    attention_ops.attention_forward, "b..h. -> b.h. bh.", "attention_triton", _short_sequence
+    attention_ops.attention_forward, "b..h. -> b.h. bh.", "attention_triton", _attention_heads
   ),
   "attention_backward": _in_triton(
     attention_ops.attention_backward,
     "b.h. bh. b.h. b..h. -> b..h.",
     "attention_triton",
-    _short_sequence,
+    _attention_heads,
   ),
 }

@@ -12,7 +12,7 @@ import pytest
 from benchmarks import attention as attention_benchmark
 from sbjax import RECIPES, LayerNormParams, Quantized, Spec, quantize, quantized_dot
 from sbjax.attention import attention, cudnn_runs, length_for
-from sbjax.attention_ops import HEAD_DIMS, longest
+from sbjax.attention_ops import HEAD_DIMS
 from sbjax.backends import NAMES, get_backend
 from sbjax.formats import E4M3, E5M2, INT8
 from sbjax.matmul import scaled_matmul
@@ -276,13 +276,16 @@ def test_attention_is_as_exact_as_cudnn(triton, case):
 def test_attention_of_drawn_shapes(triton, seed):
   pick = random.Random(seed)
   head_dim, causal = pick.choice(HEAD_DIMS), pick.random() < 0.5
-  shape = (pick.randint(1, 3), pick.randint(1, longest(head_dim, 90)), pick.randint(1, 5), head_dim)
+  shape = (pick.randint(1, 3), pick.randint(1, 600), pick.randint(1, 5), head_dim)
   dtype = pick.choice([jnp.bfloat16, jnp.float16])
   errors = kernels_errors("triton", shape, causal, dtype)
   assert max(errors) < 2 * jnp.finfo(dtype).eps, (shape, causal, errors)
 
 
-@pytest.mark.parametrize("backend", ["cudnn", "triton"])
+CUDNN_NAN = pytest.mark.xfail(reason="cuDNN's gradients are NaN there (pytorch#196678)")
+
+
+@pytest.mark.parametrize("backend", [pytest.param("cudnn", marks=CUDNN_NAN), "triton"])
 @pytest.mark.parametrize("length", [64, 192, 320])
 def test_attention_of_large_negative_logits_is_finite(backend, length):
   q, k, v, do = attention_benchmark.draw(2, length, 4, 64)

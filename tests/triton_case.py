@@ -19,6 +19,8 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 
+from sbjax import pallas
+
 SHARED_BYTES = {80: 166_912, 89: 101_376, 90: 232_448}  # The limit of a thread block.
 
 
@@ -38,10 +40,16 @@ def interpreted(name):
   interpreter.InterpreterBuilder.create_dot = _dot
   with pytest.MonkeyPatch.context() as patch:
     patch.setenv("TRITON_INTERPRET", "1")  # Read by @triton.jit.
-    # Functions that the module imports from here are interpreted too.
-    shared = "sbjax.pallas.rounding_triton"
-    patch.setitem(sys.modules, shared, _second_copy(shared))
-    module = _second_copy(f"sbjax.pallas.{name}")
+    # What the module imports from these is interpreted too.
+    for shared in ("rounding_triton", "attention_parts_triton", "attention_tiles_triton"):
+      copy = _interpreted_copy(f"sbjax.pallas.{shared}")
+      patch.setitem(sys.modules, copy.__name__, copy)
+      patch.setattr(pallas, shared, copy, raising=False)
+    return _interpreted_copy(f"sbjax.pallas.{name}")
+
+
+def _interpreted_copy(name):
+  module = _second_copy(name)
   module.triton_call = _interpret
   module.compute_capability = lambda: 90
   return module
