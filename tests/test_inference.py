@@ -1,5 +1,6 @@
 """A run's checkpoint embeds one's own pictures and texts as the run's evaluation does."""
 
+import json
 import runpy
 import sys
 from pathlib import Path
@@ -62,6 +63,19 @@ def test_the_example_prints_the_cosines_of_each_picture(workdir, pictures, monke
   cosines = [float(line.split()[0]) for line in lines if line.startswith("  ")]
   assert len(cosines) == 6 and all(-1 <= cosine <= 1 for cosine in cosines)
   assert cosines[:3] == sorted(cosines[:3], reverse=True)
+
+
+@pytest.mark.parametrize("field", ["backend", "attention_backend"])
+def test_a_run_is_loaded_without_the_backends_of_its_device(workdir, field):
+  path = workdir / "config.json"
+  whole = path.read_text()
+  values = json.loads(whole)
+  values["model"][field] = {"backend": "mosaic", "attention_backend": "cudnn"}[field]
+  path.write_text(json.dumps(values))
+  try:
+    assert inference.load(workdir).embed_texts(TEXTS).shape[0] == len(TEXTS)
+  finally:
+    path.write_text(whole)
 
 
 def test_a_run_in_8_bits_embeds_as_in_float(workdir, pictures):

@@ -158,7 +158,7 @@ def _run(workdir: Path, size: str, tokenizer: str):
       f"{workdir / 'tokenizer.json'} is missing: it should hold the tokenizer of the run, as"
       " training wrote it there."
     )
-  config.model.backend = ""  # The run's device may be another.
+  config.model.backend = config.model.attention_backend = ""  # The run's device may be another.
   made = Tokenizer.load(workdir / "tokenizer.json")
   task, mesh = make_task(config, made), make_mesh(MeshConfig(), jax.devices()[:1])
   optimizer, _ = make_optimizer(config.optimizer, config.steps, config.freeze)
