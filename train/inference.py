@@ -21,6 +21,7 @@ from sbjax.models.config_files import read_config as model_config
 from sbjax.models.convert import load_weights
 from sbjax.models.serving import serving_params
 from sbjax.models.sizes import SIZES
+from sbjax.models.weight_files import WEIGHT_SUFFIXES
 from train.augment import CentreCrop
 from train.checkpoint import Checkpointer
 from train.config import Config, MeshConfig, ModelConfig
@@ -33,7 +34,6 @@ from train.tokenizer import Tokenizer, make_tokenizer
 from train.workdir import read_config
 from train.zero_shot import encode_rows, make_encoders, unit
 
-_WEIGHTS = (".safetensors", ".pt", ".pth", ".bin")
 # For weights that were not trained in 8 bits: a scale for each output of a linear layer.
 _INT8 = "switchback_q"
 
@@ -103,7 +103,7 @@ def load(
   """
   path = Path(path).expanduser()
   size = _known_size(size)
-  if path.suffix in _WEIGHTS:
+  if path.suffix in WEIGHT_SUFFIXES:
     config, params, tokenizer, step = _open_clip(path, size, tokenizer)
   else:
     config, params, tokenizer, step = _run(path, size, tokenizer)

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-_TORCH_SUFFIXES = (".pt", ".pth", ".bin")
-_SUFFIXES = ", ".join((".safetensors", *_TORCH_SUFFIXES))
+WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 # The weights in a folder, in the order in which they are looked for.
 WEIGHT_FILES = (
   *("open_clip_model.safetensors", "open_clip_pytorch_model.safetensors"),
@@ -25,7 +24,8 @@ def read_file(source: str | os.PathLike) -> dict:
   """
   path = Path(source).expanduser()
   if not path.suffix and not path.exists():
-    raise ValueError(f"There is no folder {path}; a file ends in one of {_SUFFIXES}.")
+    known = ", ".join(WEIGHT_SUFFIXES)
+    raise ValueError(f"There is no folder {path}; a file ends in one of {known}.")
   if path.is_dir():
     found = [path / name for name in WEIGHT_FILES if (path / name).is_file()]
     if not found:
@@ -70,8 +70,8 @@ def write_file(state: dict[str, np.ndarray], path: str | os.PathLike) -> None:
 def file_suffix(path: str | os.PathLike) -> str:
   """The suffix of a file of weights, with its dot; a ValueError if no such file has it."""
   suffix = os.path.splitext(path)[1]
-  if suffix not in (".safetensors", *_TORCH_SUFFIXES):
-    raise ValueError(f"{os.fspath(path)!r} must end in one of {_SUFFIXES}.")
+  if suffix not in WEIGHT_SUFFIXES:
+    raise ValueError(f"{os.fspath(path)!r} must end in one of {', '.join(WEIGHT_SUFFIXES)}.")
   return suffix
 
 
