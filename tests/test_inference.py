@@ -92,7 +92,7 @@ def test_a_run_in_8_bits_embeds_as_in_float(workdir, pictures):
 def test_what_does_not_fit_a_run_is_named(workdir):
   for options, message in [
     ({"size": "ViT-B-32"}, "holds a tiny: leave --model=B/32 out"),
-    ({"size": "ViT-B-33"}, "--model='ViT-B-33' is unknown; known: ViT-Ti-16, ViT-S-16"),
+    ({"size": "ViT-B-33"}, "holds a tiny: leave --model=ViT-B-33 out"),
     ({"tokenizer": "clip"}, "has its own tokenizer: leave --tokenizer=clip out"),
   ]:
     with pytest.raises(RunError, match=message):
@@ -106,12 +106,15 @@ def test_what_does_not_fit_a_run_is_named(workdir):
     (workdir / "aside").rename(tokenizer)
 
 
-def test_weights_need_a_file_and_a_size(tmp_path):
+def test_weights_need_a_file_and_a_size(workdir, tmp_path):
   with pytest.raises(RunError, match=r"No file .*b32.safetensors: it should hold weights"):
     inference.load(tmp_path / "b32.safetensors", size="B/32")
   (tmp_path / "b32.pt").touch()
   with pytest.raises(RunError, match=r"b32.pt needs the size of its model, such as --model="):
     inference.load(tmp_path / "b32.pt")
+  with pytest.raises(RunError, match=r"b32.pt .* --model=ViT-B-33.* is no model: known are tiny"):
+    tokenizer = str(workdir / "tokenizer.json")
+    inference.load(tmp_path / "b32.pt", size="ViT-B-33", tokenizer=tokenizer)
 
 
 @pytest.mark.interop

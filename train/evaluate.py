@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
+from sbjax.models.sizes import open_clip_name
 from train import cli, inference
 from train.config import Config
 from train.datasets.wds_folder import CLASSIFICATION, WdsFolder, open_folder
@@ -132,7 +133,7 @@ def evaluate_folders(options: argparse.Namespace) -> list[dict]:
   out = Path(options.out or (checkpoint if checkpoint.is_dir() else ".")).expanduser()
   out.mkdir(parents=True, exist_ok=True)
   named = {
-    "model": f"ViT-{model.size.replace('/', '-')}" if "/" in model.size else model.size,
+    "model": open_clip_name(model.size),
     "pretrained": str(options.checkpoint) + (" int8" if options.int8 else ""),
     "language": "en",
   }

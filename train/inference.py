@@ -16,11 +16,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from sbjax.models.config_files import UnknownModelError
-from sbjax.models.config_files import read_config as model_config
 from sbjax.models.convert import load_weights
 from sbjax.models.serving import serving_params
-from sbjax.models.sizes import SIZES
+from sbjax.models.sizes import SIZES, open_clip_name
 from sbjax.models.weight_files import WEIGHT_SUFFIXES
 from train.augment import CentreCrop
 from train.checkpoint import Checkpointer
@@ -102,7 +100,7 @@ def load(
     RunError: the checkpoint, its tokenizer or its size is missing or another.
   """
   path = Path(path).expanduser()
-  size = _known_size(size)
+  size = {open_clip_name(key): key for key in SIZES}.get(size, size)
   if path.suffix in WEIGHT_SUFFIXES:
     config, params, tokenizer, step = _open_clip(path, size, tokenizer)
   else:
@@ -113,21 +111,6 @@ def load(
     config, params = _in_int8(config, params)
   task, mesh = make_task(config, tokenizer), make_mesh(MeshConfig(), jax.devices()[:1])
   return Model(config.model.size, step, task, params, tokenizer, mesh, batch_size)
-
-
-def _known_size(name: str) -> str:
-  """The key of SIZES for open_clip's name, where there is one; another model's name as it is."""
-  own = {f"ViT-{key.replace('/', '-')}": key for key in SIZES if "/" in key}
-  if name and name not in own:
-    try:
-      model_config(name)
-    except UnknownModelError as error:
-      raise RunError(
-        f"--model={name!r} is unknown; known: {', '.join(own)}.{error.hint}"
-      ) from error
-    except ValueError as error:
-      raise RunError(f"--model={name!r}: {error}") from error
-  return own.get(name, name)
 
 
 def _open_clip(path: Path, size: str, tokenizer: str):
