@@ -41,11 +41,9 @@ def evaluate_checkpoint(config: Config, workdir: Path) -> dict[str, float]:
   scores = run.evaluate(restored.state.params)
   if jax.process_index() != 0:
     return scores
-  print(f"step {restored.step}, {run.builder.info.full_name}, {config.data.eval_split} split")
-  for name, score in scores.items():
-    print(f"  {name:26} {score:.4g}")
-  data_set = run.builder.info.full_name.replace("/", "-")
-  path = workdir / f"evaluation-{data_set}-{config.data.eval_split}.json"
+  data_set, split = run.builder.info.full_name, config.data.eval_split
+  print_scores(f"step {restored.step}, {data_set}, {split} split", scores)
+  path = workdir / f"evaluation-{data_set.replace('/', '-')}-{split}.json"
   write_json(path, {"step": restored.step, **scores})
   return scores
 
@@ -149,11 +147,16 @@ def evaluate_folders(options: argparse.Namespace) -> list[dict]:
       write_json(out / f"{folder.path.name}{suffix}_{task}.json", row)
       rows.append(row)
       write_csv(out / "benchmark.csv", rows)
-      print(f"{folder.name}, {task}")
-      for name, score in metrics.items():
-        print(f"  {name:26} {score:.4f}")
+      print_scores(f"{folder.name}, {task}", metrics)
   print(f"wrote {out / 'benchmark.csv'}")
   return rows
+
+
+def print_scores(title: str, scores: dict[str, float]) -> None:
+  """Prints scores with four digits, however small they are."""
+  print(title)
+  for name, score in scores.items():
+    print(f"  {name:26} {score:.4g}")
 
 
 def write_csv(path: Path, rows: Sequence[dict]) -> None:
