@@ -25,7 +25,7 @@ from train.inference import Model
 from train.linear_probe import predict, train_probe
 from train.run import make_run
 from train.workdir import newest_step, write_json
-from train.zero_shot import recall, zero_shot_classifier
+from train.zero_shot import recall, top_k_accuracy, zero_shot_classifier
 
 PROBE = "linear_probe"
 
@@ -77,16 +77,10 @@ def probe_folder(
 
 def classification_scores(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
   """acc1, acc5 (from five classes on) and mean_per_class_recall of logits [N, classes]."""
-  own, label = logits[np.arange(len(labels)), labels][:, None], labels[:, None]
-  # Of equal logits the first is the larger, so equal features have the accuracy of chance.
-  # An example whose logits are NaN is wrong: all of them count as larger.
-  larger = ~(logits <= own) | ((logits == own) & (np.arange(logits.shape[1])[None] < label))
-  ranks = larger.sum(axis=1)
-  scores = {"acc1": float(np.mean(ranks < 1))}
-  if logits.shape[1] >= 5:
-    scores["acc5"] = float(np.mean(ranks < 5))
-  each = [np.mean(ranks[labels == label] < 1) for label in np.unique(labels)]
-  return {**scores, "mean_per_class_recall": float(np.mean(each))}
+  scores = {f"acc{k}": share for k, share in top_k_accuracy(logits, labels).items()}
+  of_classes = [labels == label for label in np.unique(labels)]
+  recalls = [top_k_accuracy(logits[rows], labels[rows])[1] for rows in of_classes]
+  return {**scores, "mean_per_class_recall": float(np.mean(recalls))}
 
 
 def _features(model: Model, folder: WdsFolder, split: str):
