@@ -13,7 +13,9 @@ from PIL import Image
 
 from sbjax import RECIPES
 from sbjax.models.serving import size_of
+from sbjax.quantize import Quantized
 from train import inference
+from train.config import Config, ModelConfig
 from train.errors import RunError
 from train.images import normalize
 from train.run import make_run
@@ -87,6 +89,30 @@ def test_a_run_in_8_bits_embeds_as_in_float(workdir, pictures):
   for embed, argument in (("embed_images", paths), ("embed_texts", TEXTS)):
     ours, theirs = getattr(int8, embed)(argument), getattr(whole, embed)(argument)
     assert (ours * theirs).sum(axis=1).min() > 0.999
+
+
+@pytest.mark.parametrize(
+  ("recipe", "served"),
+  [
+    ("full", "switchback_q"),
+    ("image/*=full, text/*=full", "switchback_q"),
+    ("switchback", "switchback"),
+    ("image/*=full, text/*=switchback", "image/*=full, text/*=switchback"),
+  ],
+)
+def test_only_a_recipe_without_a_rounded_forward_pass_is_replaced(recipe, served):
+  params = {tower: {"blocks": {"fc1": {"kernel": np.ones((2, 8, 4), np.float32)}}}
+            for tower in ("image", "text")}  # fmt: skip
+  config, params = inference._in_int8(Config(model=ModelConfig(size="tiny", recipe=recipe)), params)
+  assert config.model.recipe == served
+  assert isinstance(params["text"]["blocks"]["fc1"]["kernel"], Quantized)
+
+
+def test_wrong_parameters_are_no_reason_for_another_recipe():
+  config = Config(model=ModelConfig(size="tiny", recipe="text/*=switchback"))
+  params = {"image": {"blocks": {"fc1": {"kernel": np.ones((2, 8, 4), np.float32)}}}}
+  with pytest.raises(ValueError, match="No rule fits the linear layer 'image/blocks/fc1'"):
+    inference._in_int8(config, params)
 
 
 def test_what_does_not_fit_a_run_is_named(workdir):
