@@ -55,6 +55,13 @@ def test_embeddings_are_those_of_the_run_s_model(workdir, pictures):
     np.testing.assert_allclose(ours, expected, rtol=1e-3, atol=1e-4)
 
 
+def test_no_picture_and_no_text_have_no_embedding(workdir):
+  model = inference.load(workdir)
+  pixels = np.zeros((0, model.image_size, model.image_size, 3), np.uint8)
+  for none in (model.embed_images([]), model.embed_pixels(pixels), model.embed_texts([])):
+    assert none.shape == (0, model.task.model.config.embed_dim) and none.dtype == np.float32
+
+
 def test_the_example_prints_the_cosines_of_each_picture(workdir, pictures, monkeypatch, capsys):
   _, paths = pictures
   monkeypatch.setattr(sys, "path", list(sys.path))

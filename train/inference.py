@@ -63,7 +63,8 @@ class Model(NamedTuple):
       for path in paths
     )
     batches = prepared(examples, self.image_size, self.batch_size)
-    return np.concatenate([self.embed_pixels(batch["image"]) for batch in batches])
+    features = [self.embed_pixels(batch["image"]) for batch in batches]
+    return np.concatenate([self._no_rows, *features])
 
   def embed_pixels(self, pixels: np.ndarray) -> np.ndarray:
     """Of uint8 [N, S, S, 3]."""
@@ -72,7 +73,13 @@ class Model(NamedTuple):
   def embed_texts(self, texts: Sequence[str]) -> np.ndarray:
     return self._encode("text", self.tokenize(texts))
 
+  @property
+  def _no_rows(self) -> np.ndarray:
+    return np.zeros((0, self.task.model.config.embed_dim), np.float32)
+
   def _encode(self, tower: str, rows: np.ndarray) -> np.ndarray:
+    if not len(rows):
+      return self._no_rows
     encoder = getattr(make_encoders(self.task.model, self.mesh), tower)
     return unit(encode_rows(self.params, self.mesh, self.batch_size, encoder, rows))
 
