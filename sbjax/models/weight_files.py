@@ -38,8 +38,8 @@ def read_file(source: str | os.PathLike) -> dict:
     raise ValueError(f"There is no file {path}: expected a state dict ({suffix}).")
   if suffix == ".safetensors":
     # Through torch, since numpy lacks bfloat16.
-    return _import("safetensors.torch").load_file(path)
-  torch = _import("torch")
+    return import_package("safetensors.torch").load_file(path)
+  torch = import_package("torch")
   if _is_torchscript(path):  # OpenAI's own files.
     return torch.jit.load(path, map_location="cpu").state_dict()
   return torch.load(path, map_location="cpu", weights_only=True)
@@ -61,9 +61,9 @@ def write_file(state: dict[str, np.ndarray], path: str | os.PathLike) -> None:
   """
   if file_suffix(path) == ".safetensors":
     # transformers refuses a file that does not say this.
-    _import("safetensors.numpy").save_file(state, path, metadata={"format": "pt"})
+    import_package("safetensors.numpy").save_file(state, path, metadata={"format": "pt"})
   else:
-    torch = _import("torch")
+    torch = import_package("torch")
     torch.save({name: torch.from_numpy(array) for name, array in state.items()}, path)
 
 
@@ -75,10 +75,16 @@ def file_suffix(path: str | os.PathLike) -> str:
   return suffix
 
 
-def _import(name: str):
+def import_package(name: str):
+  """The package that reads and writes a file, or one of its modules.
+
+  Raises:
+    ImportError: it is not installed.
+  """
   try:
     return importlib.import_module(name)
   except ImportError as error:
+    package = (error.name or name).partition(".")[0]
     raise ImportError(
-      f"PyTorch's checkpoints need {name}: install the extra `interop` (sbjax[interop])."
+      f"This file needs {package}: install it, or the extra `interop` (sbjax[interop])."
     ) from error
