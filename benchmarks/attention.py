@@ -21,7 +21,6 @@ import numpy as np
 from benchmarks.kernels import kernel_seconds
 from benchmarks.timing import append, contender, provenance
 from sbjax.attention import attention, length_for
-from sbjax.backends import get_backend
 
 # Batch, tokens, heads, head size, causal: CLIP's towers, and image towers with half of the patches.
 CASES = {

@@ -14,9 +14,6 @@ compares the features of its evaluation images. Adds lines to a JSONL file.
 import argparse
 import dataclasses
 import functools
-import random
-import statistics
-import time
 from pathlib import Path
 
 import jax
@@ -24,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.flax_block import FlaxBlock
-from benchmarks.timing import append, provenance
+from benchmarks.timing import append, contender, provenance, race
 from sbjax.models.clip import CLIP
 from sbjax.models.serving import serving_params, size_of
 from sbjax.models.sizes import SIZES
@@ -70,16 +67,16 @@ def speed(size: str, batch_size: int, rounds: int) -> dict:
   }
   side = config.vision.image_size
   image = jax.random.normal(jax.random.key(1), (batch_size, side, side, 3), dtype)
-  calls, found = {}, {}
+  contenders, found = {}, {}
   for name, (own, recipe, dtype, block) in models.items():
     options = BlockOptions(recipe=recipe, dtype=dtype, unroll=0 if on_gpu else 1)
-    calls[name] = compiled(CLIP(config, options, block=block), own, image)
-    found[name] = {"megabytes": round(size_of(own) / 1e6, 1)}
-  for name, seconds in race(calls, rounds).items():
-    median = statistics.median(seconds)
-    found[name] |= {
-      "images_per_second": round(batch_size / median, 2),
-      "spread": round((max(seconds) - min(seconds)) / median, 3),
+    contenders[name] = encoder(CLIP(config, options, block=block), own, image)
+  race(list(contenders.values()), rounds=rounds)
+  for name, one in contenders.items():
+    found[name] = {
+      "megabytes": round(size_of(models[name][0]) / 1e6, 1),
+      "images_per_second": round(batch_size / one.seconds, 2),
+      "spread": round((max(one.times) - min(one.times)) / one.seconds, 3),
     }
     print(f"{size:6} {batch_size:5} {name:22} {found[name]}", flush=True)
   return {
@@ -108,22 +105,13 @@ def half(params):
   return jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
 
 
-def compiled(model, params, image):
-  encode = jax.jit(lambda params, x: model.apply({"params": params}, x, method="encode_image"))
-  return functools.partial(encode.lower(params, image).compile(), params, image)
+def encoder(model, params, image):
+  """A contender: `encode_image` of one batch."""
 
+  def encode(params, image):
+    return model.apply({"params": params}, image, method="encode_image")
 
-def race(calls: dict, rounds: int) -> dict[str, list[float]]:
-  """Seconds of each call, in turns; the first round warms up."""
-  times, order = {name: [] for name in calls}, list(calls.items())
-  for i in range(rounds + 1):
-    random.shuffle(order)  # A contender that runs after a hot one starts at a lower clock.
-    for name, call in order:
-      started = time.perf_counter()
-      call().block_until_ready()
-      if i:
-        times[name].append(time.perf_counter() - started)
-  return times
+  return contender(encode, [(params, image)])
 
 
 def quality(config, workdir: Path) -> dict:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from sbjax.attention_ops import split_qkv
 from sbjax.backends import get_backend
 from sbjax.device import compute_capability, target
 from sbjax.partition import vary_alike
@@ -62,7 +63,7 @@ def attention(
         "backend='cudnn' needs an NVIDIA GPU from Ampere on, 16 bits, and heads of a multiple of 8"
         f" up to 128, not {dtype.name} and {head_dim}."
       )
-    return _by_cudnn(*_three(qkv), causal=causal, length=length)
+    return _by_cudnn(*split_qkv(qkv), causal=causal, length=length)
   if name not in BACKENDS:
     raise ValueError(f"Unknown backend {name!r}; there are {', '.join(map(repr, BACKENDS))}.")
   return _by_operations(name, causal, length, *vary_alike(*qkv))
@@ -80,10 +81,6 @@ def _arrays(q, k, v) -> tuple[jax.Array, ...]:
   if not q.dtype == k.dtype == v.dtype:
     raise ValueError(f"q, k and v must have one dtype, not {q.dtype}, {k.dtype}, {v.dtype}.")
   return tuple(x[:, :, None] for x in (q, k, v))
-
-
-def _three(qkv) -> list[jax.Array]:
-  return [qkv[0][:, :, i] for i in range(3)] if len(qkv) == 1 else [x[:, :, 0] for x in qkv]
 
 
 def _fastest(dtype, head_dim: int) -> str:

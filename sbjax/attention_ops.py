@@ -4,6 +4,8 @@ q, k and v are either one array [B, L, 3, H, D], as a projection makes them, or 
 [B, L, 1, H, D]. Letters: B batch, L tokens, H heads, D the size of a head.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
@@ -21,7 +23,7 @@ def attention_forward(*qkv: jax.Array, causal: bool, length: int) -> tuple[jax.A
   Returns:
     o [B, L, H, D] in qkv's dtype; lse [B, H, L] in float32. Logits and sums are float32.
   """
-  q, k, v = _split(qkv, length)
+  q, k, v = _unpadded(qkv, length)
   logits = _logits(q, k, causal)
   lse = jax.nn.logsumexp(logits, axis=-1)
   o = jnp.einsum("bhqk,bkhd->bqhd", jnp.exp(logits - lse[..., None]), v)
@@ -37,7 +39,7 @@ def attention_backward(
     o, lse: the results of `attention_forward`.
     do: [B, L, H, D], the gradient of o.
   """
-  q, k, v = _split(qkv, length)
+  q, k, v = _unpadded(qkv, length)
   q, o, do = (x[:, :length].astype(jnp.float32) for x in (q, o, do))
   p = jnp.exp(_logits(q, k, causal) - lse[:, :, :length, None])
   delta = jnp.einsum("bqhd,bqhd->bhq", o, do)
@@ -56,10 +58,14 @@ def attention_backward(
   return tuple(gradient[:, :, None].astype(dtype) for gradient in gradients)
 
 
-def _split(qkv, length):
+def split_qkv(qkv: Sequence[jax.Array]) -> list[jax.Array]:
+  """q, k and v, each [B, L, H, D], of one array or three."""
+  return [qkv[0][:, :, i] for i in range(3)] if len(qkv) == 1 else [x[:, :, 0] for x in qkv]
+
+
+def _unpadded(qkv, length):
   """q, and k and v without their padding, whose values count for nothing: 0 * NaN is NaN."""
-  arrays = [qkv[0][:, :, i] for i in range(3)] if len(qkv) == 1 else [x[:, :, 0] for x in qkv]
-  q, k, v = (x.astype(jnp.float32) for x in arrays)
+  q, k, v = (x.astype(jnp.float32) for x in split_qkv(qkv))
   return q, k[:, :length], v[:, :length]
 
 

@@ -11,7 +11,7 @@ from train.config import Config, DataConfig
 from train.tokenizer import make_tokenizer
 
 REFUSED = [
-  ("model.size", "Q/9", "model.size='Q/9' is unknown; known: tiny"),
+  ("model.size", "Q/9", "model.size='Q/9': 'Q/9' is no model: known are tiny"),
   ("model.image_size", -32, "must be 0 (the size's own) or more"),
   ("model.image_size", 33, "image_size=33 must be a multiple of patch_size=8"),
   ("model.patch_size", -8, "must be 0 (the size's own) or more"),

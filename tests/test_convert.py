@@ -12,7 +12,7 @@ from sbjax.models import convert, layouts
 from sbjax.models.clip import CLIP
 from sbjax.models.config_files import config_from_dict, to_open_clip
 from sbjax.models.convert import load_weights, save_weights, state_dict
-from sbjax.models.sizes import SIZES, CLIPConfig, TextConfig, VisionConfig
+from sbjax.models.sizes import SIZES, CLIPConfig, TextConfig, VisionConfig, open_clip_name
 from sbjax.models.transformer import BlockOptions
 
 MICRO = CLIPConfig(
@@ -28,6 +28,12 @@ OPEN_CLIP_NAMES = {
   "H/14": "ViT-H-14",
   "bigG/14": "ViT-bigG-14",
 }
+
+
+def test_open_clip_s_name_is_that_of_a_size():
+  named = {size: open_clip_name(size) for size in SIZES}
+  assert named == {**OPEN_CLIP_NAMES, "tiny": "tiny", "Ti/16": "ViT-Ti-16"}
+  assert open_clip_name("checkpoints/mine") == "checkpoints/mine"
 
 
 def random_params(**options):

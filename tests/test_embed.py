@@ -103,6 +103,14 @@ def test_shards_and_folders_embed_alike(model, photos, tmp_path):
   np.testing.assert_allclose(vectors, unit(COLOURS), atol=1e-6)
 
 
+def test_a_damaged_shard_is_named_with_the_cure(model, tmp_path):
+  shard = tmp_path / "a.tar"
+  write_shard(shard, [("0.png", image_bytes("png", COLOURS[0]))])
+  shard.write_bytes(shard.read_bytes()[:700])
+  with pytest.raises(RunError, match=r"a\.tar: .* The shard is damaged: copy it again\."):
+    run(tmp_path / "out", "--debug", data=shard)
+
+
 @pytest.mark.parametrize("kind", ["folder", "shard"])
 def test_a_second_start_embeds_only_what_is_missing(model, photos, tmp_path, kind):
   data, out = photos, tmp_path / "out"

@@ -177,6 +177,13 @@ def test_the_program_writes_json_and_a_csv_of_all_sets(
   assert all(f"{row['dataset']}, {row['task']}" in printed for row in rows)
 
 
+def test_a_small_score_is_not_printed_as_zero(capsys):
+  evaluate.print_scores("scores", {"acc1": 0.98765, "weight_decay": 1e-6})
+  assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()[1:]] == [
+    "0.9877", "1e-06"
+  ]  # fmt: skip
+
+
 def remove(name):
   return lambda folder: (folder / name).unlink()
 

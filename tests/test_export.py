@@ -12,6 +12,7 @@ from train.errors import RunError
 from train.inference import load
 from train.run import Run
 from train.step import tensor_names
+from train.task import make_task
 
 TEXTS = ["a Red  circle", "two blue rings, and a green star!", ""]
 
@@ -101,6 +102,22 @@ def test_transformers_loads_an_export(workdir, tmp_path):
   np.testing.assert_allclose(out.text_embeds.numpy(), want["text_features"], atol=1e-5)
   processor = transformers.CLIPImageProcessor.from_pretrained(folder)
   assert processor.crop_size["height"] == run.task.model.config.vision.image_size
+
+
+@pytest.mark.program
+@pytest.mark.parametrize(
+  ("layer_scale", "loss", "scan"), [(True, "softmax", False), (False, "siglip", True)]
+)
+def test_open_clip_s_config_has_the_parts_of_the_state_dict(workdir, layer_scale, loss, scan):
+  run = load(workdir)
+  options = {"model.zero_init_layer_scale": layer_scale, "model.scan": scan, "loss": loss}
+  task = make_task(loop_case.config(workdir / "data", **options), run.tokenizer)
+  files = export._open_clip(run._replace(task=task, params=task.init(jax.random.key(0))))
+  model, state = files["open_clip_config.json"]["model_cfg"], files["open_clip_model.safetensors"]
+  scaled = {tower for tower in ("vision_cfg", "text_cfg") if "ls_init_value" in model[tower]}
+  assert scaled == ({"vision_cfg", "text_cfg"} if layer_scale else set())
+  assert any(name.endswith("ls_1.gamma") for name in state) == layer_scale
+  assert ("init_logit_bias" in model) == ("logit_bias" in state) == (loss == "siglip")
 
 
 def refuse(*_, **__):

@@ -1,5 +1,6 @@
 """A run's checkpoint embeds one's own pictures and texts as the run's evaluation does."""
 
+import json
 import runpy
 import sys
 from pathlib import Path
@@ -12,7 +13,9 @@ from PIL import Image
 
 from sbjax import RECIPES
 from sbjax.models.serving import size_of
+from sbjax.quantize import Quantized
 from train import inference
+from train.config import Config, ModelConfig
 from train.errors import RunError
 from train.images import normalize
 from train.run import make_run
@@ -52,6 +55,13 @@ def test_embeddings_are_those_of_the_run_s_model(workdir, pictures):
     np.testing.assert_allclose(ours, expected, rtol=1e-3, atol=1e-4)
 
 
+def test_no_picture_and_no_text_have_no_embedding(workdir):
+  model = inference.load(workdir)
+  pixels = np.zeros((0, model.image_size, model.image_size, 3), np.uint8)
+  for none in (model.embed_images([]), model.embed_pixels(pixels), model.embed_texts([])):
+    assert none.shape == (0, model.task.model.config.embed_dim) and none.dtype == np.float32
+
+
 def test_the_example_prints_the_cosines_of_each_picture(workdir, pictures, monkeypatch, capsys):
   _, paths = pictures
   monkeypatch.setattr(sys, "path", list(sys.path))
@@ -62,6 +72,19 @@ def test_the_example_prints_the_cosines_of_each_picture(workdir, pictures, monke
   cosines = [float(line.split()[0]) for line in lines if line.startswith("  ")]
   assert len(cosines) == 6 and all(-1 <= cosine <= 1 for cosine in cosines)
   assert cosines[:3] == sorted(cosines[:3], reverse=True)
+
+
+@pytest.mark.parametrize("field", ["backend", "attention_backend"])
+def test_a_run_is_loaded_without_the_backends_of_its_device(workdir, field):
+  path = workdir / "config.json"
+  whole = path.read_text()
+  values = json.loads(whole)
+  values["model"][field] = {"backend": "mosaic", "attention_backend": "cudnn"}[field]
+  path.write_text(json.dumps(values))
+  try:
+    assert inference.load(workdir).embed_texts(TEXTS).shape[0] == len(TEXTS)
+  finally:
+    path.write_text(whole)
 
 
 def test_a_run_in_8_bits_embeds_as_in_float(workdir, pictures):
@@ -75,10 +98,34 @@ def test_a_run_in_8_bits_embeds_as_in_float(workdir, pictures):
     assert (ours * theirs).sum(axis=1).min() > 0.999
 
 
+@pytest.mark.parametrize(
+  ("recipe", "served"),
+  [
+    ("full", "switchback_q"),
+    ("image/*=full, text/*=full", "switchback_q"),
+    ("switchback", "switchback"),
+    ("image/*=full, text/*=switchback", "image/*=full, text/*=switchback"),
+  ],
+)
+def test_only_a_recipe_without_a_rounded_forward_pass_is_replaced(recipe, served):
+  params = {tower: {"blocks": {"fc1": {"kernel": np.ones((2, 8, 4), np.float32)}}}
+            for tower in ("image", "text")}  # fmt: skip
+  config, params = inference._in_int8(Config(model=ModelConfig(size="tiny", recipe=recipe)), params)
+  assert config.model.recipe == served
+  assert isinstance(params["text"]["blocks"]["fc1"]["kernel"], Quantized)
+
+
+def test_wrong_parameters_are_no_reason_for_another_recipe():
+  config = Config(model=ModelConfig(size="tiny", recipe="text/*=switchback"))
+  params = {"image": {"blocks": {"fc1": {"kernel": np.ones((2, 8, 4), np.float32)}}}}
+  with pytest.raises(ValueError, match="No rule fits the linear layer 'image/blocks/fc1'"):
+    inference._in_int8(config, params)
+
+
 def test_what_does_not_fit_a_run_is_named(workdir):
   for options, message in [
     ({"size": "ViT-B-32"}, "holds a tiny: leave --model=B/32 out"),
-    ({"size": "ViT-B-33"}, "--model='ViT-B-33' is unknown; known: ViT-Ti-16, ViT-S-16"),
+    ({"size": "ViT-B-33"}, "holds a tiny: leave --model=ViT-B-33 out"),
     ({"tokenizer": "clip"}, "has its own tokenizer: leave --tokenizer=clip out"),
   ]:
     with pytest.raises(RunError, match=message):
@@ -92,12 +139,15 @@ def test_what_does_not_fit_a_run_is_named(workdir):
     (workdir / "aside").rename(tokenizer)
 
 
-def test_weights_need_a_file_and_a_size(tmp_path):
+def test_weights_need_a_file_and_a_size(workdir, tmp_path):
   with pytest.raises(RunError, match=r"No file .*b32.safetensors: it should hold weights"):
     inference.load(tmp_path / "b32.safetensors", size="B/32")
   (tmp_path / "b32.pt").touch()
   with pytest.raises(RunError, match=r"b32.pt needs the size of its model, such as --model="):
     inference.load(tmp_path / "b32.pt")
+  with pytest.raises(RunError, match=r"b32.pt .* --model=ViT-B-33.* is no model: known are tiny"):
+    tokenizer = str(workdir / "tokenizer.json")
+    inference.load(tmp_path / "b32.pt", size="ViT-B-33", tokenizer=tokenizer)
 
 
 @pytest.mark.interop

@@ -221,7 +221,7 @@ def test_a_diverging_run_names_the_step_the_tensor_and_the_last_good_checkpoint(
   [
     ({"model.recipe": "switchbak"}, "Unknown recipe 'switchbak'; known: full, switchback"),
     ({"model.remat": "full"}, "remat='full' must be 'none', 'block' (once called 'full'"),
-    ({"model.size": "Q/9"}, "model.size='Q/9' is unknown; known: tiny"),
+    ({"model.size": "Q/9"}, "model.size='Q/9': 'Q/9' is no model: known are tiny"),
     ({"model.backend": "mosaic"}, "backend='mosaic' needs an NVIDIA GPU"),
     ({"data.name": "cifar10"}, "No data set data.name='cifar10'"),
     ({"data.name": "mine", "data.train_shards": "no-*.tar"}, "No shard matches 'no-*.tar'"),

@@ -1,6 +1,7 @@
 """Parameters in 8 bits: the same model applies them, in a quarter of the bytes."""
 
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,6 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from sbjax import SwitchBackDense, dequantize, quantized_dot
 from sbjax.linear import serving_weight
-from sbjax.models import serving
 from sbjax.models.clip import CLIP
 from sbjax.models.serving import load_serving, save_serving, serving_params, size_of
 from sbjax.models.sizes import SIZES
@@ -140,8 +140,8 @@ def test_a_file_holds_the_serving_parameters(tmp_path, recipe):
 
 
 def test_without_safetensors_the_error_names_it(tmp_path, monkeypatch):
-  monkeypatch.setattr(
-    serving.importlib, "import_module", lambda name: (_ for _ in ()).throw(ImportError(name))
-  )
-  with pytest.raises(ImportError, match="need the package safetensors"):
+  monkeypatch.setitem(sys.modules, "safetensors", None)
+  with pytest.raises(ImportError, match="This file needs safetensors: install it, or the"):
     load_serving(tmp_path / "served.safetensors")
+  with pytest.raises(ImportError, match="This file needs safetensors: install it, or the"):
+    save_serving({"a": np.ones(3)}, tmp_path / "served.safetensors")

@@ -95,9 +95,14 @@ def test_accuracy_is_the_share_of_images_whose_class_is_in_the_top_k(classes):
   order = np.argsort(-(features @ classifier.T), axis=1, kind="stable")[labels >= 0]
   known = labels[labels >= 0, None]
   expected = {"top1": np.mean(order[:, 0] == known[:, 0])}
-  if classes > 5:
+  if classes >= 5:
     expected["top5"] = np.mean((order[:, :5] == known).any(axis=1))
   assert accuracy(features, labels, classifier) == pytest.approx(expected, rel=1e-6)
+
+
+def test_an_image_without_finite_features_is_wrong():
+  features = np.full((2, 4), np.nan, np.float32)
+  assert accuracy(features, np.array([0, 1]), integers(6, 4)) == {"top1": 0, "top5": 0}
 
 
 def test_images_without_any_label_have_no_accuracy():

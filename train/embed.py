@@ -77,14 +77,10 @@ def examples(paths: Sequence[str], start: int = 0) -> Iterator[dict[str, Any]]:
         large = os.path.getsize(path) > DEFAULT_LIMITS.member_bytes
         yield _example(path, b"" if large else Path(path).read_bytes())
       continue
-    try:
-      for key, sample in tar_shards.samples(path, DEFAULT_LIMITS.member_bytes):
-        kinds = [kind for kind in sample if f".{kind}" in _PICTURES]
-        if kinds and next(count) >= start:
-          yield _example(f"{path}:{key}", sample[kinds[0]] or b"")
-    except tar_shards.DamagedShard as error:
-      reason = str(error).partition("\n")[0]
-      raise RunError(f"{reason} The shard is damaged: copy it again.") from error
+    for key, sample in tar_shards.checked_samples(path, DEFAULT_LIMITS.member_bytes):
+      kinds = [kind for kind in sample if f".{kind}" in _PICTURES]
+      if kinds and next(count) >= start:
+        yield _example(f"{path}:{key}", sample[kinds[0]] or b"")
 
 
 def _example(where: str, content: bytes) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
+from sbjax.models.sizes import open_clip_name
 from train import cli, inference
 from train.config import Config
 from train.datasets.wds_folder import CLASSIFICATION, WdsFolder, open_folder
@@ -24,7 +25,7 @@ from train.inference import Model
 from train.linear_probe import predict, train_probe
 from train.run import make_run
 from train.workdir import newest_step, write_json
-from train.zero_shot import recall, zero_shot_classifier
+from train.zero_shot import recall, top_k_accuracy, zero_shot_classifier
 
 PROBE = "linear_probe"
 
@@ -40,11 +41,9 @@ def evaluate_checkpoint(config: Config, workdir: Path) -> dict[str, float]:
   scores = run.evaluate(restored.state.params)
   if jax.process_index() != 0:
     return scores
-  print(f"step {restored.step}, {run.builder.info.full_name}, {config.data.eval_split} split")
-  for name, score in scores.items():
-    print(f"  {name:26} {score:.4g}")
-  data_set = run.builder.info.full_name.replace("/", "-")
-  path = workdir / f"evaluation-{data_set}-{config.data.eval_split}.json"
+  data_set, split = run.builder.info.full_name, config.data.eval_split
+  print_scores(f"step {restored.step}, {data_set}, {split} split", scores)
+  path = workdir / f"evaluation-{data_set.replace('/', '-')}-{split}.json"
   write_json(path, {"step": restored.step, **scores})
   return scores
 
@@ -78,16 +77,10 @@ def probe_folder(
 
 def classification_scores(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
   """acc1, acc5 (from five classes on) and mean_per_class_recall of logits [N, classes]."""
-  own, label = logits[np.arange(len(labels)), labels][:, None], labels[:, None]
-  # Of equal logits the first is the larger, so equal features have the accuracy of chance.
-  # An example whose logits are NaN is wrong: all of them count as larger.
-  larger = ~(logits <= own) | ((logits == own) & (np.arange(logits.shape[1])[None] < label))
-  ranks = larger.sum(axis=1)
-  scores = {"acc1": float(np.mean(ranks < 1))}
-  if logits.shape[1] >= 5:
-    scores["acc5"] = float(np.mean(ranks < 5))
-  each = [np.mean(ranks[labels == label] < 1) for label in np.unique(labels)]
-  return {**scores, "mean_per_class_recall": float(np.mean(each))}
+  scores = {f"acc{k}": share for k, share in top_k_accuracy(logits, labels).items()}
+  of_classes = [labels == label for label in np.unique(labels)]
+  recalls = [top_k_accuracy(logits[rows], labels[rows])[1] for rows in of_classes]
+  return {**scores, "mean_per_class_recall": float(np.mean(recalls))}
 
 
 def _features(model: Model, folder: WdsFolder, split: str):
@@ -132,7 +125,7 @@ def evaluate_folders(options: argparse.Namespace) -> list[dict]:
   out = Path(options.out or (checkpoint if checkpoint.is_dir() else ".")).expanduser()
   out.mkdir(parents=True, exist_ok=True)
   named = {
-    "model": f"ViT-{model.size.replace('/', '-')}" if "/" in model.size else model.size,
+    "model": open_clip_name(model.size),
     "pretrained": str(options.checkpoint) + (" int8" if options.int8 else ""),
     "language": "en",
   }
@@ -148,11 +141,16 @@ def evaluate_folders(options: argparse.Namespace) -> list[dict]:
       write_json(out / f"{folder.path.name}{suffix}_{task}.json", row)
       rows.append(row)
       write_csv(out / "benchmark.csv", rows)
-      print(f"{folder.name}, {task}")
-      for name, score in metrics.items():
-        print(f"  {name:26} {score:.4f}")
+      print_scores(f"{folder.name}, {task}", metrics)
   print(f"wrote {out / 'benchmark.csv'}")
   return rows
+
+
+def print_scores(title: str, scores: dict[str, float]) -> None:
+  """Prints scores with four digits, however small they are."""
+  print(title)
+  for name, score in scores.items():
+    print(f"  {name:26} {score:.4g}")
 
 
 def write_csv(path: Path, rows: Sequence[dict]) -> None:

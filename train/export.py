@@ -58,8 +58,12 @@ def export(workdir: str | Path, format: str, out: str | Path | None = None) -> P
 
 def _open_clip(run: Model) -> dict:
   """Contents of files by name: objects of JSON, or state dicts."""
-  config, params = run.task.model.config, run.params
-  model = to_open_clip(config, layer_scale=_has_layer_scale(params), logit_bias=_has_bias(params))
+  clip, config = run.task.model, run.task.model.config
+  model = to_open_clip(
+    config,
+    layer_scale=clip.options.zero_init_layer_scale,
+    logit_bias=clip.init_logit_bias is not None,
+  )
   tokenizer, tokenizer_config = run.tokenizer.for_transformers()
   # open_clip takes the tokenizer of the folder where the config names one. "lower" is CLIP's
   # cleaning, which other vocabularies (with a normalizer of their own) do not have.
@@ -68,7 +72,7 @@ def _open_clip(run: Model) -> dict:
   preprocess = {"mean": MEAN.tolist(), "std": STD.tolist(), "interpolation": "bicubic"}
   return {
     OPEN_CLIP_FILE: {"model_cfg": model, "preprocess_cfg": preprocess},
-    "open_clip_model.safetensors": state_dict(params, config),
+    "open_clip_model.safetensors": state_dict(run.params, config),
     **_tokenizer_files(tokenizer, tokenizer_config, config),
   }
 
@@ -103,15 +107,6 @@ def _hf(run: Model) -> dict:
 def _tokenizer_files(tokenizer: dict, tokenizer_config: dict, config) -> dict:
   length = {"model_max_length": config.text.context_length}
   return {"tokenizer.json": tokenizer, "tokenizer_config.json": {**tokenizer_config, **length}}
-
-
-def _has_layer_scale(params: dict) -> bool:
-  image = params["image"]
-  return "ls_1" in image.get("blocks", image.get("block_0", {}))
-
-
-def _has_bias(params: dict) -> bool:
-  return "logit_bias" in params
 
 
 def main(arguments=None) -> None:

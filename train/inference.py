@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from sbjax.models.config_files import UnknownModelError
-from sbjax.models.config_files import read_config as model_config
 from sbjax.models.convert import load_weights
 from sbjax.models.serving import serving_params
-from sbjax.models.sizes import SIZES
+from sbjax.models.sizes import SIZES, open_clip_name
+from sbjax.models.weight_files import WEIGHT_SUFFIXES
+from sbjax.recipes import Recipe, parse_recipe
 from train.augment import CentreCrop
 from train.checkpoint import Checkpointer
 from train.config import Config, MeshConfig, ModelConfig
@@ -33,7 +33,6 @@ from train.tokenizer import Tokenizer, make_tokenizer
 from train.workdir import read_config
 from train.zero_shot import encode_rows, make_encoders, unit
 
-_WEIGHTS = (".safetensors", ".pt", ".pth", ".bin")
 # For weights that were not trained in 8 bits: a scale for each output of a linear layer.
 _INT8 = "switchback_q"
 
@@ -64,7 +63,8 @@ class Model(NamedTuple):
       for path in paths
     )
     batches = prepared(examples, self.image_size, self.batch_size)
-    return np.concatenate([self.embed_pixels(batch["image"]) for batch in batches])
+    features = [self.embed_pixels(batch["image"]) for batch in batches]
+    return np.concatenate([self._no_rows, *features])
 
   def embed_pixels(self, pixels: np.ndarray) -> np.ndarray:
     """Of uint8 [N, S, S, 3]."""
@@ -73,7 +73,13 @@ class Model(NamedTuple):
   def embed_texts(self, texts: Sequence[str]) -> np.ndarray:
     return self._encode("text", self.tokenize(texts))
 
+  @property
+  def _no_rows(self) -> np.ndarray:
+    return np.zeros((0, self.task.model.config.embed_dim), np.float32)
+
   def _encode(self, tower: str, rows: np.ndarray) -> np.ndarray:
+    if not len(rows):
+      return self._no_rows
     encoder = getattr(make_encoders(self.task.model, self.mesh), tower)
     return unit(encode_rows(self.params, self.mesh, self.batch_size, encoder, rows))
 
@@ -102,8 +108,8 @@ def load(
     RunError: the checkpoint, its tokenizer or its size is missing or another.
   """
   path = Path(path).expanduser()
-  size = _known_size(size)
-  if path.suffix in _WEIGHTS:
+  size = {open_clip_name(key): key for key in SIZES}.get(size, size)
+  if path.suffix in WEIGHT_SUFFIXES:
     config, params, tokenizer, step = _open_clip(path, size, tokenizer)
   else:
     config, params, tokenizer, step = _run(path, size, tokenizer)
@@ -113,21 +119,6 @@ def load(
     config, params = _in_int8(config, params)
   task, mesh = make_task(config, tokenizer), make_mesh(MeshConfig(), jax.devices()[:1])
   return Model(config.model.size, step, task, params, tokenizer, mesh, batch_size)
-
-
-def _known_size(name: str) -> str:
-  """The key of SIZES for open_clip's name, where there is one; another model's name as it is."""
-  own = {f"ViT-{key.replace('/', '-')}": key for key in SIZES if "/" in key}
-  if name and name not in own:
-    try:
-      model_config(name)
-    except UnknownModelError as error:
-      raise RunError(
-        f"--model={name!r} is unknown; known: {', '.join(own)}.{error.hint}"
-      ) from error
-    except ValueError as error:
-      raise RunError(f"--model={name!r}: {error}") from error
-  return own.get(name, name)
 
 
 def _open_clip(path: Path, size: str, tokenizer: str):
@@ -158,7 +149,7 @@ def _run(workdir: Path, size: str, tokenizer: str):
       f"{workdir / 'tokenizer.json'} is missing: it should hold the tokenizer of the run, as"
       " training wrote it there."
     )
-  config.model.backend = ""  # The run's device may be another.
+  config.model.backend = config.model.attention_backend = ""  # The run's device may be another.
   made = Tokenizer.load(workdir / "tokenizer.json")
   task, mesh = make_task(config, made), make_mesh(MeshConfig(), jax.devices()[:1])
   optimizer, _ = make_optimizer(config.optimizer, config.steps, config.freeze)
@@ -174,11 +165,12 @@ def _run(workdir: Path, size: str, tokenizer: str):
 
 def _in_int8(config: Config, params):
   """The config and the parameters of the same model with 8-bit kernels."""
-  try:
-    return config, serving_params(params, config.model.recipe)
-  except ValueError:  # The recipe rounds nothing.
+  recipe = parse_recipe(config.model.recipe)
+  recipes = [recipe] if isinstance(recipe, Recipe) else [own for _, own in recipe.rules]
+  if all(own.fwd is None for own in recipes):
     model = dataclasses.replace(config.model, recipe=_INT8)
-    return dataclasses.replace(config, model=model), serving_params(params, _INT8)
+    config = dataclasses.replace(config, model=model)
+  return config, serving_params(params, config.model.recipe)
 
 
 def prepared(

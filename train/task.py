@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from sbjax.models.clip import CLIP
-from sbjax.models.config_files import UnknownModelError, read_config
-from sbjax.models.sizes import SIZES, CLIPConfig
+from sbjax.models.config_files import read_config
+from sbjax.models.sizes import CLIPConfig
 from sbjax.models.transformer import BlockOptions, unstack_blocks
 from train.config import Config, ModelConfig
 from train.flops import model_flops
@@ -118,9 +118,6 @@ def _size(name: str) -> CLIPConfig:
   """An architecture that training supports, by `model.size`."""
   try:
     size = read_config(name)
-  except UnknownModelError as error:
-    known = f"known: {', '.join(SIZES)}, open_clip's names, and folders of checkpoints"
-    raise ValueError(f"model.size={name!r} is unknown; {known}.{error.hint}") from error
   except ValueError as error:
     raise ValueError(f"model.size={name!r}: {error}") from error
   if size.text.pool == "last":

@@ -1,6 +1,6 @@
 """Evaluates a CLIP without further training: zero-shot classification and retrieval.
 
-Both ask, in `_hits`, whether a match of a query is among its k nearest candidates. In zero-shot
+Both ask whether a match of a query is among its k nearest candidates. In zero-shot
 classification (Radford et al. 2021, https://arxiv.org/abs/2103.00020) the queries are images and
 the candidates are the mean embeddings of each class's prompts. In retrieval the queries are images
 and the candidates captions, and the reverse.
@@ -162,17 +162,29 @@ def zero_shot_classifier(
 def accuracy(
   image_features: np.ndarray, labels: np.ndarray, classifier: np.ndarray
 ) -> dict[str, float]:
-  """ "top1", and "top5" for more than five classes: how often the class is among the k nearest.
+  """ "top1" and "top5": how often the class is among the k nearest (`top_k_accuracy`).
 
   For features [N, E], labels [N] and a classifier [classes, E]. Images with a negative label do not
   count. Returns {} if there is no label at all.
   """
-  known, classes = labels >= 0, np.arange(len(classifier))
+  known = labels >= 0
   if not known.any():
     return {}
-  ks = (1, 5) if len(classes) > 5 else (1,)
-  hits = _hits(image_features[known], labels[known], classifier, classes, max(ks))
-  return {f"top{k}": _share(hits, k) for k in ks}
+  shares = top_k_accuracy(image_features[known] @ classifier.T, labels[known])
+  return {f"top{k}": share for k, share in shares.items()}
+
+
+def top_k_accuracy(logits: np.ndarray, labels: np.ndarray) -> dict[int, float]:
+  """For k = 1, and 5 from five classes on: how often the label is among the k largest logits.
+
+  For logits [N, classes] and labels [N]. Of equal logits the first is the larger, so equal
+  features have the accuracy of chance.
+  """
+  own, classes = np.take_along_axis(logits, labels[:, None], axis=1), np.arange(logits.shape[1])
+  # An example whose logits are NaN is wrong: all of them count as larger.
+  larger = ~(logits <= own) | ((logits == own) & (classes[None] < labels[:, None]))
+  ranks = larger.sum(axis=1)
+  return {k: float(np.mean(ranks < k)) for k in (1, 5) if k <= len(classes)}
 
 
 def recall(

@@ -18,17 +18,6 @@ from sbjax.models.sizes import SIZES, CLIPConfig, TextConfig, VisionConfig
 OPEN_CLIP_FILE, HF_FILE = "open_clip_config.json", "config.json"
 
 
-class UnknownModelError(ValueError):
-  """No model has this name; `hint` names those near it."""
-
-  def __init__(self, name: str, hint: str):
-    super().__init__(
-      f"{name!r} is no model: known are {', '.join(SIZES)}, the names of open_clip's models, and"
-      f" folders with {OPEN_CLIP_FILE} or {HF_FILE}.{hint}"
-    )
-    self.hint = hint
-
-
 def read_config(source: str | os.PathLike) -> CLIPConfig:
   """The architecture of a key of SIZES, of one of open_clip's models, or of a folder with weights.
 
@@ -55,9 +44,11 @@ def read_config(source: str | os.PathLike) -> CLIPConfig:
   if str(source) in files:
     return config_from_dict(read_json(files[str(source)]), str(source))
   near = difflib.get_close_matches(str(source), [*SIZES, *files], cutoff=0.5)
-  raise UnknownModelError(
-    str(source),
-    (f" Near it: {', '.join(near)}." if near else "") + ("" if files else f" {_NOT_INSTALLED}"),
+  raise ValueError(
+    f"{str(source)!r} is no model: known are {', '.join(SIZES)}, the names of open_clip's models,"
+    f" and folders with {OPEN_CLIP_FILE} or {HF_FILE}."
+    + (f" Near it: {', '.join(near)}." if near else "")
+    + ("" if files else f" {_NOT_INSTALLED}")
   )
 
 

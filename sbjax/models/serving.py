@@ -5,7 +5,6 @@ The table of token embeddings is quantized row by row: in a B/32 it holds a sixt
 All else stays as it is, and takes 0.4 to 2.2 % of the bytes of the float parameters (H/14, B/32).
 """
 
-import importlib
 import json
 import os
 
@@ -15,6 +14,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from sbjax.formats import INT8
 from sbjax.models.transformer import quantize_weights
+from sbjax.models.weight_files import import_package
 from sbjax.quantize import Quantized, Spec, quantize
 from sbjax.recipes import Recipe, RecipeRules
 
@@ -50,7 +50,11 @@ def serving_params(
 
 
 def save_serving(params: dict, path) -> None:
-  """Writes `serving_params` as .safetensors: a kernel as two arrays, its values and its scale."""
+  """Writes `serving_params` as .safetensors: a kernel as two arrays, its values and its scale.
+
+  Raises:
+    ImportError: safetensors is not installed.
+  """
   arrays, specs = {}, {}
   for keys, leaf in flatten_dict(params).items():
     name = "/".join(keys)
@@ -60,7 +64,8 @@ def save_serving(params: dict, path) -> None:
       specs[name] = [leaf.spec.dtype.name, leaf.spec.scaling]
     else:
       arrays[name] = jnp.asarray(leaf)
-  _safetensors("flax").save_file(arrays, os.fspath(path), {"specs": json.dumps(specs)})
+  save_file = import_package("safetensors.flax").save_file
+  save_file(arrays, os.fspath(path), {"specs": json.dumps(specs)})
 
 
 def load_serving(path) -> dict:
@@ -68,8 +73,9 @@ def load_serving(path) -> dict:
 
   Raises:
     ValueError: the file holds other arrays.
+    ImportError: safetensors is not installed.
   """
-  with _safetensors().safe_open(os.fspath(path), framework="flax") as file:
+  with import_package("safetensors").safe_open(os.fspath(path), framework="flax") as file:
     arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     specs = json.loads((file.metadata() or {}).get("specs", "null"))
   if specs is None:
@@ -84,10 +90,3 @@ def load_serving(path) -> dict:
 def size_of(params) -> int:
   """The bytes of parameters, float or 8-bit."""
   return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
-
-
-def _safetensors(part: str = ""):
-  try:
-    return importlib.import_module(f"safetensors.{part}" if part else "safetensors")
-  except ImportError as error:
-    raise ImportError("Serving files need the package safetensors: install it.") from error

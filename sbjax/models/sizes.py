@@ -153,3 +153,8 @@ SIZES = {
     TextConfig(width=1280, layers=32, heads=20),
   ),
 }
+
+
+def open_clip_name(size: str) -> str:
+  """open_clip's name of a key of SIZES: "ViT-B-32" for "B/32"; another name as it is."""
+  return f"ViT-{size.replace('/', '-')}" if size in SIZES and "/" in size else size

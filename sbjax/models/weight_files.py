@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-_TORCH_SUFFIXES = (".pt", ".pth", ".bin")
-_SUFFIXES = ", ".join((".safetensors", *_TORCH_SUFFIXES))
+WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 # The weights in a folder, in the order in which they are looked for.
 WEIGHT_FILES = (
   *("open_clip_model.safetensors", "open_clip_pytorch_model.safetensors"),
@@ -25,7 +24,8 @@ def read_file(source: str | os.PathLike) -> dict:
   """
   path = Path(source).expanduser()
   if not path.suffix and not path.exists():
-    raise ValueError(f"There is no folder {path}; a file ends in one of {_SUFFIXES}.")
+    known = ", ".join(WEIGHT_SUFFIXES)
+    raise ValueError(f"There is no folder {path}; a file ends in one of {known}.")
   if path.is_dir():
     found = [path / name for name in WEIGHT_FILES if (path / name).is_file()]
     if not found:
@@ -38,8 +38,8 @@ def read_file(source: str | os.PathLike) -> dict:
     raise ValueError(f"There is no file {path}: expected a state dict ({suffix}).")
   if suffix == ".safetensors":
     # Through torch, since numpy lacks bfloat16.
-    return _import("safetensors.torch").load_file(path)
-  torch = _import("torch")
+    return import_package("safetensors.torch").load_file(path)
+  torch = import_package("torch")
   if _is_torchscript(path):  # OpenAI's own files.
     return torch.jit.load(path, map_location="cpu").state_dict()
   return torch.load(path, map_location="cpu", weights_only=True)
@@ -61,24 +61,30 @@ def write_file(state: dict[str, np.ndarray], path: str | os.PathLike) -> None:
   """
   if file_suffix(path) == ".safetensors":
     # transformers refuses a file that does not say this.
-    _import("safetensors.numpy").save_file(state, path, metadata={"format": "pt"})
+    import_package("safetensors.numpy").save_file(state, path, metadata={"format": "pt"})
   else:
-    torch = _import("torch")
+    torch = import_package("torch")
     torch.save({name: torch.from_numpy(array) for name, array in state.items()}, path)
 
 
 def file_suffix(path: str | os.PathLike) -> str:
   """The suffix of a file of weights, with its dot; a ValueError if no such file has it."""
   suffix = os.path.splitext(path)[1]
-  if suffix not in (".safetensors", *_TORCH_SUFFIXES):
-    raise ValueError(f"{os.fspath(path)!r} must end in one of {_SUFFIXES}.")
+  if suffix not in WEIGHT_SUFFIXES:
+    raise ValueError(f"{os.fspath(path)!r} must end in one of {', '.join(WEIGHT_SUFFIXES)}.")
   return suffix
 
 
-def _import(name: str):
+def import_package(name: str):
+  """The package that reads and writes a file, or one of its modules.
+
+  Raises:
+    ImportError: it is not installed.
+  """
   try:
     return importlib.import_module(name)
   except ImportError as error:
+    package = (error.name or name).partition(".")[0]
     raise ImportError(
-      f"PyTorch's checkpoints need {name}: install the extra `interop` (sbjax[interop])."
+      f"This file needs {package}: install it, or the extra `interop` (sbjax[interop])."
     ) from error

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 
 from train.datasets import pictures
 from train.datasets.pictures import Limits
+from train.errors import RunError
 
 _IMAGES = ("jpg", "jpeg", "png", "webp")
 _READ = (*_IMAGES, "txt", "json", "cls")
@@ -62,6 +63,15 @@ def samples(path: str, max_bytes: int) -> Iterator[tuple[str, dict[str, bytes | 
     yield key, {extension: content for _, extension, content in group}
   if damage:
     raise DamagedShard(f"{path}: {damage[0]}") from damage[0]
+
+
+def checked_samples(path: str, max_bytes: int) -> Iterator[tuple[str, dict[str, bytes | None]]]:
+  """`samples`; a damaged shard is a RunError that says what to do."""
+  try:
+    yield from samples(path, max_bytes)
+  except DamagedShard as error:
+    reason = str(error).partition("\n")[0]
+    raise RunError(f"{reason} The shard is damaged: copy it again.") from error
 
 
 def _whole_members(
