@@ -2,9 +2,9 @@
 
   python -m benchmarks.report
 
-Reads benchmarks/results/{step,kept_bytes,open_clip,matmul,quantize,linear,scaling,models}.jsonl. If
-a case was measured more than once on a chip, the last line counts. Writes the tables between
-markers, and a plot of CHIP's results for each file.
+Reads benchmarks/results/{step,kept_bytes,open_clip,matmul,quantize,linear,scaling,models,attention,
+attention_lengths}.jsonl. If a case was measured more than once on a chip, the last line counts.
+Writes the tables between markers, and a plot of CHIP's results for each file.
 """
 
 import math
@@ -16,7 +16,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from benchmarks import models, scaling_report, steps_report
+from benchmarks import attention_report, models, scaling_report, steps_report
 from benchmarks.steps_report import FLAX, OURS, best
 from benchmarks.tables import RESULTS, last, read
 
@@ -49,6 +49,8 @@ def main() -> None:
   write("kept", kept_table(last(read("kept_bytes"), "recipe", "remat")))
   write("open_clip", steps_report.open_clip_table(open_clip))
   write("speeds", table(matmul, matmuls_elsewhere, raced, quantize, linear))
+  write("attention", attention_report.table())
+  write("attention_lengths", attention_report.lengths_table())
   scaling = [row for row in read("scaling") if row["benchmark"] == "scaling"]
   scaling, _ = by_chip(last(scaling, "chip", "row"))
   scaling_report.plot(scaling, RESULTS / "scaling.png")

@@ -6,7 +6,7 @@
 Times a step as train.main compiles it, for each row of CASES: both towers, loss, backward, and
 StableAdamW on float32 parameters. All contenders of a row train the same parameters in turns, on
 one batch of random pixels and tokens. The baseline is recipe "full" in plain Flax
-(benchmarks/flax_block.py), compiled by XLA. Like all contenders it uses cuDNN's attention and
+(benchmarks/flax_block.py), compiled by XLA, with cuDNN's attention. Like all contenders it uses
 split_k_matmul. Its layers are in a loop or unrolled, whichever is faster. Adds a line for each row:
 time, images a second, memory, compile time, MFU, and time by kernel groups.
 """
@@ -51,14 +51,13 @@ class Contender(NamedTuple):
 
 
 CONTENDERS = {
-  "flax": Contender("full", FlaxBlock),
-  "flax_loop": Contender("full", FlaxBlock, unroll=1),
+  "flax": Contender("full", FlaxBlock, attention="cudnn"),
+  "flax_loop": Contender("full", FlaxBlock, unroll=1, attention="cudnn"),
   "full": Contender("full"),
   "switchback": Contender("switchback"),
   "switchback_loop": Contender("switchback", unroll=1),
   "switchback_unfused": Contender("switchback", FlaxBlock),
   "switchback_cudnn": Contender("switchback", attention="cudnn"),
-  "switchback_triton": Contender("switchback", attention="triton"),
   "switchback_m": Contender("switchback_m"),
   "switchback_q": Contender("switchback_q"),
   "switchback_fp8_wgrad": Contender("switchback_fp8_wgrad"),

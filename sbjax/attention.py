@@ -1,4 +1,4 @@
-"""Softmax attention: by cuDNN, by a kernel for short sequences, or by XLA."""
+"""Softmax attention: by cuDNN, by kernels for CLIP's lengths, or by XLA."""
 
 import functools
 from typing import Any
@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from sbjax.attention_ops import split_qkv
-from sbjax.backends import get_backend
+from sbjax.attention_ops import HEAD_DIMS, split_qkv
+from sbjax.backends import get_backend, runs
 from sbjax.device import compute_capability, target
 from sbjax.partition import vary_alike
 
@@ -41,8 +41,9 @@ def attention(
     length: the number of tokens before the padding; None: L. No token attends to padding, and
       padding gets no gradient. Its outputs are undefined.
     backend: "xla" computes in float32. "cudnn" takes 16 bits, and D up to 128. "triton" takes 16
-      bits, and a head whose keys and values fit in shared memory. None: cuDNN where it runs, else
-      XLA. On an NVIDIA GPU the number of tokens must then be one that `length_for` returns.
+      bits, and D in `attention_ops.HEAD_DIMS`. None: Triton where benchmarks/attention.py shows
+      that it is faster, else cuDNN where it runs, else XLA. On an NVIDIA GPU the number of tokens
+      must then be one that `length_for` returns.
 
   Returns:
     [B, L, H, D] in q's dtype.
@@ -56,7 +57,7 @@ def attention(
   if not 1 <= length <= qkv[0].shape[1]:
     raise ValueError(f"length={length} must be from 1 to the {qkv[0].shape[1]} tokens of q.")
   dtype, head_dim = qkv[0].dtype, qkv[0].shape[-1]
-  name = _fastest(dtype, head_dim) if backend is None else backend
+  name = _fastest(dtype, length, head_dim) if backend is None else backend
   if name == "cudnn":
     if not cudnn_runs(dtype, head_dim):
       raise NotImplementedError(
@@ -83,8 +84,19 @@ def _arrays(q, k, v) -> tuple[jax.Array, ...]:
   return tuple(x[:, :, None] for x in (q, k, v))
 
 
-def _fastest(dtype, head_dim: int) -> str:
+def _fastest(dtype, length: int, head_dim: int) -> str:
+  if _triton_wins(dtype, length, head_dim):
+    return "triton"
   return "cudnn" if cudnn_runs(dtype, head_dim) else "xla"
+
+
+def _triton_wins(dtype, length: int, head_dim: int) -> bool:
+  """Whether a forward and backward pass is faster than cuDNN's: benchmarks/attention.py on H200."""
+  if compute_capability(target()) != 90 or dtype not in (jnp.bfloat16, jnp.float16):
+    return False
+  if head_dim not in HEAD_DIMS or length > (512 if head_dim <= 80 else 80):
+    return False
+  return runs("triton")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -143,7 +155,7 @@ def length_for(length: int, dtype: jnp.dtype, head_dim: int, backend: str | None
 
   A class token makes the number odd. Padding once before the blocks costs less than in each block.
   """
-  name = _fastest(dtype, head_dim) if backend is None else backend
+  name = _fastest(dtype, length, head_dim) if backend is None else backend
   return length + length % 2 if name == "cudnn" else length
 
 

@@ -64,6 +64,11 @@ def get_backend(name: str | None = None) -> Backend:
   return _XLA if name == "xla" else _by_kernels(name, target(), falls_back=False)
 
 
+def runs(name: str) -> bool:
+  """Whether the backend of that name runs on JAX's default device."""
+  return _unsupported_reason(name, target()) is None
+
+
 def _unsupported_reason(name: str, device) -> str | None:
   """Why a backend does not run on a device, or None."""
   if name == "xla":
