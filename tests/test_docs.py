@@ -103,7 +103,7 @@ def test_tables_in_docs_equal_those_made_from_the_result_files(monkeypatch):
   monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda *args, **kwargs: None)
   monkeypatch.setattr(scaling_report, "prediction", lambda rows: [])  # Traces four large models.
   report.main()
-  assert len(tables) == 9
+  assert len(tables) == 11
   for lines, *page in tables.values():
     text = page[0].read_text() if page else report.PERFORMANCE.read_text()
     assert "\n".join(lines) in text, lines[0]
