@@ -1,0 +1,360 @@
+"""Softmax attention's backward pass on Hopper (H100, H200): Pallas Mosaic GPU, wgmma and TMA.
+
+The kernel is persistent: one thread block runs on each SM and takes one head of one example after
+another. Its keys and values stay in shared memory, and a ring of tiles of 64 queries passes by.
+Each array is read and written once, and each of the five products is computed once:
+
+- Two compute warpgroups own half of the keys each. They hold the gradients of these keys and values
+  in registers. Probabilities are computed transposed, [keys, queries]: as registers they are then
+  the left operand of the products with dO and Q.
+- Both write dS to shared memory. They take turns to multiply a tile's dS with all keys.
+- A memory warpgroup loads ahead (TMA). In its spare time it computes what a query needs once, and
+  what a class token's key adds: 257 tokens are 256 keys for the tensor cores, and one in float32.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from sbjax import device as devices
+
+_COMPUTE_WARPGROUPS = 2
+_MEMORY_REGISTERS, _COMPUTE_REGISTERS = 64, 224  # A thread's; 128 * (64 + 2 * 224) = 65,536.
+_TILE = 64  # Rows of a tile of queries or keys.
+_LOG2_E = math.log2(math.e)
+_BY_ROW, _BY_COLUMN = (plgpu.Layout.WGMMA.reduce(axis) for axis in (1, 0))
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """What a thread block keeps in shared memory.
+
+  stages: tiles of queries.
+  kv_stages: heads' keys and values, the next head's included.
+  ds_buffers: tiles of dS. With two, a warpgroup need not wait for the other's product.
+  """
+
+  stages: int = 2
+  kv_stages: int = 1
+  ds_buffers: int = 2
+
+
+def attention_backward(
+  o: jax.Array,
+  lse: jax.Array,
+  do: jax.Array,
+  *qkv: jax.Array,
+  causal: bool,
+  length: int,
+  config: Config | None = None,
+  num_sms: int | None = None,
+  interpret=False,
+) -> tuple[jax.Array, ...]:
+  """`sbjax.attention_ops.attention_backward`, but for the rounding of sums.
+
+  Args:
+    num_sms: how many thread blocks run; None for one on each SM of the device.
+    interpret: False, or plgpu.InterpretGPUParams for a run on the CPU.
+  """
+  batch, tokens, _, heads, head_dim = qkv[0].shape
+  if head_dim != 64 or not 65 <= tokens <= 257 or length != tokens:
+    raise NotImplementedError(
+      f"{head_dim=}, {tokens=} and {length=} are not 64, 65 to 257, and as many as the tokens."
+    )
+  num_sms = num_sms or devices.num_sms(devices.target()) or 132
+  return plgpu.kernel(
+    functools.partial(_kernel, config=config or Config(), causal=causal),
+    out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in qkv],
+    grid=(min(batch * heads, num_sms),),
+    grid_names=("sm",),
+    num_threads=_COMPUTE_WARPGROUPS + 1,
+    thread_name="warpgroup",
+    kernel_name="sbjax_attention_backward",
+    compiler_params=plgpu.CompilerParams(
+      approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+    ),
+    interpret=interpret,
+  )(*qkv, o[:, :, None], do[:, :, None], lse.reshape(-1))
+
+
+def _kernel(*refs, config: Config, causal: bool):
+  """Makes the gradients of qkv; `refs` are qkv, o, do and lse, and the gradients."""
+  arrays = (len(refs) - 3) // 2
+  qkv, (o, do, lse), dqkv = refs[:arrays], refs[arrays : arrays + 3], refs[arrays + 3 :]
+  batch, tokens, _, heads, head_dim = qkv[0].shape
+  stages, kv_stages, ds_buffers = config.stages, config.kv_stages, config.ds_buffers
+  scale, dtype = head_dim**-0.5, qkv[0].dtype
+  # The tensor cores' keys are a multiple of 128; a single key beyond is the memory warpgroup's.
+  has_tail = tokens % 128 == 1
+  keys = pl.cdiv(tokens - has_tail, 128) * 128
+  own_keys = keys // _COMPUTE_WARPGROUPS
+  tiles = pl.cdiv(tokens, _TILE)
+
+  def head(array, which, item, rows):
+    """Rows of q, k or v, or of their gradient; of o and do with which = 0."""
+    array, index = (array[0], which) if len(array) == 1 else (array[which], 0)
+    return array.at[item // heads, rows, index, item % heads]
+
+  @functools.partial(
+    pl.run_scoped,
+    q_smem=_rows(stages, _TILE, head_dim, dtype),
+    do_smem=_rows(stages, _TILE, head_dim, dtype),
+    o_smem=_rows(stages, _TILE, head_dim, dtype),
+    k_smem=_rows(kv_stages, keys, head_dim, dtype),
+    v_smem=_rows(kv_stages, keys, head_dim, dtype),
+    ds_smem=_rows(ds_buffers, keys, _TILE, dtype),
+    dq_smem=_rows(_COMPUTE_WARPGROUPS, _TILE, head_dim, dtype),
+    lse_smem=plgpu.SMEM((stages, _TILE), jnp.float32),
+    # Of each query: lse in base 2, delta, and the tail key's dS. Of the item: the tail key.
+    query_smem=plgpu.SMEM((stages, 3, _TILE), jnp.float32),
+    tail_smem=plgpu.SMEM((2, head_dim), jnp.float32),
+    loaded=plgpu.Barrier(num_arrivals=4, num_barriers=stages),
+    ready=plgpu.Barrier(num_arrivals=1, num_barriers=stages),
+    free=plgpu.Barrier(num_arrivals=_COMPUTE_WARPGROUPS, num_barriers=stages),
+    kv_loaded=plgpu.Barrier(num_arrivals=2 * keys // _TILE, num_barriers=kv_stages),
+    kv_free=plgpu.Barrier(num_arrivals=_COMPUTE_WARPGROUPS, num_barriers=kv_stages),
+    # Of tiles whose dQ the one or the other warpgroup computes.
+    ds_ready=plgpu.Barrier(num_arrivals=_COMPUTE_WARPGROUPS, num_barriers=2),
+    ds_free=plgpu.Barrier(num_arrivals=1, num_barriers=2),
+    collective_axes="warpgroup",
+  )
+  def _(
+    q_smem, do_smem, o_smem, k_smem, v_smem, ds_smem, dq_smem, lse_smem, query_smem, tail_smem,
+    loaded, ready, free, kv_loaded, kv_free, ds_ready, ds_free,
+  ):  # fmt: skip
+    (q_tile, q_rows), (do_tile, do_rows), (o_tile, o_rows) = q_smem, do_smem, o_smem
+    (k_tile, k_rows), (v_tile, v_rows) = k_smem, v_smem
+    (ds_tile, ds_rows), (dq_tile, dq_rows) = ds_smem, dq_smem
+    warpgroup = lax.axis_index("warpgroup")
+    sm, sms = lax.axis_index("sm"), lax.axis_size("sm")
+    items = (batch * heads - sm + sms - 1) // sms
+
+    def load_queries(step):
+      """Starts to load the tile that the thread block computes in this step, if there is one."""
+      slot = step % stages
+      pl.when(step >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+
+      @pl.when(step < items * tiles)
+      def _():
+        item, tile = sm + step // tiles * sms, step % tiles
+        rows = pl.ds(tile * _TILE, _TILE)
+        for array, smem in ((head(qkv, 0, item, rows), q_rows), (head([do], 0, item, rows), do_rows),
+                            (head([o], 0, item, rows), o_rows)):  # fmt: skip
+          plgpu.copy_gmem_to_smem(array, smem.at[slot], loaded.at[slot])
+        lses = lse.at[pl.ds(item * tokens + tile * _TILE, _TILE)]
+        plgpu.copy_gmem_to_smem(lses, lse_smem.at[slot], loaded.at[slot])
+
+    def load_keys(i):
+      """Starts to load the keys and values of the thread block's i-th head, if there is one."""
+      slot = i % kv_stages
+      pl.when(i >= kv_stages)(lambda: plgpu.barrier_wait(kv_free.at[slot]))
+
+      @pl.when(i < items)
+      def _():
+        item = sm + i * sms
+        for which, smem in ((1, k_rows), (2, v_rows)):
+          for first in range(0, keys, _TILE):
+            rows = pl.ds(i * 0 + first, _TILE)
+            to = smem.at[slot, pl.ds(first, _TILE)]
+            plgpu.copy_gmem_to_smem(head(qkv, which, item, rows), to, kv_loaded.at[slot])
+
+    @pl.when(warpgroup == _COMPUTE_WARPGROUPS)
+    def _():
+      plgpu.set_max_registers(_MEMORY_REGISTERS, action="decrease")
+      load_keys(jnp.int32(0))
+      for step in range(stages - 1):
+        load_queries(jnp.int32(step))
+      if kv_stages == 2:
+        load_keys(jnp.int32(1))
+
+      @pl.loop(0, items)
+      def _(i):
+        item = sm + i * sms
+        tail_k, tail_v = (
+          plgpu.load(head(qkv, which, item, tokens - 1), layout=_BY_COLUMN, optimized=False)
+          .astype(jnp.float32) for which in (1, 2)
+        ) if has_tail else (None, None)  # fmt: skip
+        if has_tail:
+          tail_smem.at[i % 2][...] = tail_k
+
+        def queries(tile, tail_gradients):
+          step = i * tiles + tile
+          slot = step % stages
+          plgpu.barrier_wait(loaded.at[slot])
+          lse2 = plgpu.load(lse_smem.at[slot], layout=_BY_ROW, optimized=False) * _LOG2_E
+          row = plgpu.broadcasted_iota(jnp.int32, (_TILE,), 0, layout=_BY_ROW)
+          # Rows beyond the last token are another head's, and must count for nothing.
+          lse2 = jnp.where(row < tokens - tile * _TILE, lse2, jnp.inf)
+          do_f = do_tile.at[slot][...].astype(jnp.float32)
+          delta = jnp.sum(o_tile.at[slot][...].astype(jnp.float32) * do_f, axis=1)
+          query_smem.at[slot, 0][...] = lse2
+          query_smem.at[slot, 1][...] = delta
+          if has_tail:
+            q_f = q_tile.at[slot][...].astype(jnp.float32)
+            s = jnp.sum(q_f * _across(tail_k, 1), axis=1)
+            p = jnp.exp2(s * (scale * _LOG2_E) - lse2)
+            if causal:
+              p = jnp.where(row >= tokens - 1 - tile * _TILE, p, 0.0)
+            ds = p * (jnp.sum(do_f * _across(tail_v, 1), axis=1) - delta)
+            query_smem.at[slot, 2][...] = ds
+            dk, dv = tail_gradients
+            dk += jnp.sum(q_f * _across(ds, 0), axis=0)
+            dv += jnp.sum(do_f * _across(p, 0), axis=0)
+            tail_gradients = dk, dv
+          plgpu.barrier_arrive(ready.at[slot])
+          load_queries(step + stages - 1)
+          return tail_gradients
+
+        zeros = plgpu.layout_cast(jnp.zeros((head_dim,), jnp.float32), _BY_COLUMN)
+        tail_gradients = (zeros, zeros) if has_tail else ()
+        # Keys and values are loaded when all warpgroups are about to finish with the previous ones.
+        if kv_stages == 2:
+          tail_gradients = queries(0, tail_gradients)
+          pl.when(i > 0)(lambda: load_keys(i + 1))
+          tail_gradients = lax.fori_loop(1, tiles, queries, tail_gradients)
+        else:
+          tail_gradients = lax.fori_loop(0, tiles, queries, tail_gradients)
+          load_keys(i + 1)
+        if has_tail:
+          for which, gradient in zip((1, 2), tail_gradients, strict=True):
+            gradient *= scale if which == 1 else 1.0
+            head(dqkv, which, item, tokens - 1)[...] = gradient.astype(dtype)
+
+      # The last tile's and head's buffers are free: nobody signals a barrier after this.
+      load_queries(items * tiles + stages - 1)
+      if kv_stages == 2:
+        load_keys(items + 1)
+
+    @pl.when(warpgroup < _COMPUTE_WARPGROUPS)
+    def _():
+      plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
+      first_key = warpgroup * own_keys
+
+      def gradients(step, i, tile, dk_accs, dv_accs):
+        """Adds the tile's queries to the gradients of k and v, and stores its dS."""
+        slot, kv_slot, ds_slot = step % stages, i % kv_stages, step % ds_buffers
+        plgpu.barrier_wait(loaded.at[slot])
+        plgpu.barrier_wait(ready.at[slot])
+        for n in range(own_keys // _TILE):
+          rows = pl.ds(first_key + n * _TILE, _TILE)
+
+          def one(s_acc, dp_acc, n=n, rows=rows):
+            plgpu.wgmma(s_acc, k_tile.at[kv_slot, rows], q_tile.at[slot].transpose((1, 0)))
+            plgpu.wgmma(dp_acc, v_tile.at[kv_slot, rows], do_tile.at[slot].transpose((1, 0)))
+            s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+            lse2 = plgpu.load(query_smem.at[slot, 0], layout=_BY_COLUMN, optimized=False)
+            p = jnp.exp2(s * (scale * _LOG2_E) - _across(lse2, 1))
+            p = mask(p, first_key + n * _TILE, tile)
+            plgpu.wgmma(dv_accs[n], p.astype(dtype), do_tile.at[slot])
+            dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
+            delta = plgpu.load(query_smem.at[slot, 1], layout=_BY_COLUMN, optimized=False)
+            ds = (p * (dp - _across(delta, 1))).astype(dtype)
+            if n == 0:
+              pl.when(tile >= ds_buffers)(
+                lambda: plgpu.barrier_wait(ds_free.at[(step - ds_buffers) % 2])
+              )
+              # The stores of the previous head's gradients have left the buffers.
+              pl.when(tile < ds_buffers)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
+            ds_tile.at[ds_slot, rows][...] = ds
+            plgpu.wgmma(dk_accs[n], ds, q_tile.at[slot])
+            plgpu.wgmma_wait(0)
+
+          scores = plgpu.ACC((_TILE, _TILE), jnp.float32)
+          pl.run_scoped(one, scores, scores)
+
+      def mask(p, first, tile):
+        """Zeros for keys beyond the last token, and for later ones than the query."""
+        if keys + has_tail == tokens and not causal:
+          return p
+        key = plgpu.broadcasted_iota(jnp.int32, p.shape, 0, layout=plgpu.Layout.WGMMA) + first
+        if keys + has_tail > tokens:
+          p = jnp.where(key < tokens, p, 0.0)
+        if causal:
+          query = plgpu.broadcasted_iota(jnp.int32, p.shape, 1, layout=plgpu.Layout.WGMMA)
+          p = jnp.where(key <= query + tile * _TILE, p, 0.0)
+        return p
+
+      def query_gradient(step, i, item, tile):
+        """Stores the gradient of the tile's queries."""
+        slot, kv_slot, ds_slot = step % stages, i % kv_stages, step % ds_buffers
+        plgpu.barrier_wait(ds_ready.at[warpgroup])
+
+        def product(acc):
+          plgpu.wgmma(acc, ds_tile.at[ds_slot].transpose((1, 0)), k_tile.at[kv_slot])
+          return acc[...]
+
+        dq = pl.run_scoped(product, plgpu.ACC((_TILE, head_dim), jnp.float32))
+        plgpu.barrier_arrive(ds_free.at[warpgroup])
+        if has_tail:
+          ds = plgpu.load(query_smem.at[slot, 2], layout=_BY_ROW, optimized=False)
+          tail_k = plgpu.load(tail_smem.at[i % 2], layout=_BY_COLUMN, optimized=False)
+          dq += lax.broadcast_in_dim(ds, dq.shape, (0,)) * lax.broadcast_in_dim(
+            tail_k, dq.shape, (1,)
+          )
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        dq_tile.at[warpgroup][...] = (dq * scale).astype(dtype)
+        plgpu.commit_smem()
+        rows = pl.ds(tile * _TILE, _TILE)
+        plgpu.copy_smem_to_gmem(dq_rows.at[warpgroup], head(dqkv, 0, item, rows))
+
+      def key_gradients(item, dk_accs, dv_accs):
+        """Stores the gradients of the warpgroup's keys and values by way of the buffers of dS."""
+        for n, (which, accs) in enumerate(((2, dv_accs), (1, dk_accs))):
+          if n == 0 or ds_buffers == 1:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+          for m, acc in enumerate(accs):
+            rows = pl.ds(first_key + m * _TILE, _TILE)
+            gradient = acc[...] * (scale if which == 1 else 1.0)
+            ds_tile.at[n % ds_buffers, rows][...] = gradient.astype(dtype)
+          plgpu.commit_smem()
+          for m in range(len(accs)):
+            rows = pl.ds(first_key + m * _TILE, _TILE)
+            plgpu.copy_smem_to_gmem(ds_rows.at[n % ds_buffers, rows], head(dqkv, which, item, rows))
+
+      @pl.loop(0, items)
+      def _(i):
+        item = sm + i * sms
+        plgpu.barrier_wait(kv_loaded.at[i % kv_stages])
+
+        def whole_head(dk_accs, dv_accs):
+          @pl.loop(0, tiles)
+          def _(tile):
+            step = i * tiles + tile
+            gradients(step, i, tile, dk_accs, dv_accs)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(ds_ready.at[step % 2])
+            pl.when(step % 2 == warpgroup)(lambda: query_gradient(step, i, item, tile))
+            plgpu.barrier_arrive(free.at[step % stages])
+
+          plgpu.barrier_arrive(kv_free.at[i % kv_stages])
+          for n in range(ds_buffers, 0, -1):
+            plgpu.barrier_wait(ds_free.at[((i + 1) * tiles - n) % 2])
+          key_gradients(item, dk_accs, dv_accs)
+
+        accs = [plgpu.ACC((_TILE, head_dim), jnp.float32)] * (own_keys // _TILE)
+        pl.run_scoped(whole_head, accs, accs)
+
+      plgpu.wait_smem_to_gmem(0)
+
+
+def _across(vector, axis):
+  """A vector that varies along `axis`, over a tile."""
+  return lax.broadcast_in_dim(vector, (_TILE, _TILE), (axis,))
+
+
+def _rows(buffers, rows, columns, dtype):
+  """Shared memory of 64 columns under two names: for wgmma and for TMA.
+
+  wgmma's is tiled. TMA's is not, since it clips whole rows to an array, of which 8 need not divide
+  the tokens. With 128 bytes a row, both lay the same bytes out.
+  """
+  assert columns * jnp.dtype(dtype).itemsize == 128
+  shape, swizzle = (buffers, rows, columns), plgpu.SwizzleTransform(128)
+  tiled = plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, columns)), swizzle))
+  return plgpu.RefUnion(tiled, plgpu.SMEM(shape, dtype, transforms=(swizzle,)))
