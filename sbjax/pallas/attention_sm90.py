@@ -38,11 +38,13 @@ class Config:
   stages: tiles of queries.
   kv_stages: heads' keys and values, the next head's included.
   ds_buffers: tiles of dS. With two, a warpgroup need not wait for the other's product.
+  auto_barriers: whether Pallas surrounds stores to shared memory by barriers, which we do not need.
   """
 
   stages: int = 2
   kv_stages: int = 1
   ds_buffers: int = 2
+  auto_barriers: bool = True
 
 
 def attention_backward(
@@ -68,8 +70,9 @@ def attention_backward(
       f"{head_dim=}, {tokens=} and {length=} are not 64, 65 to 257, and as many as the tokens."
     )
   num_sms = num_sms or devices.num_sms(devices.target()) or 132
+  config = config or Config()
   return plgpu.kernel(
-    functools.partial(_kernel, config=config or Config(), causal=causal),
+    functools.partial(_kernel, config=config, causal=causal),
     out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in qkv],
     grid=(min(batch * heads, num_sms),),
     grid_names=("sm",),
@@ -77,7 +80,9 @@ def attention_backward(
     thread_name="warpgroup",
     kernel_name="sbjax_attention_backward",
     compiler_params=plgpu.CompilerParams(
-      approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+      approx_math=True,
+      unsafe_no_auto_barriers=not config.auto_barriers,
+      lowering_semantics=plgpu.LoweringSemantics.Lane,
     ),
     interpret=interpret,
   )(*qkv, o[:, :, None], do[:, :, None], lse.reshape(-1))
@@ -111,26 +116,33 @@ def _kernel(*refs, config: Config, causal: bool):
     ds_smem=_rows(ds_buffers, keys, _TILE, dtype),
     dq_smem=_rows(_COMPUTE_WARPGROUPS, _TILE, head_dim, dtype),
     lse_smem=plgpu.SMEM((stages, _TILE), jnp.float32),
-    # Of each query: lse in base 2, delta, and the tail key's dS. Of the item: the tail key.
+    # Of each query: lse in base 2, delta, and the tail key's dS.
     query_smem=plgpu.SMEM((stages, 3, _TILE), jnp.float32),
-    tail_smem=plgpu.SMEM((2, head_dim), jnp.float32),
+    # The tail key is the first of 8 rows, and so are its probabilities and dS.
+    tail_k_smem=_rows(kv_stages, 8, head_dim, dtype),
+    tail_v_smem=_rows(kv_stages, 8, head_dim, dtype),
+    tail_p_smem=_rows(0, 8, _TILE, dtype),
+    tail_ds_smem=_rows(0, 8, _TILE, dtype),
     loaded=plgpu.Barrier(num_arrivals=4, num_barriers=stages),
     ready=plgpu.Barrier(num_arrivals=1, num_barriers=stages),
-    free=plgpu.Barrier(num_arrivals=_COMPUTE_WARPGROUPS, num_barriers=stages),
-    kv_loaded=plgpu.Barrier(num_arrivals=2 * keys // _TILE, num_barriers=kv_stages),
-    kv_free=plgpu.Barrier(num_arrivals=_COMPUTE_WARPGROUPS, num_barriers=kv_stages),
+    free=plgpu.Barrier(num_arrivals=_COMPUTE_WARPGROUPS + 1, num_barriers=stages),
+    kv_loaded=plgpu.Barrier(num_arrivals=2 * (keys // _TILE + has_tail), num_barriers=kv_stages),
+    kv_free=plgpu.Barrier(num_arrivals=_COMPUTE_WARPGROUPS + has_tail, num_barriers=kv_stages),
     # Of tiles whose dQ the one or the other warpgroup computes.
     ds_ready=plgpu.Barrier(num_arrivals=_COMPUTE_WARPGROUPS, num_barriers=2),
     ds_free=plgpu.Barrier(num_arrivals=1, num_barriers=2),
     collective_axes="warpgroup",
   )
   def _(
-    q_smem, do_smem, o_smem, k_smem, v_smem, ds_smem, dq_smem, lse_smem, query_smem, tail_smem,
+    q_smem, do_smem, o_smem, k_smem, v_smem, ds_smem, dq_smem, lse_smem, query_smem,
+    tail_k_smem, tail_v_smem, tail_p_smem, tail_ds_smem,
     loaded, ready, free, kv_loaded, kv_free, ds_ready, ds_free,
   ):  # fmt: skip
     (q_tile, q_rows), (do_tile, do_rows), (o_tile, o_rows) = q_smem, do_smem, o_smem
     (k_tile, k_rows), (v_tile, v_rows) = k_smem, v_smem
     (ds_tile, ds_rows), (dq_tile, dq_rows) = ds_smem, dq_smem
+    (tail_k_tile, tail_k_row), (tail_v_tile, tail_v_row) = tail_k_smem, tail_v_smem
+    (tail_p_tile, tail_p_row), (tail_ds_tile, tail_ds_row) = tail_p_smem, tail_ds_smem
     warpgroup = lax.axis_index("warpgroup")
     sm, sms = lax.axis_index("sm"), lax.axis_size("sm")
     items = (batch * heads - sm + sms - 1) // sms
@@ -163,6 +175,10 @@ def _kernel(*refs, config: Config, causal: bool):
             rows = pl.ds(i * 0 + first, _TILE)
             to = smem.at[slot, pl.ds(first, _TILE)]
             plgpu.copy_gmem_to_smem(head(qkv, which, item, rows), to, kv_loaded.at[slot])
+        if has_tail:
+          for which, smem in ((1, tail_k_row), (2, tail_v_row)):
+            rows = head(qkv, which, item, pl.ds(i * 0 + keys, 8))
+            plgpu.copy_gmem_to_smem(rows, smem.at[slot], kv_loaded.at[slot])
 
     @pl.when(warpgroup == _COMPUTE_WARPGROUPS)
     def _():
@@ -173,58 +189,69 @@ def _kernel(*refs, config: Config, causal: bool):
       if kv_stages == 2:
         load_keys(jnp.int32(1))
 
+      def queries(step, i, tile, dk_acc=None, dv_acc=None):
+        """Makes what all keys need of a tile of queries; the tail key's probabilities and dS."""
+        slot, kv_slot = step % stages, i % kv_stages
+        plgpu.barrier_wait(loaded.at[slot])
+        row = plgpu.broadcasted_iota(jnp.int32, (_TILE,), 0, layout=_BY_ROW)
+        # Rows beyond the last token are another head's, and must count for nothing.
+        lse2 = plgpu.load(lse_smem.at[slot], layout=_BY_ROW, optimized=False) * _LOG2_E
+        lse2 = jnp.where(row < tokens - tile * _TILE, lse2, jnp.inf)
+        delta = jnp.sum(
+          o_tile.at[slot][...].astype(jnp.float32) * do_tile.at[slot][...].astype(jnp.float32), axis=1
+        )
+        query_smem.at[slot, 0][...] = lse2
+        query_smem.at[slot, 1][...] = delta
+        if has_tail:
+
+          def products(s_acc, dp_acc):
+            plgpu.wgmma(s_acc, q_tile.at[slot], tail_k_tile.at[kv_slot].transpose((1, 0)))
+            plgpu.wgmma(dp_acc, do_tile.at[slot], tail_v_tile.at[kv_slot].transpose((1, 0)))
+            return [_first_column(acc[...]) for acc in (s_acc, dp_acc)]
+
+          s, dp = pl.run_scoped(products, *[plgpu.ACC((_TILE, 8), jnp.float32)] * 2)
+          p = jnp.exp2(s * (scale * _LOG2_E) - lse2)
+          if causal:
+            p = jnp.where(row >= tokens - 1 - tile * _TILE, p, 0.0)
+          tail_p_row.at[0][...] = p.astype(dtype)
+          tail_ds_row.at[0][...] = (p * (dp - delta)).astype(dtype)
+          query_smem.at[slot, 2][...] = p * (dp - delta)
+          plgpu.commit_smem()
+        plgpu.barrier_arrive(ready.at[slot])
+        if has_tail:
+          plgpu.wgmma(dv_acc, do_tile.at[slot].transpose((1, 0)), tail_p_tile.transpose((1, 0)))
+          plgpu.wgmma(dk_acc, q_tile.at[slot].transpose((1, 0)), tail_ds_tile.transpose((1, 0)))
+          plgpu.wgmma_wait(0)
+          plgpu.commit_smem()  # All warps have read the tail's rows.
+        plgpu.barrier_arrive(free.at[slot])
+        load_queries(step + stages - 1)
+
       @pl.loop(0, items)
       def _(i):
         item = sm + i * sms
-        tail_k, tail_v = (
-          plgpu.load(head(qkv, which, item, tokens - 1), layout=_BY_COLUMN, optimized=False)
-          .astype(jnp.float32) for which in (1, 2)
-        ) if has_tail else (None, None)  # fmt: skip
-        if has_tail:
-          tail_smem.at[i % 2][...] = tail_k
 
-        def queries(tile, tail_gradients):
-          step = i * tiles + tile
-          slot = step % stages
-          plgpu.barrier_wait(loaded.at[slot])
-          lse2 = plgpu.load(lse_smem.at[slot], layout=_BY_ROW, optimized=False) * _LOG2_E
-          row = plgpu.broadcasted_iota(jnp.int32, (_TILE,), 0, layout=_BY_ROW)
-          # Rows beyond the last token are another head's, and must count for nothing.
-          lse2 = jnp.where(row < tokens - tile * _TILE, lse2, jnp.inf)
-          do_f = do_tile.at[slot][...].astype(jnp.float32)
-          delta = jnp.sum(o_tile.at[slot][...].astype(jnp.float32) * do_f, axis=1)
-          query_smem.at[slot, 0][...] = lse2
-          query_smem.at[slot, 1][...] = delta
+        def whole_head(*accs):
           if has_tail:
-            q_f = q_tile.at[slot][...].astype(jnp.float32)
-            s = jnp.sum(q_f * _across(tail_k, 1), axis=1)
-            p = jnp.exp2(s * (scale * _LOG2_E) - lse2)
-            if causal:
-              p = jnp.where(row >= tokens - 1 - tile * _TILE, p, 0.0)
-            ds = p * (jnp.sum(do_f * _across(tail_v, 1), axis=1) - delta)
-            query_smem.at[slot, 2][...] = ds
-            dk, dv = tail_gradients
-            dk += jnp.sum(q_f * _across(ds, 0), axis=0)
-            dv += jnp.sum(do_f * _across(p, 0), axis=0)
-            tail_gradients = dk, dv
-          plgpu.barrier_arrive(ready.at[slot])
-          load_queries(step + stages - 1)
-          return tail_gradients
+            plgpu.barrier_wait(kv_loaded.at[i % kv_stages])
+          # Keys and values are loaded when all warpgroups are about to leave the previous ones.
+          if kv_stages == 2:
+            queries(i * tiles, i, 0, *accs)
+            pl.when(i > 0)(lambda: load_keys(i + 1))
 
-        zeros = plgpu.layout_cast(jnp.zeros((head_dim,), jnp.float32), _BY_COLUMN)
-        tail_gradients = (zeros, zeros) if has_tail else ()
-        # Keys and values are loaded when all warpgroups are about to finish with the previous ones.
-        if kv_stages == 2:
-          tail_gradients = queries(0, tail_gradients)
-          pl.when(i > 0)(lambda: load_keys(i + 1))
-          tail_gradients = lax.fori_loop(1, tiles, queries, tail_gradients)
-        else:
-          tail_gradients = lax.fori_loop(0, tiles, queries, tail_gradients)
-          load_keys(i + 1)
-        if has_tail:
-          for which, gradient in zip((1, 2), tail_gradients, strict=True):
-            gradient *= scale if which == 1 else 1.0
+          @pl.loop(kv_stages - 1, tiles)
+          def _(tile):
+            queries(i * tiles + tile, i, tile, *accs)
+
+          if has_tail:
+            plgpu.barrier_arrive(kv_free.at[i % kv_stages])
+          if kv_stages == 1:
+            load_keys(i + 1)
+          for acc, which, factor in zip(accs, (1, 2), (scale, 1.0), strict=False):
+            gradient = _first_column(acc[...]) * factor
             head(dqkv, which, item, tokens - 1)[...] = gradient.astype(dtype)
+
+        accs = [plgpu.ACC((head_dim, 8), jnp.float32)] * 2 if has_tail else []
+        pl.run_scoped(whole_head, *accs)
 
       # The last tile's and head's buffers are free: nobody signals a barrier after this.
       load_queries(items * tiles + stages - 1)
@@ -238,35 +265,39 @@ def _kernel(*refs, config: Config, causal: bool):
 
       def gradients(step, i, tile, dk_accs, dv_accs):
         """Adds the tile's queries to the gradients of k and v, and stores its dS."""
-        slot, kv_slot, ds_slot = step % stages, i % kv_stages, step % ds_buffers
+        slot, kv_slot, ds_slot = step % stages, i % kv_stages + (step >> 24), step % ds_buffers
         plgpu.barrier_wait(loaded.at[slot])
         plgpu.barrier_wait(ready.at[slot])
         for n in range(own_keys // _TILE):
           rows = pl.ds(first_key + n * _TILE, _TILE)
 
-          def one(s_acc, dp_acc, n=n, rows=rows):
-            plgpu.wgmma(s_acc, k_tile.at[kv_slot, rows], q_tile.at[slot].transpose((1, 0)))
-            plgpu.wgmma(dp_acc, v_tile.at[kv_slot, rows], do_tile.at[slot].transpose((1, 0)))
-            s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+          def probabilities(acc, n=n, rows=rows):
+            plgpu.wgmma(acc, k_tile.at[kv_slot, rows], q_tile.at[slot].transpose((1, 0)))
             lse2 = plgpu.load(query_smem.at[slot, 0], layout=_BY_COLUMN, optimized=False)
-            p = jnp.exp2(s * (scale * _LOG2_E) - _across(lse2, 1))
-            p = mask(p, first_key + n * _TILE, tile)
-            plgpu.wgmma(dv_accs[n], p.astype(dtype), do_tile.at[slot])
-            dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
+            p = jnp.exp2(acc[...] * (scale * _LOG2_E) - _across(lse2, 1))
+            # The barrier keeps pairs in one register.
+            return lax.optimization_barrier(mask(p, first_key + n * _TILE, tile).astype(dtype))
+
+          def logit_gradients(acc, p, n=n, rows=rows):
+            plgpu.wgmma(acc, v_tile.at[kv_slot, rows], do_tile.at[slot].transpose((1, 0)))
+            plgpu.wgmma(dv_accs[n], p, do_tile.at[slot])
+            dp = plgpu.wgmma_accumulator_load(acc, wait_n=1)
             delta = plgpu.load(query_smem.at[slot, 1], layout=_BY_COLUMN, optimized=False)
-            ds = (p * (dp - _across(delta, 1))).astype(dtype)
-            if n == 0:
-              pl.when(tile >= ds_buffers)(
-                lambda: plgpu.barrier_wait(ds_free.at[(step - ds_buffers) % 2])
-              )
-              # The stores of the previous head's gradients have left the buffers.
-              pl.when(tile < ds_buffers)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
-            ds_tile.at[ds_slot, rows][...] = ds
-            plgpu.wgmma(dk_accs[n], ds, q_tile.at[slot])
-            plgpu.wgmma_wait(0)
+            # p as 16 bits, which the product has too, takes half of the registers.
+            return (p.astype(jnp.float32) * (dp - _across(delta, 1))).astype(dtype)
 
           scores = plgpu.ACC((_TILE, _TILE), jnp.float32)
-          pl.run_scoped(one, scores, scores)
+          p = pl.run_scoped(probabilities, scores)
+          ds = pl.run_scoped(functools.partial(logit_gradients, p=p), scores)
+          if n == 0:
+            pl.when(tile >= ds_buffers)(
+              lambda: plgpu.barrier_wait(ds_free.at[(step - ds_buffers) % 2])
+            )
+            # The stores of the previous head's gradients have left the buffers.
+            pl.when(tile < ds_buffers)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
+          ds_tile.at[ds_slot, rows][...] = ds
+          plgpu.wgmma(dk_accs[n], ds, q_tile.at[slot])
+        plgpu.wgmma_wait(0)
 
       def mask(p, first, tile):
         """Zeros for keys beyond the last token, and for later ones than the query."""
@@ -282,7 +313,7 @@ def _kernel(*refs, config: Config, causal: bool):
 
       def query_gradient(step, i, item, tile):
         """Stores the gradient of the tile's queries."""
-        slot, kv_slot, ds_slot = step % stages, i % kv_stages, step % ds_buffers
+        slot, kv_slot, ds_slot = step % stages, i % kv_stages + (step >> 24), step % ds_buffers
         plgpu.barrier_wait(ds_ready.at[warpgroup])
 
         def product(acc):
@@ -293,17 +324,15 @@ def _kernel(*refs, config: Config, causal: bool):
         plgpu.barrier_arrive(ds_free.at[warpgroup])
         if has_tail:
           ds = plgpu.load(query_smem.at[slot, 2], layout=_BY_ROW, optimized=False)
-          tail_k = plgpu.load(tail_smem.at[i % 2], layout=_BY_COLUMN, optimized=False)
-          dq += lax.broadcast_in_dim(ds, dq.shape, (0,)) * lax.broadcast_in_dim(
-            tail_k, dq.shape, (1,)
-          )
+          tail_k = plgpu.load(tail_k_row.at[kv_slot, 0], layout=_BY_COLUMN, optimized=False)
+          dq += _across(ds, 0) * _across(tail_k.astype(jnp.float32), 1)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        dq_tile.at[warpgroup][...] = (dq * scale).astype(dtype)
+        dq_tile.at[warpgroup + (step >> 24)][...] = (dq * scale).astype(dtype)
         plgpu.commit_smem()
         rows = pl.ds(tile * _TILE, _TILE)
         plgpu.copy_smem_to_gmem(dq_rows.at[warpgroup], head(dqkv, 0, item, rows))
 
-      def key_gradients(item, dk_accs, dv_accs):
+      def key_gradients(i, item, dk_accs, dv_accs):
         """Stores the gradients of the warpgroup's keys and values by way of the buffers of dS."""
         for n, (which, accs) in enumerate(((2, dv_accs), (1, dk_accs))):
           if n == 0 or ds_buffers == 1:
@@ -311,7 +340,7 @@ def _kernel(*refs, config: Config, causal: bool):
           for m, acc in enumerate(accs):
             rows = pl.ds(first_key + m * _TILE, _TILE)
             gradient = acc[...] * (scale if which == 1 else 1.0)
-            ds_tile.at[n % ds_buffers, rows][...] = gradient.astype(dtype)
+            ds_tile.at[n % ds_buffers + (i >> 24), rows][...] = gradient.astype(dtype)
           plgpu.commit_smem()
           for m in range(len(accs)):
             rows = pl.ds(first_key + m * _TILE, _TILE)
@@ -335,7 +364,7 @@ def _kernel(*refs, config: Config, causal: bool):
           plgpu.barrier_arrive(kv_free.at[i % kv_stages])
           for n in range(ds_buffers, 0, -1):
             plgpu.barrier_wait(ds_free.at[((i + 1) * tiles - n) % 2])
-          key_gradients(item, dk_accs, dv_accs)
+          key_gradients(i, item, dk_accs, dv_accs)
 
         accs = [plgpu.ACC((_TILE, head_dim), jnp.float32)] * (own_keys // _TILE)
         pl.run_scoped(whole_head, accs, accs)
@@ -348,6 +377,11 @@ def _across(vector, axis):
   return lax.broadcast_in_dim(vector, (_TILE, _TILE), (axis,))
 
 
+def _first_column(x):
+  column = plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=plgpu.Layout.WGMMA)
+  return jnp.sum(jnp.where(column == 0, x, 0.0), axis=1)
+
+
 def _rows(buffers, rows, columns, dtype):
   """Shared memory of 64 columns under two names: for wgmma and for TMA.
 
@@ -355,6 +389,6 @@ def _rows(buffers, rows, columns, dtype):
   the tokens. With 128 bytes a row, both lay the same bytes out.
   """
   assert columns * jnp.dtype(dtype).itemsize == 128
-  shape, swizzle = (buffers, rows, columns), plgpu.SwizzleTransform(128)
+  shape, swizzle = (buffers, rows, columns) if buffers else (rows, columns), plgpu.SwizzleTransform(128)
   tiled = plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, columns)), swizzle))
   return plgpu.RefUnion(tiled, plgpu.SMEM(shape, dtype, transforms=(swizzle,)))
