@@ -156,9 +156,8 @@ def _kernel(*refs, config: Config, causal: bool):
       def _():
         item, tile = sm + step // tiles * sms, step % tiles
         rows = pl.ds(tile * _TILE, _TILE)
-        for array, smem in ((head(qkv, 0, item, rows), q_rows), (head([do], 0, item, rows), do_rows),
-                            (head([o], 0, item, rows), o_rows)):  # fmt: skip
-          plgpu.copy_gmem_to_smem(array, smem.at[slot], loaded.at[slot])
+        for array, smem in ((qkv, q_rows), ([do], do_rows), ([o], o_rows)):
+          plgpu.copy_gmem_to_smem(head(array, 0, item, rows), smem.at[slot], loaded.at[slot])
         lses = lse.at[pl.ds(item * tokens + tile * _TILE, _TILE)]
         plgpu.copy_gmem_to_smem(lses, lse_smem.at[slot], loaded.at[slot])
 
@@ -189,16 +188,17 @@ def _kernel(*refs, config: Config, causal: bool):
       if kv_stages == 2:
         load_keys(jnp.int32(1))
 
-      def queries(step, i, tile, dk_acc=None, dv_acc=None):
+      def queries(step, i, tile, *accs):
         """Makes what all keys need of a tile of queries; the tail key's probabilities and dS."""
         slot, kv_slot = step % stages, i % kv_stages
         plgpu.barrier_wait(loaded.at[slot])
         row = plgpu.broadcasted_iota(jnp.int32, (_TILE,), 0, layout=_BY_ROW)
         # Rows beyond the last token are another head's, and must count for nothing.
-        lse2 = plgpu.load(lse_smem.at[slot], layout=_BY_ROW, optimized=False) * _LOG2_E
+        lse2 = _vector(lse_smem.at[slot], _BY_ROW) * _LOG2_E
         lse2 = jnp.where(row < tokens - tile * _TILE, lse2, jnp.inf)
         delta = jnp.sum(
-          o_tile.at[slot][...].astype(jnp.float32) * do_tile.at[slot][...].astype(jnp.float32), axis=1
+          o_tile.at[slot][...].astype(jnp.float32) * do_tile.at[slot][...].astype(jnp.float32),
+          axis=1,
         )
         query_smem.at[slot, 0][...] = lse2
         query_smem.at[slot, 1][...] = delta
@@ -209,7 +209,7 @@ def _kernel(*refs, config: Config, causal: bool):
             plgpu.wgmma(dp_acc, do_tile.at[slot], tail_v_tile.at[kv_slot].transpose((1, 0)))
             return [_first_column(acc[...]) for acc in (s_acc, dp_acc)]
 
-          s, dp = pl.run_scoped(products, *[plgpu.ACC((_TILE, 8), jnp.float32)] * 2)
+          s, dp = pl.run_scoped(products, *[_sums(_TILE, 8)] * 2)
           p = jnp.exp2(s * (scale * _LOG2_E) - lse2)
           if causal:
             p = jnp.where(row >= tokens - 1 - tile * _TILE, p, 0.0)
@@ -219,6 +219,7 @@ def _kernel(*refs, config: Config, causal: bool):
           plgpu.commit_smem()
         plgpu.barrier_arrive(ready.at[slot])
         if has_tail:
+          dk_acc, dv_acc = accs
           plgpu.wgmma(dv_acc, do_tile.at[slot].transpose((1, 0)), tail_p_tile.transpose((1, 0)))
           plgpu.wgmma(dk_acc, q_tile.at[slot].transpose((1, 0)), tail_ds_tile.transpose((1, 0)))
           plgpu.wgmma_wait(0)
@@ -250,7 +251,7 @@ def _kernel(*refs, config: Config, causal: bool):
             gradient = _first_column(acc[...]) * factor
             head(dqkv, which, item, tokens - 1)[...] = gradient.astype(dtype)
 
-        accs = [plgpu.ACC((head_dim, 8), jnp.float32)] * 2 if has_tail else []
+        accs = [_sums(head_dim, 8)] * 2 if has_tail else []
         pl.run_scoped(whole_head, *accs)
 
       # The last tile's and head's buffers are free: nobody signals a barrier after this.
@@ -265,7 +266,7 @@ def _kernel(*refs, config: Config, causal: bool):
 
       def gradients(step, i, tile, dk_accs, dv_accs):
         """Adds the tile's queries to the gradients of k and v, and stores its dS."""
-        slot, kv_slot, ds_slot = step % stages, i % kv_stages + (step >> 24), step % ds_buffers
+        slot, kv_slot, ds_slot = step % stages, i % kv_stages + _varying(step), step % ds_buffers
         plgpu.barrier_wait(loaded.at[slot])
         plgpu.barrier_wait(ready.at[slot])
         for n in range(own_keys // _TILE):
@@ -273,7 +274,7 @@ def _kernel(*refs, config: Config, causal: bool):
 
           def probabilities(acc, n=n, rows=rows):
             plgpu.wgmma(acc, k_tile.at[kv_slot, rows], q_tile.at[slot].transpose((1, 0)))
-            lse2 = plgpu.load(query_smem.at[slot, 0], layout=_BY_COLUMN, optimized=False)
+            lse2 = _vector(query_smem.at[slot, 0], _BY_COLUMN)
             p = jnp.exp2(acc[...] * (scale * _LOG2_E) - _across(lse2, 1))
             # The barrier keeps pairs in one register.
             return lax.optimization_barrier(mask(p, first_key + n * _TILE, tile).astype(dtype))
@@ -282,11 +283,11 @@ def _kernel(*refs, config: Config, causal: bool):
             plgpu.wgmma(acc, v_tile.at[kv_slot, rows], do_tile.at[slot].transpose((1, 0)))
             plgpu.wgmma(dv_accs[n], p, do_tile.at[slot])
             dp = plgpu.wgmma_accumulator_load(acc, wait_n=1)
-            delta = plgpu.load(query_smem.at[slot, 1], layout=_BY_COLUMN, optimized=False)
+            delta = _vector(query_smem.at[slot, 1], _BY_COLUMN)
             # p as 16 bits, which the product has too, takes half of the registers.
             return (p.astype(jnp.float32) * (dp - _across(delta, 1))).astype(dtype)
 
-          scores = plgpu.ACC((_TILE, _TILE), jnp.float32)
+          scores = _sums(_TILE, _TILE)
           p = pl.run_scoped(probabilities, scores)
           ds = pl.run_scoped(functools.partial(logit_gradients, p=p), scores)
           if n == 0:
@@ -313,21 +314,21 @@ def _kernel(*refs, config: Config, causal: bool):
 
       def query_gradient(step, i, item, tile):
         """Stores the gradient of the tile's queries."""
-        slot, kv_slot, ds_slot = step % stages, i % kv_stages + (step >> 24), step % ds_buffers
+        slot, kv_slot, ds_slot = step % stages, i % kv_stages + _varying(step), step % ds_buffers
         plgpu.barrier_wait(ds_ready.at[warpgroup])
 
         def product(acc):
           plgpu.wgmma(acc, ds_tile.at[ds_slot].transpose((1, 0)), k_tile.at[kv_slot])
           return acc[...]
 
-        dq = pl.run_scoped(product, plgpu.ACC((_TILE, head_dim), jnp.float32))
+        dq = pl.run_scoped(product, _sums(_TILE, head_dim))
         plgpu.barrier_arrive(ds_free.at[warpgroup])
         if has_tail:
-          ds = plgpu.load(query_smem.at[slot, 2], layout=_BY_ROW, optimized=False)
-          tail_k = plgpu.load(tail_k_row.at[kv_slot, 0], layout=_BY_COLUMN, optimized=False)
+          ds = _vector(query_smem.at[slot, 2], _BY_ROW)
+          tail_k = _vector(tail_k_row.at[kv_slot, 0], _BY_COLUMN)
           dq += _across(ds, 0) * _across(tail_k.astype(jnp.float32), 1)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        dq_tile.at[warpgroup + (step >> 24)][...] = (dq * scale).astype(dtype)
+        dq_tile.at[warpgroup + _varying(step)][...] = (dq * scale).astype(dtype)
         plgpu.commit_smem()
         rows = pl.ds(tile * _TILE, _TILE)
         plgpu.copy_smem_to_gmem(dq_rows.at[warpgroup], head(dqkv, 0, item, rows))
@@ -340,7 +341,7 @@ def _kernel(*refs, config: Config, causal: bool):
           for m, acc in enumerate(accs):
             rows = pl.ds(first_key + m * _TILE, _TILE)
             gradient = acc[...] * (scale if which == 1 else 1.0)
-            ds_tile.at[n % ds_buffers + (i >> 24), rows][...] = gradient.astype(dtype)
+            ds_tile.at[n % ds_buffers + _varying(i), rows][...] = gradient.astype(dtype)
           plgpu.commit_smem()
           for m in range(len(accs)):
             rows = pl.ds(first_key + m * _TILE, _TILE)
@@ -366,10 +367,23 @@ def _kernel(*refs, config: Config, causal: bool):
             plgpu.barrier_wait(ds_free.at[((i + 1) * tiles - n) % 2])
           key_gradients(i, item, dk_accs, dv_accs)
 
-        accs = [plgpu.ACC((_TILE, head_dim), jnp.float32)] * (own_keys // _TILE)
+        accs = [_sums(_TILE, head_dim)] * (own_keys // _TILE)
         pl.run_scoped(whole_head, accs, accs)
 
       plgpu.wait_smem_to_gmem(0)
+
+
+def _sums(rows, columns):
+  return plgpu.ACC((rows, columns), jnp.float32)  # pyright: ignore
+
+
+def _vector(ref, layout):
+  return plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
+
+
+def _varying(step):
+  """Zero, as the compiler cannot know: it would hold addresses that stay the same in registers."""
+  return step >> 24
 
 
 def _across(vector, axis):
@@ -389,6 +403,7 @@ def _rows(buffers, rows, columns, dtype):
   the tokens. With 128 bytes a row, both lay the same bytes out.
   """
   assert columns * jnp.dtype(dtype).itemsize == 128
-  shape, swizzle = (buffers, rows, columns) if buffers else (rows, columns), plgpu.SwizzleTransform(128)
+  shape = (buffers, rows, columns) if buffers else (rows, columns)
+  swizzle = plgpu.SwizzleTransform(128)
   tiled = plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, columns)), swizzle))
   return plgpu.RefUnion(tiled, plgpu.SMEM(shape, dtype, transforms=(swizzle,)))
