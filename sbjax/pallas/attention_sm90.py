@@ -25,7 +25,8 @@ from jax import lax
 from sbjax import device as devices
 
 _COMPUTE_WARPGROUPS = 2
-_MEMORY_REGISTERS, _COMPUTE_REGISTERS = 64, 224  # A thread's; 128 * (64 + 2 * 224) = 65,536.
+# A thread's. Three warpgroups start with 168 registers each: 56 + 2 * 224 = 3 * 168.
+_MEMORY_REGISTERS, _COMPUTE_REGISTERS = 56, 224
 _TILE = 64  # Rows of a tile of queries or keys.
 _LOG2_E = math.log2(math.e)
 _BY_ROW, _BY_COLUMN = (plgpu.Layout.WGMMA.reduce(axis) for axis in (1, 0))
@@ -85,7 +86,7 @@ def attention_backward(
       lowering_semantics=plgpu.LoweringSemantics.Lane,
     ),
     interpret=interpret,
-  )(*qkv, o[:, :, None], do[:, :, None], lse.reshape(-1))
+  )(*qkv, o[:, :, None], do[:, :, None], jnp.pad(lse.reshape(-1), (0, _TILE)))
 
 
 def _kernel(*refs, config: Config, causal: bool):
@@ -115,7 +116,6 @@ def _kernel(*refs, config: Config, causal: bool):
     v_smem=_rows(kv_stages, keys, head_dim, dtype),
     ds_smem=_rows(ds_buffers, keys, _TILE, dtype),
     dq_smem=_rows(_COMPUTE_WARPGROUPS, _TILE, head_dim, dtype),
-    lse_smem=plgpu.SMEM((stages, _TILE), jnp.float32),
     # Of each query: lse in base 2, delta, and the tail key's dS.
     query_smem=plgpu.SMEM((stages, 3, _TILE), jnp.float32),
     # The tail key is the first of 8 rows, and so are its probabilities and dS.
@@ -123,7 +123,7 @@ def _kernel(*refs, config: Config, causal: bool):
     tail_v_smem=_rows(kv_stages, 8, head_dim, dtype),
     tail_p_smem=_rows(0, 8, _TILE, dtype),
     tail_ds_smem=_rows(0, 8, _TILE, dtype),
-    loaded=plgpu.Barrier(num_arrivals=4, num_barriers=stages),
+    loaded=plgpu.Barrier(num_arrivals=3, num_barriers=stages),
     ready=plgpu.Barrier(num_arrivals=1, num_barriers=stages),
     free=plgpu.Barrier(num_arrivals=_COMPUTE_WARPGROUPS + 1, num_barriers=stages),
     kv_loaded=plgpu.Barrier(num_arrivals=2 * (keys // _TILE + has_tail), num_barriers=kv_stages),
@@ -134,7 +134,7 @@ def _kernel(*refs, config: Config, causal: bool):
     collective_axes="warpgroup",
   )
   def _(
-    q_smem, do_smem, o_smem, k_smem, v_smem, ds_smem, dq_smem, lse_smem, query_smem,
+    q_smem, do_smem, o_smem, k_smem, v_smem, ds_smem, dq_smem, query_smem,
     tail_k_smem, tail_v_smem, tail_p_smem, tail_ds_smem,
     loaded, ready, free, kv_loaded, kv_free, ds_ready, ds_free,
   ):  # fmt: skip
@@ -158,8 +158,6 @@ def _kernel(*refs, config: Config, causal: bool):
         rows = pl.ds(tile * _TILE, _TILE)
         for array, smem in ((qkv, q_rows), ([do], do_rows), ([o], o_rows)):
           plgpu.copy_gmem_to_smem(head(array, 0, item, rows), smem.at[slot], loaded.at[slot])
-        lses = lse.at[pl.ds(item * tokens + tile * _TILE, _TILE)]
-        plgpu.copy_gmem_to_smem(lses, lse_smem.at[slot], loaded.at[slot])
 
     def load_keys(i):
       """Starts to load the keys and values of the thread block's i-th head, if there is one."""
@@ -191,10 +189,12 @@ def _kernel(*refs, config: Config, causal: bool):
       def queries(step, i, tile, *accs):
         """Makes what all keys need of a tile of queries; the tail key's probabilities and dS."""
         slot, kv_slot = step % stages, i % kv_stages
+        # TMA would need an address that is a multiple of 16 bytes.
+        first = (sm + i * sms) * tokens + tile * _TILE
+        lse2 = _vector(lse.at[pl.ds(first, _TILE)], _BY_ROW) * _LOG2_E
         plgpu.barrier_wait(loaded.at[slot])
         row = plgpu.broadcasted_iota(jnp.int32, (_TILE,), 0, layout=_BY_ROW)
         # Rows beyond the last token are another head's, and must count for nothing.
-        lse2 = _vector(lse_smem.at[slot], _BY_ROW) * _LOG2_E
         lse2 = jnp.where(row < tokens - tile * _TILE, lse2, jnp.inf)
         delta = jnp.sum(
           o_tile.at[slot][...].astype(jnp.float32) * do_tile.at[slot][...].astype(jnp.float32),
