@@ -23,13 +23,25 @@ import jax.numpy as jnp
 from jax import lax
 
 from sbjax import device as devices
+from sbjax.pallas import attention_triton
+from sbjax.pallas.attention_parts_sm90 import (
+  BY_COLUMN,
+  BY_ROW,
+  TILE,
+  across,
+  first_column,
+  sums,
+  tiled,
+  varying,
+  vector,
+)
 
 _COMPUTE_WARPGROUPS = 2
 # A thread's. Three warpgroups start with 168 registers each: 56 + 2 * 224 = 3 * 168.
 _MEMORY_REGISTERS, _COMPUTE_REGISTERS = 56, 224
-_TILE = 64  # Rows of a tile of queries or keys.
 _LOG2_E = math.log2(math.e)
-_BY_ROW, _BY_COLUMN = (plgpu.Layout.WGMMA.reduce(axis) for axis in (1, 0))
+
+attention_forward = attention_triton.attention_forward
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,15 +73,15 @@ def attention_backward(
 ) -> tuple[jax.Array, ...]:
   """`sbjax.attention_ops.attention_backward`, but for the rounding of sums.
 
+  Heads of another size than 64, padding, and less than 65 or more than 257 tokens go to Triton.
+
   Args:
     num_sms: how many thread blocks run; None for one on each SM of the device.
     interpret: False, or plgpu.InterpretGPUParams for a run on the CPU.
   """
   batch, tokens, _, heads, head_dim = qkv[0].shape
   if head_dim != 64 or not 65 <= tokens <= 257 or length != tokens:
-    raise NotImplementedError(
-      f"{head_dim=}, {tokens=} and {length=} are not 64, 65 to 257, and as many as the tokens."
-    )
+    return attention_triton.attention_backward(o, lse, do, *qkv, causal=causal, length=length)
   num_sms = num_sms or devices.num_sms(devices.target()) or 132
   config = config or Config()
   return plgpu.kernel(
@@ -86,7 +98,7 @@ def attention_backward(
       lowering_semantics=plgpu.LoweringSemantics.Lane,
     ),
     interpret=interpret,
-  )(*qkv, o[:, :, None], do[:, :, None], jnp.pad(lse.reshape(-1), (0, _TILE)))
+  )(*qkv, o[:, :, None], do[:, :, None], jnp.pad(lse.reshape(-1), (0, TILE)))
 
 
 def _kernel(*refs, config: Config, causal: bool):
@@ -100,7 +112,7 @@ def _kernel(*refs, config: Config, causal: bool):
   has_tail = tokens % 128 == 1
   keys = pl.cdiv(tokens - has_tail, 128) * 128
   own_keys = keys // _COMPUTE_WARPGROUPS
-  tiles = pl.cdiv(tokens, _TILE)
+  tiles = pl.cdiv(tokens, TILE)
 
   def head(array, which, item, rows):
     """Rows of q, k or v, or of their gradient; of o and do with which = 0."""
@@ -109,24 +121,24 @@ def _kernel(*refs, config: Config, causal: bool):
 
   @functools.partial(
     pl.run_scoped,
-    q_smem=_rows(stages, _TILE, head_dim, dtype),
-    do_smem=_rows(stages, _TILE, head_dim, dtype),
-    o_smem=_rows(stages, _TILE, head_dim, dtype),
-    k_smem=_rows(kv_stages, keys, head_dim, dtype),
-    v_smem=_rows(kv_stages, keys, head_dim, dtype),
-    ds_smem=_rows(ds_buffers, keys, _TILE, dtype),
-    dq_smem=_rows(_COMPUTE_WARPGROUPS, _TILE, head_dim, dtype),
+    q_smem=tiled(stages, TILE, head_dim, dtype),
+    do_smem=tiled(stages, TILE, head_dim, dtype),
+    o_smem=tiled(stages, TILE, head_dim, dtype),
+    k_smem=tiled(kv_stages, keys, head_dim, dtype),
+    v_smem=tiled(kv_stages, keys, head_dim, dtype),
+    ds_smem=tiled(ds_buffers, keys, TILE, dtype),
+    dq_smem=tiled(_COMPUTE_WARPGROUPS, TILE, head_dim, dtype),
     # Of each query: lse in base 2, delta, and the tail key's dS.
-    query_smem=plgpu.SMEM((stages, 3, _TILE), jnp.float32),
+    query_smem=plgpu.SMEM((stages, 3, TILE), jnp.float32),
     # The tail key is the first of 8 rows, and so are its probabilities and dS.
-    tail_k_smem=_rows(kv_stages, 8, head_dim, dtype),
-    tail_v_smem=_rows(kv_stages, 8, head_dim, dtype),
-    tail_p_smem=_rows(0, 8, _TILE, dtype),
-    tail_ds_smem=_rows(0, 8, _TILE, dtype),
+    tail_k_smem=tiled(kv_stages, 8, head_dim, dtype),
+    tail_v_smem=tiled(kv_stages, 8, head_dim, dtype),
+    tail_p_smem=tiled(0, 8, TILE, dtype),
+    tail_ds_smem=tiled(0, 8, TILE, dtype),
     loaded=plgpu.Barrier(num_arrivals=3, num_barriers=stages),
     ready=plgpu.Barrier(num_arrivals=1, num_barriers=stages),
     free=plgpu.Barrier(num_arrivals=_COMPUTE_WARPGROUPS + 1, num_barriers=stages),
-    kv_loaded=plgpu.Barrier(num_arrivals=2 * (keys // _TILE + has_tail), num_barriers=kv_stages),
+    kv_loaded=plgpu.Barrier(num_arrivals=2 * (keys // TILE + has_tail), num_barriers=kv_stages),
     kv_free=plgpu.Barrier(num_arrivals=_COMPUTE_WARPGROUPS + has_tail, num_barriers=kv_stages),
     # Of tiles whose dQ the one or the other warpgroup computes.
     ds_ready=plgpu.Barrier(num_arrivals=_COMPUTE_WARPGROUPS, num_barriers=2),
@@ -155,7 +167,7 @@ def _kernel(*refs, config: Config, causal: bool):
       @pl.when(step < items * tiles)
       def _():
         item, tile = sm + step // tiles * sms, step % tiles
-        rows = pl.ds(tile * _TILE, _TILE)
+        rows = pl.ds(tile * TILE, TILE)
         for array, smem in ((qkv, q_rows), ([do], do_rows), ([o], o_rows)):
           plgpu.copy_gmem_to_smem(head(array, 0, item, rows), smem.at[slot], loaded.at[slot])
 
@@ -168,9 +180,9 @@ def _kernel(*refs, config: Config, causal: bool):
       def _():
         item = sm + i * sms
         for which, smem in ((1, k_rows), (2, v_rows)):
-          for first in range(0, keys, _TILE):
-            rows = pl.ds(i * 0 + first, _TILE)
-            to = smem.at[slot, pl.ds(first, _TILE)]
+          for first in range(0, keys, TILE):
+            rows = pl.ds(i * 0 + first, TILE)
+            to = smem.at[slot, pl.ds(first, TILE)]
             plgpu.copy_gmem_to_smem(head(qkv, which, item, rows), to, kv_loaded.at[slot])
         if has_tail:
           for which, smem in ((1, tail_k_row), (2, tail_v_row)):
@@ -190,12 +202,12 @@ def _kernel(*refs, config: Config, causal: bool):
         """Makes what all keys need of a tile of queries; the tail key's probabilities and dS."""
         slot, kv_slot = step % stages, i % kv_stages
         # TMA would need an address that is a multiple of 16 bytes.
-        first = (sm + i * sms) * tokens + tile * _TILE
-        lse2 = _vector(lse.at[pl.ds(first, _TILE)], _BY_ROW) * _LOG2_E
+        first = (sm + i * sms) * tokens + tile * TILE
+        lse2 = vector(lse.at[pl.ds(first, TILE)], BY_ROW) * _LOG2_E
         plgpu.barrier_wait(loaded.at[slot])
-        row = plgpu.broadcasted_iota(jnp.int32, (_TILE,), 0, layout=_BY_ROW)
+        row = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=BY_ROW)
         # Rows beyond the last token are another head's, and must count for nothing.
-        lse2 = jnp.where(row < tokens - tile * _TILE, lse2, jnp.inf)
+        lse2 = jnp.where(row < tokens - tile * TILE, lse2, jnp.inf)
         delta = jnp.sum(
           o_tile.at[slot][...].astype(jnp.float32) * do_tile.at[slot][...].astype(jnp.float32),
           axis=1,
@@ -207,12 +219,12 @@ def _kernel(*refs, config: Config, causal: bool):
           def products(s_acc, dp_acc):
             plgpu.wgmma(s_acc, q_tile.at[slot], tail_k_tile.at[kv_slot].transpose((1, 0)))
             plgpu.wgmma(dp_acc, do_tile.at[slot], tail_v_tile.at[kv_slot].transpose((1, 0)))
-            return [_first_column(acc[...]) for acc in (s_acc, dp_acc)]
+            return [first_column(acc[...]) for acc in (s_acc, dp_acc)]
 
-          s, dp = pl.run_scoped(products, *[_sums(_TILE, 8)] * 2)
+          s, dp = pl.run_scoped(products, *[sums(TILE, 8)] * 2)
           p = jnp.exp2(s * (scale * _LOG2_E) - lse2)
           if causal:
-            p = jnp.where(row >= tokens - 1 - tile * _TILE, p, 0.0)
+            p = jnp.where(row >= tokens - 1 - tile * TILE, p, 0.0)
           tail_p_row.at[0][...] = p.astype(dtype)
           tail_ds_row.at[0][...] = (p * (dp - delta)).astype(dtype)
           query_smem.at[slot, 2][...] = p * (dp - delta)
@@ -248,10 +260,10 @@ def _kernel(*refs, config: Config, causal: bool):
           if kv_stages == 1:
             load_keys(i + 1)
           for acc, which, factor in zip(accs, (1, 2), (scale, 1.0), strict=False):
-            gradient = _first_column(acc[...]) * factor
+            gradient = first_column(acc[...]) * factor
             head(dqkv, which, item, tokens - 1)[...] = gradient.astype(dtype)
 
-        accs = [_sums(head_dim, 8)] * 2 if has_tail else []
+        accs = [sums(head_dim, 8)] * 2 if has_tail else []
         pl.run_scoped(whole_head, *accs)
 
       # The last tile's and head's buffers are free: nobody signals a barrier after this.
@@ -266,28 +278,28 @@ def _kernel(*refs, config: Config, causal: bool):
 
       def gradients(step, i, tile, dk_accs, dv_accs):
         """Adds the tile's queries to the gradients of k and v, and stores its dS."""
-        slot, kv_slot, ds_slot = step % stages, i % kv_stages + _varying(step), step % ds_buffers
+        slot, kv_slot, ds_slot = step % stages, i % kv_stages + varying(step), step % ds_buffers
         plgpu.barrier_wait(loaded.at[slot])
         plgpu.barrier_wait(ready.at[slot])
-        for n in range(own_keys // _TILE):
-          rows = pl.ds(first_key + n * _TILE, _TILE)
+        for n in range(own_keys // TILE):
+          rows = pl.ds(first_key + n * TILE, TILE)
 
           def probabilities(acc, n=n, rows=rows):
             plgpu.wgmma(acc, k_tile.at[kv_slot, rows], q_tile.at[slot].transpose((1, 0)))
-            lse2 = _vector(query_smem.at[slot, 0], _BY_COLUMN)
-            p = jnp.exp2(acc[...] * (scale * _LOG2_E) - _across(lse2, 1))
+            lse2 = vector(query_smem.at[slot, 0], BY_COLUMN)
+            p = jnp.exp2(acc[...] * (scale * _LOG2_E) - across(lse2, 1))
             # The barrier keeps pairs in one register.
-            return lax.optimization_barrier(mask(p, first_key + n * _TILE, tile).astype(dtype))
+            return lax.optimization_barrier(mask(p, first_key + n * TILE, tile).astype(dtype))
 
           def logit_gradients(acc, p, n=n, rows=rows):
             plgpu.wgmma(acc, v_tile.at[kv_slot, rows], do_tile.at[slot].transpose((1, 0)))
             plgpu.wgmma(dv_accs[n], p, do_tile.at[slot])
             dp = plgpu.wgmma_accumulator_load(acc, wait_n=1)
-            delta = _vector(query_smem.at[slot, 1], _BY_COLUMN)
+            delta = vector(query_smem.at[slot, 1], BY_COLUMN)
             # p as 16 bits, which the product has too, takes half of the registers.
-            return (p.astype(jnp.float32) * (dp - _across(delta, 1))).astype(dtype)
+            return (p.astype(jnp.float32) * (dp - across(delta, 1))).astype(dtype)
 
-          scores = _sums(_TILE, _TILE)
+          scores = sums(TILE, TILE)
           p = pl.run_scoped(probabilities, scores)
           ds = pl.run_scoped(functools.partial(logit_gradients, p=p), scores)
           if n == 0:
@@ -309,28 +321,28 @@ def _kernel(*refs, config: Config, causal: bool):
           p = jnp.where(key < tokens, p, 0.0)
         if causal:
           query = plgpu.broadcasted_iota(jnp.int32, p.shape, 1, layout=plgpu.Layout.WGMMA)
-          p = jnp.where(key <= query + tile * _TILE, p, 0.0)
+          p = jnp.where(key <= query + tile * TILE, p, 0.0)
         return p
 
       def query_gradient(step, i, item, tile):
         """Stores the gradient of the tile's queries."""
-        slot, kv_slot, ds_slot = step % stages, i % kv_stages + _varying(step), step % ds_buffers
+        slot, kv_slot, ds_slot = step % stages, i % kv_stages + varying(step), step % ds_buffers
         plgpu.barrier_wait(ds_ready.at[warpgroup])
 
         def product(acc):
           plgpu.wgmma(acc, ds_tile.at[ds_slot].transpose((1, 0)), k_tile.at[kv_slot])
           return acc[...]
 
-        dq = pl.run_scoped(product, _sums(_TILE, head_dim))
+        dq = pl.run_scoped(product, sums(TILE, head_dim))
         plgpu.barrier_arrive(ds_free.at[warpgroup])
         if has_tail:
-          ds = _vector(query_smem.at[slot, 2], _BY_ROW)
-          tail_k = _vector(tail_k_row.at[kv_slot, 0], _BY_COLUMN)
-          dq += _across(ds, 0) * _across(tail_k.astype(jnp.float32), 1)
+          ds = vector(query_smem.at[slot, 2], BY_ROW)
+          tail_k = vector(tail_k_row.at[kv_slot, 0], BY_COLUMN)
+          dq += across(ds, 0) * across(tail_k.astype(jnp.float32), 1)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        dq_tile.at[warpgroup + _varying(step)][...] = (dq * scale).astype(dtype)
+        dq_tile.at[warpgroup + varying(step)][...] = (dq * scale).astype(dtype)
         plgpu.commit_smem()
-        rows = pl.ds(tile * _TILE, _TILE)
+        rows = pl.ds(tile * TILE, TILE)
         plgpu.copy_smem_to_gmem(dq_rows.at[warpgroup], head(dqkv, 0, item, rows))
 
       def key_gradients(i, item, dk_accs, dv_accs):
@@ -339,12 +351,12 @@ def _kernel(*refs, config: Config, causal: bool):
           if n == 0 or ds_buffers == 1:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
           for m, acc in enumerate(accs):
-            rows = pl.ds(first_key + m * _TILE, _TILE)
+            rows = pl.ds(first_key + m * TILE, TILE)
             gradient = acc[...] * (scale if which == 1 else 1.0)
-            ds_tile.at[n % ds_buffers + _varying(i), rows][...] = gradient.astype(dtype)
+            ds_tile.at[n % ds_buffers + varying(i), rows][...] = gradient.astype(dtype)
           plgpu.commit_smem()
           for m in range(len(accs)):
-            rows = pl.ds(first_key + m * _TILE, _TILE)
+            rows = pl.ds(first_key + m * TILE, TILE)
             plgpu.copy_smem_to_gmem(ds_rows.at[n % ds_buffers, rows], head(dqkv, which, item, rows))
 
       @pl.loop(0, items)
@@ -367,43 +379,7 @@ def _kernel(*refs, config: Config, causal: bool):
             plgpu.barrier_wait(ds_free.at[((i + 1) * tiles - n) % 2])
           key_gradients(i, item, dk_accs, dv_accs)
 
-        accs = [_sums(_TILE, head_dim)] * (own_keys // _TILE)
+        accs = [sums(TILE, head_dim)] * (own_keys // TILE)
         pl.run_scoped(whole_head, accs, accs)
 
       plgpu.wait_smem_to_gmem(0)
-
-
-def _sums(rows, columns):
-  return plgpu.ACC((rows, columns), jnp.float32)  # pyright: ignore
-
-
-def _vector(ref, layout):
-  return plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
-
-
-def _varying(step):
-  """Zero, as the compiler cannot know: it would hold addresses that stay the same in registers."""
-  return step >> 24
-
-
-def _across(vector, axis):
-  """A vector that varies along `axis`, over a tile."""
-  return lax.broadcast_in_dim(vector, (_TILE, _TILE), (axis,))
-
-
-def _first_column(x):
-  column = plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=plgpu.Layout.WGMMA)
-  return jnp.sum(jnp.where(column == 0, x, 0.0), axis=1)
-
-
-def _rows(buffers, rows, columns, dtype):
-  """Shared memory of 64 columns under two names: for wgmma and for TMA.
-
-  wgmma's is tiled. TMA's is not, since it clips whole rows to an array, of which 8 need not divide
-  the tokens. With 128 bytes a row, both lay the same bytes out.
-  """
-  assert columns * jnp.dtype(dtype).itemsize == 128
-  shape = (buffers, rows, columns) if buffers else (rows, columns)
-  swizzle = plgpu.SwizzleTransform(128)
-  tiled = plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, columns)), swizzle))
-  return plgpu.RefUnion(tiled, plgpu.SMEM(shape, dtype, transforms=(swizzle,)))
