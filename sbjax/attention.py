@@ -14,7 +14,7 @@ from sbjax.partition import vary_alike
 
 # For checkpoint policies: the output of a kernel, and the logarithms of its softmaxes' sums.
 ATTENTION_NAME = "sbjax_attention"
-BACKENDS = ("xla", "cudnn", "triton")
+BACKENDS = ("xla", "cudnn", "mosaic", "triton")
 
 
 def attention(
@@ -35,15 +35,16 @@ def attention(
 
   Args:
     q: [B, L, H, D], or [B, L, 3, H, D] with q, k and v, as one projection makes them. Its gradient
-      then is one such array. Only "triton" takes it without a copy.
+      then is one such array. "mosaic" and "triton" take it without a copy.
     k, v: [B, L, H, D] in q's dtype, or None.
     causal: whether a token attends to itself and earlier tokens only.
     length: the number of tokens before the padding; None: L. No token attends to padding, and
       padding gets no gradient. Its outputs are undefined.
     backend: "xla" computes in float32. "cudnn" takes 16 bits, and D up to 128. "triton" takes 16
-      bits, and D in `attention_ops.HEAD_DIMS`. None: Triton where benchmarks/attention.py shows
-      that it is faster, else cuDNN where it runs, else XLA. On an NVIDIA GPU the number of tokens
-      must then be one that `length_for` returns.
+      bits, and D in `sbjax.attention_ops.HEAD_DIMS`. "mosaic" (H100, H200) is "triton" with another
+      backward pass of 65 to 257 tokens without padding, D = 64; it was not timed yet. None: Triton
+      where benchmarks/attention.py shows that it is faster, else cuDNN where it runs, else XLA. On
+      an NVIDIA GPU the number of tokens must then be one that `length_for` returns.
 
   Returns:
     [B, L, H, D] in q's dtype.

@@ -230,13 +230,18 @@ OPERATIONS = {
     fused_ops.gelu_backward, "mk -> mk", "gelu_triton", _rows_in_registers
   ),
   "quantize_sum": _in_triton(fused_ops.quantize_sum, "mk -> mk", "gelu_triton"),
-  "attention_forward": _in_triton(
-    attention_ops.attention_forward, "b..h. -> b.h. bh.", "attention_triton", _attention_heads
+  "attention_forward": Operation(
+    attention_ops.attention_forward,
+    "b..h. -> b.h. bh.",
+    mosaic="attention_sm90",
+    triton="attention_triton",
+    limit=_attention_heads,
   ),
-  "attention_backward": _in_triton(
+  "attention_backward": Operation(
     attention_ops.attention_backward,
     "b.h. bh. b.h. b..h. -> b..h.",
-    "attention_triton",
-    _attention_heads,
+    mosaic="attention_sm90",
+    triton="attention_triton",
+    limit=_attention_heads,
   ),
 }

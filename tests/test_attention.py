@@ -149,10 +149,10 @@ def test_wrong_options_are_named():
     with pytest.raises(ValueError, match=f"length={length} must be from 1 to the 7 tokens"):
       attention(qkv, length=length)
   with pytest.raises(
-    ValueError, match="Unknown backend 'flash'; there are 'xla', 'cudnn', 'triton'"
+    ValueError, match="Unknown backend 'flash'; there are 'xla', 'cudnn', 'mosaic'"
   ):
     attention(qkv, backend="flash")
-  for backend in ("cudnn", "triton"):
+  for backend in ("cudnn", "mosaic", "triton"):
     with pytest.raises(NotImplementedError, match="needs an NVIDIA GPU"):
       attention(qkv, backend=backend)
 

@@ -3,10 +3,11 @@
 import dataclasses
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import mosaic_case
 import numpy as np
 import pytest
+from mosaic_case import needs_interpreter
 from pairwise import pairwise
 
 from benchmarks import each_kernel
@@ -16,26 +17,16 @@ from sbjax.pallas import scaled_matmul_sm90 as sm90
 
 SHARED_BYTES = 232_448  # What a block of threads may have on Hopper.
 
-needs_interpreter = pytest.mark.skipif(
-  jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax >= 0.11 (Python >= 3.12)"
-)
-
 # Small blocks, so that a shape of a few hundred has several for each cluster.
 SMALL = sm90.TileConfig(block_m=128, block_n=64, block_k=64, stages=2, cluster=None)
 
 
 def interpreted(function, *args, config=None, **kwargs):
   """Runs a function of sm90 in Mosaic's interpreter, which detects races."""
-  from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-
   # So few SMs have several blocks each, also of large ones.
   is_large = config is not None and config.block_m * config.block_n > 128 * 64
-  interpret = plgpu.InterpretGPUParams(detect_races=True)
-  options = {"config": config, "num_sms": 2 if is_large else 4, "interpret": interpret}
-  y = function(*args, **options, **kwargs)
-  y = np.asarray(y)
-  assert not gpu_callbacks.get_races().races_found
-  return y
+  num_sms = 2 if is_large else 4
+  return mosaic_case.interpreted(function, *args, config=config, num_sms=num_sms, **kwargs)
 
 
 def operand(seed, rows, k, dtype=INT8, scaling="rowwise"):

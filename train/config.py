@@ -24,7 +24,7 @@ class ModelConfig:
   # A key of sbjax.RECIPES, or rules by the path of a linear layer: "*/fc1=full, *=switchback".
   recipe: str = "switchback"
   backend: str = ""  # "xla", "mosaic", "triton"; "" chooses
-  attention_backend: str = ""  # "xla", "cudnn", "triton"; "" chooses
+  attention_backend: str = ""  # "xla", "cudnn", "mosaic", "triton"; "" chooses
   dtype: str = "bfloat16"  # compute dtype; parameters are float32
   zero_init_layer_scale: bool = False  # blocks with a learned scale that starts at 0
   qk_norm: bool = False  # layer norm of queries and keys
