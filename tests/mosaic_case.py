@@ -89,7 +89,7 @@ def _run_scoped(interpreter, native, eqn, token, get_invals):
 
 
 def _resolve_ref(aval, key, transforms):
-  """The interpreter has a buffer for each name of a RefUnion. Here the first name's is all names'."""
+  """The interpreter has a buffer for each name of a RefUnion; here all names have the first's."""
   from jax._src.pallas.mosaic_gpu.interpret import jaxpr_interpret
 
   if not isinstance(aval, jaxpr_interpret.mosaic_gpu_core.AbstractRefUnion):
