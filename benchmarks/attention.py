@@ -10,6 +10,7 @@ kernels in other configs instead, and adds no lines.
 """
 
 import argparse
+import contextlib
 import functools
 import itertools
 from concurrent import futures
@@ -21,6 +22,7 @@ import numpy as np
 from benchmarks.kernels import kernel_seconds
 from benchmarks.timing import append, contender, provenance
 from sbjax.attention import attention, length_for
+from sbjax.backends import get_backend
 
 # Batch, tokens, heads, head size, causal: CLIP's towers, and image towers with half of the patches.
 CASES = {
@@ -75,7 +77,7 @@ def measure(batch, length, heads, head_dim, causal, check: bool = True) -> dict:
   qkvd = draw(batch, length, heads, head_dim)
   exact = reference([x[:FEW] for x in qkvd], causal) if check else []
   times, errors = {}, {}
-  for backend in ("cudnn", "triton"):
+  for backend in ("cudnn", *kernels_here()):
     tokens = length_for(length, jnp.dtype(jnp.bfloat16), head_dim, backend)
     padded = tuple(jnp.pad(x, ((0, 0), (0, tokens - length), (0, 0), (0, 0))) for x in qkvd)
     run = functools.partial(attention, causal=causal, length=length, backend=backend)
@@ -96,6 +98,15 @@ def measure(batch, length, heads, head_dim, causal, check: bool = True) -> dict:
     "gflop": [round(2 * n * batch * heads * head_dim * pairs / 1e9, 1) for n in (2, 7)],
     "data": "standard normal",
   }
+
+
+def kernels_here() -> list[str]:
+  """The backends with kernels of attention that run on this device."""
+  found = []
+  for name in ("mosaic", "triton"):
+    with contextlib.suppress(NotImplementedError):
+      found.append(get_backend(name).name)
+  return found
 
 
 def tune(batch: int, length: int, heads: int, head_dim: int, causal: bool) -> None:

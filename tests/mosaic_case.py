@@ -24,10 +24,13 @@ def interpreted(function, *args, **kwargs):
   return results
 
 
+_quiet = np.errstate(all="ignore")
+
+
 @contextlib.contextmanager
 def _complete():
   """The interpreter, patched."""
-  from jax._src.pallas.mosaic_gpu.interpret import jaxpr_interpret
+  from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret
 
   with pytest.MonkeyPatch.context() as patch:
     interpreter = jaxpr_interpret.JaxprInterpreter
@@ -38,6 +41,8 @@ def _complete():
       native = getattr(interpreter, name)
       patch.setattr(interpreter, name, functools.partialmethod(replacement, native))
     patch.setattr(jaxpr_interpret, "resolve_ref", _resolve_ref)
+    # A warning would be an error here, and the other threads would wait for ever.
+    patch.setattr(gpu_callbacks, "wgmma", _quiet(gpu_callbacks.wgmma))
     yield
 
 
@@ -68,6 +73,7 @@ def _wgmma(interpreter, native, eqn, token, get_invals):
   return callback.io_callback(add, struct, token=token, acc=acc, a=a, b=b, **where), []
 
 
+@_quiet
 def _add_product(*, token, mesh_location, thread, acc, a, b, source_info):
   from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 

@@ -255,39 +255,50 @@ def kernels_errors(backend, shape, causal, dtype=jnp.bfloat16):
   return [attention_benchmark.error(x[:, :length], e) for x, e in zip(results, exact, strict=True)]
 
 
-@pytest.fixture
-def triton():
+def skip_without(backend):
   try:
-    return get_backend("triton")
+    get_backend(backend)
   except NotImplementedError as reason:
     pytest.skip(str(reason))
 
 
+@pytest.fixture(params=["mosaic", "triton"])
+def kernels(request):
+  """The name of a backend with kernels."""
+  skip_without(request.param)
+  return request.param
+
+
 @pytest.mark.parametrize("case", attention_benchmark.CASES)
-def test_attention_is_as_exact_as_cudnn(triton, case):
+def test_attention_is_as_exact_as_cudnn(kernels, case):
   _, length, heads, head_dim, causal = attention_benchmark.CASES[case]
   shape = (2, length, heads, head_dim)
-  ours, cudnn = (kernels_errors(name, shape, causal) for name in ("triton", "cudnn"))
+  ours, cudnn = (kernels_errors(name, shape, causal) for name in (kernels, "cudnn"))
   # The same data; the order of sums and of roundings differs.
   assert all(a <= 1.05 * b for a, b in zip(ours, cudnn, strict=True)), (ours, cudnn)
 
 
 @pytest.mark.parametrize("seed", range(SEED, SEED + SHAPES))
-def test_attention_of_drawn_shapes(triton, seed):
+def test_attention_of_drawn_shapes(kernels, seed):
   pick = random.Random(seed)
-  head_dim, causal = pick.choice(HEAD_DIMS), pick.random() < 0.5
-  shape = (pick.randint(1, 3), pick.randint(1, 600), pick.randint(1, 5), head_dim)
+  head_dims, tokens, heads = HEAD_DIMS, (1, 600), (1, 5)
+  if kernels == "mosaic":  # Its own kernel's, and several heads for an SM.
+    head_dims, tokens, heads = (64,), (65, 257), (1, 200)
+  head_dim, causal = pick.choice(head_dims), pick.random() < 0.5
+  shape = (pick.randint(1, 3), pick.randint(*tokens), pick.randint(*heads), head_dim)
   dtype = pick.choice([jnp.bfloat16, jnp.float16])
-  errors = kernels_errors("triton", shape, causal, dtype)
+  errors = kernels_errors(kernels, shape, causal, dtype)
   assert max(errors) < 2 * jnp.finfo(dtype).eps, (shape, causal, errors)
 
 
 CUDNN_NAN = pytest.mark.xfail(reason="cuDNN's gradients are NaN there (pytorch#196678)")
 
 
-@pytest.mark.parametrize("backend", [pytest.param("cudnn", marks=CUDNN_NAN), "triton"])
+@pytest.mark.parametrize("backend", [pytest.param("cudnn", marks=CUDNN_NAN), "mosaic", "triton"])
 @pytest.mark.parametrize("length", [64, 192, 320])
 def test_attention_of_large_negative_logits_is_finite(backend, length):
+  if backend != "cudnn":
+    skip_without(backend)
   q, k, v, do = attention_benchmark.draw(2, length, 4, 64)
   q, k = jnp.abs(q) * 32, -jnp.abs(k) * 32
   run = functools.partial(attention, backend=backend)
@@ -295,9 +306,10 @@ def test_attention_of_large_negative_logits_is_finite(backend, length):
   assert all(np.isfinite(x.astype(jnp.float32)).all() for x in results)
 
 
-def test_attention_is_the_same_each_time_and_packed(triton):
-  q, k, v, do = attention_benchmark.draw(4, 257, 8, 80)
-  attend = functools.partial(attention, backend="triton")
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_attention_is_the_same_each_time_and_packed(kernels, head_dim):
+  q, k, v, do = attention_benchmark.draw(4, 257, 40, head_dim)
+  attend = functools.partial(attention, backend=kernels)
   run = jax.jit(functools.partial(attention_benchmark.value_and_gradients, attend))
   first, second = run(q, k, v, do), run(q, k, v, do)
   o, vjp = jax.vjp(attend, jnp.stack([q, k, v], axis=2))
