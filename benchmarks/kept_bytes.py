@@ -50,7 +50,7 @@ def measure(recipe: str, remat: str) -> dict:
   """The bytes of the vision tower's blocks, and the arrays by dtype and size."""
   size = SIZES[SIZE]
   vision = dataclasses.replace(size.vision, layers=LAYERS)
-  options = BlockOptions(recipe=recipe, remat=remat, backend="xla")
+  options = BlockOptions(recipe=recipe, remat=remat, backend="xla", attention_backend="cudnn")
   model = CLIP(dataclasses.replace(size, vision=vision), options)
   pixels, tokens = (IMAGES, vision.image_size, vision.image_size, 3), (1, size.text.context_length)
   image, text = jax.ShapeDtypeStruct(pixels, jnp.float32), jax.ShapeDtypeStruct(tokens, jnp.int32)
@@ -69,7 +69,9 @@ def measure(recipe: str, remat: str) -> dict:
   with use_abstract_mesh(mesh), version:
     saved = jax.tree.leaves(jax.eval_shape(backward, image, text))
     head_dim = vision.width // vision.heads
-    length = length_for((vision.image_size // vision.patch_size) ** 2 + 1, jnp.bfloat16, head_dim)
+    length = length_for(
+      (vision.image_size // vision.patch_size) ** 2 + 1, jnp.bfloat16, head_dim, "cudnn"
+    )
   arrays = collections.Counter()
   for x in saved:
     if x.ndim > 1 and x.shape[0] == LAYERS and x.size % (LAYERS * IMAGES * length) == 0:
