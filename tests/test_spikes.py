@@ -80,11 +80,17 @@ def test_the_program_counts_runs_alone_and_together_and_draws(tmp_path, capsys):
   out = tmp_path / "spikes.png"
   spikes.main([*map(str, folders), "--window=50", "--first=200", f"--out={out}"])
   said = capsys.readouterr().out
-  assert "a: 1 loss spikes and 1 spikes of rms/image/patch_embedding/kernel in 1,800 steps" in said
-  assert "1 of 1 loss spikes follow an RMS spike by 1 to 8 steps, as 0.4% of all steps do" in said
+  assert "a: 1 loss spike and 1 spike of rms/image/patch_embedding/kernel in 1,800 steps" in said
+  assert "1 of 1 loss spike came 1 to 8 steps after an RMS spike, as did 0.4% of all steps" in said
   assert "All runs: 3 loss spikes and 2 spikes of an RMS in 3,600 steps" in said
-  assert "2 of 3 loss spikes follow" in said
+  assert "2 of 3 loss spikes came" in said
   assert out.read_bytes().startswith(b"\x89PNG") and out.stat().st_size > 10_000
+
+
+def test_of_a_run_without_loss_spikes_no_chance_is_told(tmp_path, capsys):
+  spikes.main([str(write(tmp_path / "calm", *run(rms_at=(500,)))), "--window=50", "--first=200"])
+  said = capsys.readouterr().out
+  assert "calm: 0 loss spikes and 1 spike of" in said and "chance" not in said
 
 
 @pytest.mark.parametrize(

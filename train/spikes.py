@@ -154,12 +154,21 @@ def check_reachable(workdir: Path, threshold: float) -> None:
 
 
 def describe(name: str, spikes: Spikes, rms_name: str) -> str:
-  return (
-    f"{name}: {len(spikes.loss)} loss spikes and {len(spikes.rms)} spikes of {rms_name} in"
-    f" {spikes.steps:,} steps.\n  {len(spikes.following)} of {len(spikes.loss)} loss spikes follow"
-    f" an RMS spike by 1 to {LEAD} steps, as {spikes.share:.1%} of all steps do; by chance as many"
-    f" or more do with probability {spikes.chance:.2g}."
+  first = (
+    f"{name}: {_count(spikes.loss, 'loss spike')} and {_count(spikes.rms, 'spike')} of {rms_name}"
+    f" in {spikes.steps:,} steps."
   )
+  if not len(spikes.loss):
+    return first
+  return (
+    f"{first}\n  {len(spikes.following)} of {_count(spikes.loss, 'loss spike')} came 1 to {LEAD}"
+    f" steps after an RMS spike, as did {spikes.share:.1%} of all steps. The chance of as many or"
+    f" more at random steps is {spikes.chance:.2g}."
+  )
+
+
+def _count(events, noun: str) -> str:
+  return f"{len(events)} {noun}{'s' * (len(events) != 1)}"
 
 
 def together(found: Sequence[Spikes]) -> Spikes:
