@@ -120,4 +120,4 @@ def test_it_compiles_for_hopper_with_few_registers_spilled(sm90, tmp_path):
   for name, case in cases.items():
     assert case["targets"] == ["mosaic_gpu_v2"]
     assert not case["is_serialized"], name  # wgmma's that wait for one another.
-    assert case["spilled"] and max(case["spilled"]) <= 200, name
+    assert case["spilled"] and max(case["spilled"]) <= 256, name

@@ -18,6 +18,14 @@ def vector(ref, layout):
   return plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
 
 
+def store_vector(ref, values):
+  """Stores a vector in global memory, two bytes a thread, which JAX 0.12 must be told to allow."""
+  if hasattr(plgpu, "store"):
+    plgpu.store(ref, values, optimized=False)  # pyright: ignore[reportAttributeAccessIssue]
+  else:
+    ref[...] = values
+
+
 def varying(step):
   """Zero, as the compiler cannot know: it would hold addresses that stay the same in registers."""
   return step >> 24

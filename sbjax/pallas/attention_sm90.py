@@ -30,6 +30,7 @@ from sbjax.pallas.attention_parts_sm90 import (
   TILE,
   across,
   first_column,
+  store_vector,
   sums,
   tiled,
   varying,
@@ -261,7 +262,7 @@ def _kernel(*refs, config: Config, causal: bool):
             load_keys(i + 1)
           for acc, which, factor in zip(accs, (1, 2), (scale, 1.0), strict=False):
             gradient = first_column(acc[...]) * factor
-            head(dqkv, which, item, tokens - 1)[...] = gradient.astype(dtype)
+            store_vector(head(dqkv, which, item, tokens - 1), gradient.astype(dtype))
 
         accs = [sums(head_dim, 8)] * 2 if has_tail else []
         pl.run_scoped(whole_head, *accs)
