@@ -10,7 +10,6 @@ kernels in other configs instead, and adds no lines.
 """
 
 import argparse
-import contextlib
 import functools
 import itertools
 from concurrent import futures
@@ -22,7 +21,7 @@ import numpy as np
 from benchmarks.kernels import kernel_seconds
 from benchmarks.timing import append, contender, provenance
 from sbjax.attention import attention, length_for
-from sbjax.backends import get_backend
+from sbjax.backends import runs
 
 # Batch, tokens, heads, head size, causal: CLIP's towers, and image towers with half of the patches.
 CASES = {
@@ -77,18 +76,12 @@ def measure(batch, length, heads, head_dim, causal, check: bool = True) -> dict:
   qkvd = draw(batch, length, heads, head_dim)
   exact = reference([x[:FEW] for x in qkvd], causal) if check else []
   times, errors = {}, {}
-  for backend in ("cudnn", *kernels_here()):
-    tokens = length_for(length, jnp.dtype(jnp.bfloat16), head_dim, backend)
+  for name, (tokens, run) in contenders(length, head_dim, causal).items():
     padded = tuple(jnp.pad(x, ((0, 0), (0, tokens - length), (0, 0), (0, 0))) for x in qkvd)
-    run = functools.partial(attention, causal=causal, length=length, backend=backend)
-    both = contender(functools.partial(value_and_gradients, run), [padded])
-    forward = kernel_seconds(contender(lambda q, k, v, do, run=run: run(q, k, v), [padded]))
-    times[backend] = forward, kernel_seconds(both)
-    (results,) = both.call(both.sets)
-    errors[backend] = [error(x[:FEW, :length], e) for x, e in zip(results, exact, strict=False)]
-  if check and (run := tokamax(causal)):
-    (times["tokamax"], results) = by_jax(run, qkvd)
-    errors["tokamax"] = [error(x[:FEW], e) for x, e in zip(results, exact, strict=True)]
+    times[name], results = by_jax(run, padded)
+    if check:
+      results = [x[:FEW, :length] for x in results]
+      errors[name] = [error(x, e) for x, e in zip(results, exact, strict=True)]
   pairs = length * (length + 1) / 2 if causal else length**2
   return {
     **{"batch": batch, "length": length, "heads": heads, "head_dim": head_dim, "causal": causal},
@@ -100,12 +93,17 @@ def measure(batch, length, heads, head_dim, causal, check: bool = True) -> dict:
   }
 
 
-def kernels_here() -> list[str]:
-  """The backends with kernels of attention that run on this device."""
-  found = []
-  for name in ("mosaic", "triton"):
-    with contextlib.suppress(NotImplementedError):
-      found.append(get_backend(name).name)
+def contenders(length: int, head_dim: int, causal: bool) -> dict:
+  """By name, the tokens that attention by JAX takes here, and a function of q, k and v."""
+  found = {}
+  for name in ("cudnn", *(name for name in ("mosaic", "triton") if runs(name))):
+    tokens = length_for(length, jnp.dtype(jnp.bfloat16), head_dim, name)
+    found[name] = (
+      tokens,
+      functools.partial(attention, causal=causal, length=length, backend=name),
+    )
+  if run := tokamax(causal):
+    found["tokamax"] = length, run
   return found
 
 

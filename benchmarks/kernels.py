@@ -15,7 +15,7 @@ from benchmarks.timing import Contender
 # A kernel belongs to the first group whose pattern matches its name or its operation's origin.
 GROUPS = {
   "between GPUs": r"nccl",
-  "attention": r"sdpa|fmha|flash|cudnn|^_attention",
+  "attention": r"sdpa|fmha|flash|cudnn|^(_|sbjax_)attention",
   "8-bit matmuls": r"sbjax_scaled_matmul|sbjax_accumulate|^_scaled_matmul_kernel",
   "16-bit matmuls": r"nvjet|gemm|xmma|cutlass",
   "layer norm, GELU, sums": r"^_(norm|gelu|quantize_sum)(_backward)?_kernel",

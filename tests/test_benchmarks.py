@@ -54,6 +54,8 @@ def test_an_operation_s_origin_is_read_from_compiled_text():
   ("name", "origin", "group"),
   [
     ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob", "", "attention"),
+    ("_attention_packed_keys_kernel", "block_0._attention/x", "attention"),
+    ("sbjax_attention_backward", "block_0._attention/x", "attention"),
     ("sbjax_scaled_matmul_mosaic_gpu_kernel", "block_0._attention/out", "8-bit matmuls"),
     ("nvjet_sm90_tss_128x256_64x4_2x1_v_bz_coopA_NTN", "", "16-bit matmuls"),
     ("_gelu_backward_kernel", "block_0._mlp", "layer norm, GELU, sums"),

@@ -78,7 +78,7 @@ def attention_forward(
   config = forward_config(head_dim) if config is None else config
   return triton_call(
     *three(qkv),
-    kernel=_forward_kernel,
+    kernel=_attention_forward_kernel,
     name="sbjax_attention_forward",
     out=(
       _struct((batch, rows, heads, head_dim), qkv[0].dtype),
@@ -104,7 +104,7 @@ def attention_backward(
   whole = _struct(qkv[0].shape, qkv[0].dtype)
   dq, delta = triton_call(
     *(*three(qkv), o, lse, do),
-    kernel=_queries_kernel,
+    kernel=_attention_queries_kernel,
     name="sbjax_attention_backward_queries",
     out=(whole, _struct(lse.shape, jnp.float32)),
     **_tiles(batch * heads, rows, length, config or queries_config(head_dim)),
@@ -113,7 +113,7 @@ def attention_backward(
   packed = arrays == 3
   gradients = triton_call(
     *(*three(qkv), delta, lse, do, *((dq,) if packed else ())),
-    kernel=_packed_keys_kernel if packed else _keys_kernel,
+    kernel=_attention_packed_keys_kernel if packed else _attention_keys_kernel,
     name="sbjax_attention_backward_keys",
     out=(whole,) if packed else (whole, whole),
     in_place={6: 0} if packed else None,
@@ -142,7 +142,7 @@ def _tiles(heads: int, rows: int, length: int, config: TileConfig) -> dict:
 
 
 @triton.jit
-def _forward_kernel(
+def _attention_forward_kernel(
   q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
   TILES: tl.constexpr, BLOCK: tl.constexpr, LAST: tl.constexpr, STEP: tl.constexpr,
   REST: tl.constexpr, WIDE_STEP: tl.constexpr, WIDE_REST: tl.constexpr, STAGES: tl.constexpr,
@@ -214,7 +214,7 @@ def _add_keys(
 
 
 @triton.jit
-def _queries_kernel(
+def _attention_queries_kernel(
   q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, do_ptr, dq_ptr, delta_ptr,
   TILES: tl.constexpr, BLOCK: tl.constexpr, LAST: tl.constexpr, STEP: tl.constexpr,
   REST: tl.constexpr, WIDE_STEP: tl.constexpr, WIDE_REST: tl.constexpr, STAGES: tl.constexpr,
@@ -284,7 +284,7 @@ def _add_keys_gradient(
 
 
 @triton.jit
-def _keys_kernel(
+def _attention_keys_kernel(
   q_ptr, k_ptr, v_ptr, delta_ptr, lse_ptr, do_ptr, dk_ptr, dv_ptr,
   TILES: tl.constexpr, BLOCK: tl.constexpr, LAST: tl.constexpr, STEP: tl.constexpr,
   REST: tl.constexpr, WIDE_STEP: tl.constexpr, WIDE_REST: tl.constexpr, STAGES: tl.constexpr,
@@ -310,15 +310,15 @@ def _keys_kernel(
 
 
 @triton.jit
-def _packed_keys_kernel(
+def _attention_packed_keys_kernel(
   q_ptr, k_ptr, v_ptr, delta_ptr, lse_ptr, do_ptr, gradients_ptr, same_ptr,
   TILES: tl.constexpr, BLOCK: tl.constexpr, LAST: tl.constexpr, STEP: tl.constexpr,
   REST: tl.constexpr, WIDE_STEP: tl.constexpr, WIDE_REST: tl.constexpr, STAGES: tl.constexpr,
   L: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
   ARRAYS: tl.constexpr, WIDTHS: tl.constexpr, CAUSAL: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
-  """`_keys_kernel` that writes beside dq, into the array that has it."""
-  _keys_kernel(
+  """`_attention_keys_kernel` that writes beside dq, into the array that has it."""
+  _attention_keys_kernel(
     q_ptr, k_ptr, v_ptr, delta_ptr, lse_ptr, do_ptr, gradients_ptr, gradients_ptr,
     TILES, BLOCK, LAST, STEP, REST, WIDE_STEP, WIDE_REST, STAGES,
     L, PADDED, HEADS, D, ARRAYS, WIDTHS, CAUSAL, SCALE,
