@@ -52,13 +52,18 @@ class Config:
   stages: tiles of queries.
   kv_stages: heads' keys and values, the next head's included.
   ds_buffers: tiles of dS. With two, a warpgroup need not wait for the other's product.
-  auto_barriers: whether Pallas surrounds stores to shared memory by barriers, which we do not need.
   """
 
   stages: int = 2
   kv_stages: int = 1
   ds_buffers: int = 2
-  auto_barriers: bool = True
+
+
+def default_config(tokens: int) -> Config:
+  """The fastest of benchmarks/attention.py's on an H200."""
+  if tokens > 129:
+    return Config()
+  return Config(stages=2 if tokens == 129 else 3, kv_stages=2)
 
 
 def attention_backward(
@@ -84,7 +89,7 @@ def attention_backward(
   if head_dim != 64 or not 65 <= tokens <= 257 or length != tokens:
     return attention_triton.attention_backward(o, lse, do, *qkv, causal=causal, length=length)
   num_sms = num_sms or devices.num_sms(devices.target()) or 132
-  config = config or Config()
+  config = config or default_config(tokens)
   return plgpu.kernel(
     functools.partial(_kernel, config=config, causal=causal),
     out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in qkv],
@@ -95,7 +100,7 @@ def attention_backward(
     kernel_name="sbjax_attention_backward",
     compiler_params=plgpu.CompilerParams(
       approx_math=True,
-      unsafe_no_auto_barriers=not config.auto_barriers,
+      unsafe_no_auto_barriers=True,  # `commit_smem` stands where one is needed.
       lowering_semantics=plgpu.LoweringSemantics.Lane,
     ),
     interpret=interpret,
@@ -289,20 +294,19 @@ def _kernel(*refs, config: Config, causal: bool):
             plgpu.wgmma(acc, k_tile.at[kv_slot, rows], q_tile.at[slot].transpose((1, 0)))
             lse2 = vector(query_smem.at[slot, 0], BY_COLUMN)
             p = jnp.exp2(acc[...] * (scale * _LOG2_E) - across(lse2, 1))
-            # The barrier keeps pairs in one register.
-            return lax.optimization_barrier(mask(p, first_key + n * TILE, tile).astype(dtype))
+            return mask(p, first_key + n * TILE, tile)
 
-          def logit_gradients(acc, p, n=n, rows=rows):
+          def logit_gradients(acc, p, rows=rows):
             plgpu.wgmma(acc, v_tile.at[kv_slot, rows], do_tile.at[slot].transpose((1, 0)))
-            plgpu.wgmma(dv_accs[n], p, do_tile.at[slot])
-            dp = plgpu.wgmma_accumulator_load(acc, wait_n=1)
             delta = vector(query_smem.at[slot, 1], BY_COLUMN)
-            # p as 16 bits, which the product has too, takes half of the registers.
-            return (p.astype(jnp.float32) * (dp - across(delta, 1))).astype(dtype)
+            ds = p * (acc[...] - across(delta, 1))
+            # The barrier keeps pairs in one register.
+            return lax.optimization_barrier((p.astype(dtype), ds.astype(dtype)))
 
           scores = sums(TILE, TILE)
           p = pl.run_scoped(probabilities, scores)
-          ds = pl.run_scoped(functools.partial(logit_gradients, p=p), scores)
+          p, ds = pl.run_scoped(functools.partial(logit_gradients, p=p), scores)
+          plgpu.wgmma(dv_accs[n], p, do_tile.at[slot])
           if n == 0:
             pl.when(tile >= ds_buffers)(
               lambda: plgpu.barrier_wait(ds_free.at[(step - ds_buffers) % 2])
@@ -311,7 +315,7 @@ def _kernel(*refs, config: Config, causal: bool):
             pl.when(tile < ds_buffers)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
           ds_tile.at[ds_slot, rows][...] = ds
           plgpu.wgmma(dk_accs[n], ds, q_tile.at[slot])
-        plgpu.wgmma_wait(0)
+          plgpu.wgmma_wait(0)
 
       def mask(p, first, tile):
         """Zeros for keys beyond the last token, and for later ones than the query."""
