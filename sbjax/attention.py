@@ -42,9 +42,9 @@ def attention(
       padding gets no gradient. Its outputs are undefined.
     backend: "xla" computes in float32. "cudnn" takes 16 bits, and D up to 128. "triton" takes 16
       bits, and D in `sbjax.attention_ops.HEAD_DIMS`. "mosaic" (H100, H200) is "triton" with another
-      backward pass of 65 to 257 tokens without padding, D = 64; it was not timed yet. None: Triton
-      where benchmarks/attention.py shows that it is faster, else cuDNN where it runs, else XLA. On
-      an NVIDIA GPU the number of tokens must then be one that `length_for` returns.
+      backward pass of 65 to 257 tokens without padding, D = 64. None: "mosaic", else "triton",
+      where benchmarks/attention.py shows that they are faster; else cuDNN where it runs, else XLA.
+      On an NVIDIA GPU the number of tokens must then be one that `length_for` returns.
 
   Returns:
     [B, L, H, D] in q's dtype.
@@ -86,18 +86,18 @@ def _arrays(q, k, v) -> tuple[jax.Array, ...]:
 
 
 def _fastest(dtype, length: int, head_dim: int) -> str:
-  if _triton_wins(dtype, length, head_dim):
-    return "triton"
+  if _kernels_win(dtype, length, head_dim):
+    for name in ("mosaic", "triton"):
+      if runs(name):
+        return name
   return "cudnn" if cudnn_runs(dtype, head_dim) else "xla"
 
 
-def _triton_wins(dtype, length: int, head_dim: int) -> bool:
+def _kernels_win(dtype, length: int, head_dim: int) -> bool:
   """Whether a forward and backward pass is faster than cuDNN's: benchmarks/attention.py on H200."""
   if compute_capability(target()) != 90 or dtype not in (jnp.bfloat16, jnp.float16):
     return False
-  if head_dim not in HEAD_DIMS or length > (512 if head_dim <= 80 else 80):
-    return False
-  return runs("triton")
+  return head_dim in HEAD_DIMS and length <= (512 if head_dim <= 80 else 80)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

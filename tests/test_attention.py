@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import triton_case
 from flax_case import compiled
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -155,6 +156,32 @@ def test_wrong_options_are_named():
   for backend in ("cudnn", "mosaic", "triton"):
     with pytest.raises(NotImplementedError, match="needs an NVIDIA GPU"):
       attention(qkv, backend=backend)
+
+
+@pytest.mark.parametrize(
+  ("capability", "dtype", "length", "head_dim", "names"),
+  [
+    (90, "bfloat16", 257, 64, ("mosaic", "triton", "cudnn")),
+    (90, "float16", 512, 80, ("mosaic", "triton", "cudnn")),
+    (90, "bfloat16", 80, 128, ("mosaic", "triton", "cudnn")),
+    (90, "bfloat16", 513, 64, ("cudnn",)),
+    (90, "bfloat16", 257, 104, ("cudnn",)),
+    (90, "bfloat16", 77, 72, ("cudnn",)),
+    (90, "float32", 257, 64, ("xla",)),
+    (80, "bfloat16", 257, 64, ("cudnn",)),
+  ],
+)
+def test_the_default_backend_is_the_fastest_that_runs(
+  monkeypatch, capability, dtype, length, head_dim, names
+):
+  dtype, running = jnp.dtype(dtype), {"mosaic", "triton"}
+  monkeypatch.setattr(module, "runs", lambda name: name in running)
+  with triton_case.chip(capability):
+    for name in names:
+      assert module._fastest(dtype, length, head_dim) == name
+      # Only cuDNN needs an even number.
+      assert module.length_for(length, dtype, head_dim) == length + (name == "cudnn") * length % 2
+      running.discard(name)
 
 
 @pytest.mark.parametrize(
