@@ -48,6 +48,7 @@ class Contender(NamedTuple):
   block: type = Block
   unroll: int = 0  # How many layers are compiled together; 0: all.
   attention: str | None = None
+  remat: str | None = None  # None: the case's.
 
 
 CONTENDERS = {
@@ -56,6 +57,7 @@ CONTENDERS = {
   "full": Contender("full"),
   "switchback": Contender("switchback"),
   "switchback_loop": Contender("switchback", unroll=1),
+  "switchback_no_remat": Contender("switchback", remat="none"),
   "switchback_unfused": Contender("switchback", FlaxBlock),
   "switchback_cudnn": Contender("switchback", attention="cudnn"),
   "switchback_m": Contender("switchback_m"),
@@ -140,11 +142,15 @@ def measure(size: str, names: list[str], rounds: int, folder: str | None) -> dic
 
 def task_of(name: str, config: CLIPConfig, remat: str, backend: str | None = None) -> CLIPTask:
   """The contender of that name."""
-  recipe, block, unroll, attention = CONTENDERS[name]
+  one = CONTENDERS[name]
   options = BlockOptions(
-    recipe=recipe, remat=remat, unroll=unroll, backend=backend, attention_backend=attention
+    recipe=one.recipe,
+    remat=one.remat or remat,
+    unroll=one.unroll,
+    backend=backend,
+    attention_backend=one.attention,
   )
-  return CLIPTask(CLIP(config, options, block=block))
+  return CLIPTask(CLIP(config, options, block=one.block))
 
 
 def compiled(task, optimizer, state, batch):
