@@ -15,7 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import each_kernel, kept_bytes, kernels, linear, matmul, meshes, tune
+from benchmarks import (
+  attention_report,
+  each_kernel,
+  kept_bytes,
+  kernels,
+  linear,
+  matmul,
+  meshes,
+  tune,
+)
 from benchmarks import quantize as quantize_benchmark
 from benchmarks.flax_block import FlaxBlock
 from benchmarks.host_rate import rate
@@ -266,6 +275,27 @@ def test_the_shipped_table_has_the_config_of_each_shape_s_last_tuning():
 
 def test_remat_values_of_older_rows_are_renamed():
   assert {row["remat"] for row in read("step") + read("open_clip")} == {"none", "block"}
+
+
+def attention_row(**milliseconds):
+  row = {"case": "L/14 text", "causal": True, "head_dim": 64}
+  shape = {"batch": 256, "length": 77, "heads": 12}
+  return row | shape | {"milliseconds": {"cudnn": [1.0, 4.0], "triton": [0.5, 2.0]} | milliseconds}
+
+
+def test_attention_s_table_has_the_fastest_of_ours_and_of_pytorch_s():
+  rows = [
+    attention_row(mosaic=[0.75, 1.0], **{"torch flash": [0.1, 5.0], "torch cuDNN": [0.9, 3.0]}),
+    attention_row(mosaic=[0.25, 3.0]),
+    attention_row(),
+  ]
+  _, _, first, *others, mean = attention_report.table(rows)
+  assert first.endswith("| 1.000 / 4.000 | 0.900 / 3.000 | 0.750 / 1.000 | **4.00x** |")
+  for line in others:  # Without PyTorch.
+    assert line.endswith("| 1.000 / 4.000 |  | 0.500 / 2.000 | **2.00x** |")
+  assert mean.endswith("2.52x.")  # The cube root of 16.
+  assert attention_report.gain(rows[1], "mosaic") == pytest.approx(4 / 3)
+  assert attention_report.lengths_table(rows[:1])[-1] == "| 77 | 4.00x |"
 
 
 def test_lhs_rows_are_distinct_and_no_rhs_row_equals_one():
