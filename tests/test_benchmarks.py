@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import functools
+import importlib
 import json
 import math
 import multiprocessing
@@ -23,6 +24,7 @@ from benchmarks import (
   linear,
   matmul,
   meshes,
+  step,
   tune,
 )
 from benchmarks import quantize as quantize_benchmark
@@ -275,6 +277,23 @@ def test_the_shipped_table_has_the_config_of_each_shape_s_last_tuning():
 
 def test_remat_values_of_older_rows_are_renamed():
   assert {row["remat"] for row in read("step") + read("open_clip")} == {"none", "block"}
+
+
+@pytest.mark.parametrize("pool", ["class", "map"])
+def test_a_step_s_row_names_the_attention_of_its_image_tower(monkeypatch, pool):
+  asked, tiny = [], SIZES["tiny"]
+  for module in (importlib.import_module("sbjax.attention"), step):
+    monkeypatch.setattr(module, "_fastest", lambda *args: asked.append(args) or "xla")
+  vision = dataclasses.replace(tiny.vision, pool=pool, pre_norm=pool == "class")
+  config = dataclasses.replace(tiny, vision=vision, embed_dim=vision.width)
+  model = step.task_of("full", config, "none").model
+  image = jnp.zeros((2, vision.image_size, vision.image_size, 3))
+  jax.eval_shape(functools.partial(model.init, method="encode_image"), jax.random.key(0), image)
+  by_the_model = set(asked)
+  asked.clear()
+  assert step.attention_backend(model) == "xla"
+  assert set(asked) == by_the_model and len(asked) == 1
+  assert step.attention_backend(step.task_of("switchback_cudnn", tiny, "none").model) == "cudnn"
 
 
 def attention_row(**milliseconds):
