@@ -18,12 +18,11 @@ import matplotlib.pyplot as plt
 
 from benchmarks import attention_report, models, scaling_report, steps_report
 from benchmarks.steps_report import FLAX, OURS, best
-from benchmarks.tables import RESULTS, last, read
+from benchmarks.tables import CHIP, RESULTS, last, read
 
 README = RESULTS.parent.parent / "README.md"
 DOCS = README.parent / "docs"
 PERFORMANCE, SCALING = DOCS / "performance.md", DOCS / "scaling.md"
-CHIP = "NVIDIA H200"  # Rows of other chips name their chip.
 MARKERS = "<!-- {}: made by python -m benchmarks.report -->", "<!-- end of {} -->"
 
 
@@ -49,8 +48,10 @@ def main() -> None:
   write("kept", kept_table(last(read("kept_bytes"), "recipe", "remat")))
   write("open_clip", steps_report.open_clip_table(open_clip))
   write("speeds", table(matmul, matmuls_elsewhere, raced, quantize, linear))
-  write("attention", attention_report.table())
-  write("attention_lengths", attention_report.lengths_table())
+  attention, _ = by_chip(last(read("attention"), "chip", "case"))
+  lengths, _ = by_chip(last(read("attention_lengths"), "chip", "case"))
+  write("attention", attention_report.table(attention))
+  write("attention_lengths", attention_report.lengths_table(lengths))
   scaling = [row for row in read("scaling") if row["benchmark"] == "scaling"]
   scaling, _ = by_chip(last(scaling, "chip", "row"))
   scaling_report.plot(scaling, RESULTS / "scaling.png")
@@ -76,7 +77,7 @@ def has_triton(row) -> bool:
 
 
 def by_chip(rows) -> tuple[list[dict], list[dict]]:
-  """The rows of CHIP, and the rows of other chips."""
+  """The rows of CHIP, and the rows of other chips, which name their chip."""
   ours = [row for row in rows if row["chip"] == CHIP]
   return ours, [row for row in rows if row["chip"] != CHIP]
 

@@ -8,7 +8,7 @@ StableAdamW on float32 parameters. All contenders of a row train the same parame
 one batch of random pixels and tokens. The baseline is recipe "full" in plain Flax
 (benchmarks/flax_block.py), compiled by XLA, with cuDNN's attention. Like all contenders it uses
 split_k_matmul. Its layers are in a loop or unrolled, whichever is faster. Adds a line for each row:
-time, images a second, memory, compile time, MFU, and time by kernel groups.
+time, images a second, memory, compile time, MFU, time by kernel groups, and who computes attention.
 """
 
 import argparse
@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from benchmarks.flax_block import FlaxBlock
 from benchmarks.kernels import Kernel, grouped, idle, kernels, origins_of
 from benchmarks.timing import append, provenance
+from sbjax.attention import _fastest
 from sbjax.models.clip import CLIP
 from sbjax.models.sizes import SIZES, CLIPConfig
 from sbjax.models.transformer import Block, BlockOptions
@@ -154,16 +155,24 @@ def task_of(name: str, config: CLIPConfig, remat: str, backend: str | None = Non
 
 
 def compiled(task, optimizer, state, batch):
-  """The compiled step, with its compile time and memory."""
+  """The compiled step, with its attention, compile time and memory."""
   step = jax.jit(make_train_step(task, optimizer, 0), donate_argnums=0)
   started = time.perf_counter()
   step = step.lower(state, batch).compile()
   seconds, memory = time.perf_counter() - started, step.memory_analysis()
   return step, {
+    "attention_backend": attention_backend(task.model),
     "compile_seconds": round(seconds, 1),
     "peak_gigabytes": round((memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 1e9, 2),
     "temporary_gigabytes": round(memory.temp_size_in_bytes / 1e9, 2),
   }
+
+
+def attention_backend(model: CLIP) -> str:
+  """The name of the backend that computes the image tower's attention."""
+  vision, options = model.config.vision, model.options
+  tokens, head_dim = vision.patches + (vision.pool != "map"), vision.width // vision.heads
+  return options.attention_backend or _fastest(options.dtype, tokens, head_dim)
 
 
 def draw(config: CLIPConfig, batch_size: int):

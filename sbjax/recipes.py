@@ -178,6 +178,11 @@ def _is_rule(rule) -> bool:
   )
 
 
+def recipes_of(recipe: Recipe | RecipeRules) -> tuple[Recipe, ...]:
+  """The recipe itself, or those of the rules."""
+  return (recipe,) if isinstance(recipe, Recipe) else tuple(own for _, own in recipe.rules)
+
+
 def parse_recipe(text: str) -> Recipe | RecipeRules:
   """A recipe by its name, or rules written "*/fc1=full, *=switchback".
 

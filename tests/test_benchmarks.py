@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import functools
+import importlib
 import json
 import math
 import multiprocessing
@@ -15,7 +16,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import each_kernel, kept_bytes, kernels, linear, matmul, meshes, tune
+from benchmarks import (
+  attention_report,
+  each_kernel,
+  kept_bytes,
+  kernels,
+  linear,
+  matmul,
+  meshes,
+  step,
+  tune,
+)
 from benchmarks import quantize as quantize_benchmark
 from benchmarks.flax_block import FlaxBlock
 from benchmarks.host_rate import rate
@@ -266,6 +277,44 @@ def test_the_shipped_table_has_the_config_of_each_shape_s_last_tuning():
 
 def test_remat_values_of_older_rows_are_renamed():
   assert {row["remat"] for row in read("step") + read("open_clip")} == {"none", "block"}
+
+
+@pytest.mark.parametrize("pool", ["class", "map"])
+def test_a_step_s_row_names_the_attention_of_its_image_tower(monkeypatch, pool):
+  asked, tiny = [], SIZES["tiny"]
+  for module in (importlib.import_module("sbjax.attention"), step):
+    monkeypatch.setattr(module, "_fastest", lambda *args: asked.append(args) or "xla")
+  vision = dataclasses.replace(tiny.vision, pool=pool, pre_norm=pool == "class")
+  config = dataclasses.replace(tiny, vision=vision, embed_dim=vision.width)
+  model = step.task_of("full", config, "none").model
+  image = jnp.zeros((2, vision.image_size, vision.image_size, 3))
+  jax.eval_shape(functools.partial(model.init, method="encode_image"), jax.random.key(0), image)
+  by_the_model = set(asked)
+  asked.clear()
+  assert step.attention_backend(model) == "xla"
+  assert set(asked) == by_the_model and len(asked) == 1
+  assert step.attention_backend(step.task_of("switchback_cudnn", tiny, "none").model) == "cudnn"
+
+
+def attention_row(**milliseconds):
+  row = {"case": "L/14 text", "causal": True, "head_dim": 64}
+  shape = {"batch": 256, "length": 77, "heads": 12}
+  return row | shape | {"milliseconds": {"cudnn": [1.0, 4.0], "triton": [0.5, 2.0]} | milliseconds}
+
+
+def test_attention_s_table_has_the_fastest_of_ours_and_of_pytorch_s():
+  rows = [
+    attention_row(mosaic=[0.75, 1.0], **{"torch flash": [0.1, 5.0], "torch cuDNN": [0.9, 3.0]}),
+    attention_row(mosaic=[0.25, 3.0]),
+    attention_row(),
+  ]
+  _, _, first, *others, mean = attention_report.table(rows)
+  assert first.endswith("| 1.000 / 4.000 | 0.900 / 3.000 | 0.750 / 1.000 | **4.00x** |")
+  for line in others:  # Without PyTorch.
+    assert line.endswith("| 1.000 / 4.000 |  | 0.500 / 2.000 | **2.00x** |")
+  assert mean.endswith("2.52x.")  # The cube root of 16.
+  assert attention_report.gain(rows[1], "mosaic") == pytest.approx(4 / 3)
+  assert attention_report.lengths_table(rows[:1])[-1] == "| 77 | 4.00x |"
 
 
 def test_lhs_rows_are_distinct_and_no_rhs_row_equals_one():

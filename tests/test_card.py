@@ -91,6 +91,7 @@ def test_a_step_is_measured_on_a_cpu(monkeypatch):
   assert name == "ViT-tiny" and row["failed"] == {} and row["batch_size"] == 8
   assert row["contenders"]["full"]["images_per_second"] == 16
   assert {"compile_seconds", "peak_gigabytes", "milliseconds"} <= set(row["contenders"]["full"])
+  assert row["contenders"]["full"]["attention_backend"] == "xla"
 
 
 def test_a_step_contender_that_does_not_compile_does_not_stop_the_others(monkeypatch):

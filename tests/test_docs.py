@@ -97,13 +97,32 @@ def test_readme_has_at_most_120_lines_and_900_words():
   assert len(text.split()) <= 900
 
 
-def test_tables_in_docs_equal_those_made_from_the_result_files(monkeypatch):
+def written_tables(monkeypatch):
+  """What benchmarks/report.py writes: (lines, page or nothing) for each table."""
   tables = {}
   monkeypatch.setattr(report, "write", lambda name, *args: tables.update({(name, *args[1:]): args}))
   monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda *args, **kwargs: None)
   monkeypatch.setattr(scaling_report, "prediction", lambda rows: [])  # Traces four large models.
   report.main()
+  report.plt.close("all")
+  return tables
+
+
+def test_tables_in_docs_equal_those_made_from_the_result_files(monkeypatch):
+  tables = written_tables(monkeypatch)
   assert len(tables) == 11
   for lines, *page in tables.values():
     text = page[0].read_text() if page else report.PERFORMANCE.read_text()
     assert "\n".join(lines) in text, lines[0]
+
+
+def test_attention_s_tables_are_of_one_chip(monkeypatch):
+  expected, read = written_tables(monkeypatch), report.read
+
+  def with_another_chip(name):
+    rows, times = read(name), {"cudnn": [1, 1], "triton": [1, 1]}
+    changed = {"chip": "another", "milliseconds": times}
+    return [*rows, rows[0] | changed] if name.startswith("attention") else rows
+
+  monkeypatch.setattr(report, "read", with_another_chip)
+  assert written_tables(monkeypatch) == expected

@@ -1,13 +1,14 @@
 """Spikes of the loss that follow spikes of the RMS are found and counted."""
 
 import json
+import math
 import re
 
 import numpy as np
 import pytest
 
 from train import spikes
-from train.spikes import Rules, find_spikes
+from train.spikes import Rules, Spikes, find_spikes
 
 RULES = Rules(window=50, first=200)
 
@@ -63,11 +64,19 @@ def test_a_loss_that_is_not_finite_is_a_spike_and_no_part_of_the_mean():
   assert found.loss.tolist() == [500, 520] and found.following.tolist() == [500]
 
 
+def chance(following, loss, share):
+  none = np.array([], int)
+  return Spikes(np.arange(loss), none, np.arange(following), steps=10_000, share=share).chance
+
+
 def test_chance_is_the_tail_of_a_binomial_distribution():
-  assert spikes.at_least(0, 5, 0.1) == pytest.approx(1)
-  assert spikes.at_least(2, 3, 0.5) == pytest.approx(0.5)
-  assert spikes.at_least(28, 30, 0.01) == pytest.approx(435 * 1e-56 * 0.99**2, rel=0.01)
-  assert spikes.at_least(0, 0, 0.0) == 1
+  assert chance(0, 5, 0.1) == pytest.approx(1)
+  assert chance(2, 3, 0.5) == pytest.approx(0.5)
+  assert chance(28, 30, 0.01) == pytest.approx(435 * 1e-56 * 0.99**2, rel=0.01)
+  assert chance(0, 0, 0.0) == 1
+  # Half of all outcomes, and half of those with the mean itself.
+  middle = 1 / math.sqrt(math.pi * 2500)
+  assert chance(2500, 5000, 0.5) == pytest.approx(0.5 + middle / 2, rel=1e-4)
   random = [find_spikes(*run(loss_at=(500 + s,), rms_at=(900,)), RULES) for s in range(3)]
   assert all(found.chance == 1 for found in random)
 

@@ -25,7 +25,7 @@ from train.inference import Model
 from train.linear_probe import predict, train_probe
 from train.run import make_run
 from train.workdir import newest_step, write_json
-from train.zero_shot import recall, top_k_accuracy, zero_shot_classifier
+from train.zero_shot import label_ranks, recall, top_k_accuracy, zero_shot_classifier
 
 PROBE = "linear_probe"
 
@@ -77,9 +77,9 @@ def probe_folder(
 
 def classification_scores(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
   """acc1, acc5 (from five classes on) and mean_per_class_recall of logits [N, classes]."""
-  scores = {f"acc{k}": share for k, share in top_k_accuracy(logits, labels).items()}
-  of_classes = [labels == label for label in np.unique(labels)]
-  recalls = [top_k_accuracy(logits[rows], labels[rows])[1] for rows in of_classes]
+  ranks = label_ranks(logits, labels)
+  scores = {f"acc{k}": share for k, share in top_k_accuracy(ranks, logits.shape[1]).items()}
+  recalls = [np.mean(ranks[labels == label] == 0) for label in np.unique(labels)]
   return {**scores, "mean_per_class_recall": float(np.mean(recalls))}
 
 

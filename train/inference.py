@@ -20,7 +20,7 @@ from sbjax.models.convert import load_weights
 from sbjax.models.serving import serving_params
 from sbjax.models.sizes import SIZES, open_clip_name
 from sbjax.models.weight_files import WEIGHT_SUFFIXES
-from sbjax.recipes import Recipe, parse_recipe
+from sbjax.recipes import parse_recipe, recipes_of
 from train.augment import CentreCrop
 from train.checkpoint import Checkpointer
 from train.config import Config, MeshConfig, ModelConfig
@@ -165,9 +165,7 @@ def _run(workdir: Path, size: str, tokenizer: str):
 
 def _in_int8(config: Config, params):
   """The config and the parameters of the same model with 8-bit kernels."""
-  recipe = parse_recipe(config.model.recipe)
-  recipes = [recipe] if isinstance(recipe, Recipe) else [own for _, own in recipe.rules]
-  if all(own.fwd is None for own in recipes):
+  if all(recipe.fwd is None for recipe in recipes_of(parse_recipe(config.model.recipe))):
     model = dataclasses.replace(config.model, recipe=_INT8)
     config = dataclasses.replace(config, model=model)
   return config, serving_params(params, config.model.recipe)

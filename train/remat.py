@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from sbjax.recipes import RecipeRules
+from sbjax.recipes import recipes_of
 from train.memory import is_out_of_memory
 from train.processes import largest_of_all
 from train.run import Run
@@ -132,9 +132,8 @@ def _compiled(run: Run, make_step: Callable) -> tuple[Callable, Memory]:
 
 def _shares(model) -> dict[str, float]:
   """What each policy saves for the backward pass of a CLIP, over what "none" does, at least."""
-  recipe, layer_scale = model.options.recipe, model.options.zero_init_layer_scale
-  recipes = [r for _, r in recipe.rules] if isinstance(recipe, RecipeRules) else [recipe]
-  in_8_bits = all(recipe.saved == "quantized" for recipe in recipes)
+  layer_scale = model.options.zero_init_layer_scale
+  in_8_bits = all(recipe.saved == "quantized" for recipe in recipes_of(model.options.recipe))
   table = _SAVED_IN_8_BITS if in_8_bits else _SAVED
   ratios = (model.config.vision.mlp_ratio, model.config.text.mlp_ratio)
   towers = [

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from scipy.stats import binom
 
 from train import cli
 from train.errors import RunError
@@ -59,7 +60,7 @@ class Spikes(NamedTuple):
   @property
   def chance(self) -> float:
     """The probability of as many following spikes or more, were loss spikes at random steps."""
-    return at_least(len(self.following), len(self.loss), self.share)
+    return float(binom.sf(len(self.following) - 1, len(self.loss), self.share))
 
 
 def find_spikes(steps: np.ndarray, loss: np.ndarray, rms: np.ndarray, rules: Rules) -> Spikes:
@@ -108,15 +109,6 @@ def _deviates(loss, begin, rules) -> np.ndarray:
 def _merged(places: np.ndarray, merge: int) -> list[np.ndarray]:
   """Groups of places at most `merge` apart."""
   return [g for g in np.split(places, np.flatnonzero(np.diff(places) > merge) + 1) if len(g)]
-
-
-def at_least(successes: int, trials: int, probability: float) -> float:
-  """The probability of so many successes or more in independent trials."""
-  terms = (
-    math.comb(trials, n) * probability**n * (1 - probability) ** (trials - n)
-    for n in range(successes, trials + 1)
-  )
-  return min(1.0, math.fsum(terms))
 
 
 def read_run(workdir: Path, rms_name: str = "") -> tuple[np.ndarray, np.ndarray, np.ndarray, str]:

@@ -162,7 +162,7 @@ def zero_shot_classifier(
 def accuracy(
   image_features: np.ndarray, labels: np.ndarray, classifier: np.ndarray
 ) -> dict[str, float]:
-  """ "top1" and "top5": how often the class is among the k nearest (`top_k_accuracy`).
+  """ "top1" and "top5": how often the class is among the k nearest (`label_ranks`).
 
   For features [N, E], labels [N] and a classifier [classes, E]. Images with a negative label do not
   count. Returns {} if there is no label at all.
@@ -170,21 +170,25 @@ def accuracy(
   known = labels >= 0
   if not known.any():
     return {}
-  shares = top_k_accuracy(image_features[known] @ classifier.T, labels[known])
+  ranks = label_ranks(image_features[known] @ classifier.T, labels[known])
+  shares = top_k_accuracy(ranks, len(classifier))
   return {f"top{k}": share for k, share in shares.items()}
 
 
-def top_k_accuracy(logits: np.ndarray, labels: np.ndarray) -> dict[int, float]:
-  """For k = 1, and 5 from five classes on: how often the label is among the k largest logits.
+def label_ranks(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
+  """For logits [N, classes] and labels [N]: how many logits are larger than the label's, [N].
 
-  For logits [N, classes] and labels [N]. Of equal logits the first is the larger, so equal
-  features have the accuracy of chance.
+  Of equal logits the first is the larger, so equal features have the accuracy of chance.
   """
   own, classes = np.take_along_axis(logits, labels[:, None], axis=1), np.arange(logits.shape[1])
   # An example whose logits are NaN is wrong: all of them count as larger.
   larger = ~(logits <= own) | ((logits == own) & (classes[None] < labels[:, None]))
-  ranks = larger.sum(axis=1)
-  return {k: float(np.mean(ranks < k)) for k in (1, 5) if k <= len(classes)}
+  return larger.sum(axis=1)
+
+
+def top_k_accuracy(ranks: np.ndarray, classes: int) -> dict[int, float]:
+  """For k = 1, and 5 from five classes on: how often the rank of a label is below k."""
+  return {k: float(np.mean(ranks < k)) for k in (1, 5) if k <= classes}
 
 
 def recall(
