@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from benchmarks.flax_block import FlaxBlock
 from benchmarks.kernels import Kernel, grouped, idle, kernels, origins_of
 from benchmarks.timing import append, provenance
-from sbjax.attention import _fastest
+from sbjax.attention import fastest_backend
 from sbjax.models.clip import CLIP
 from sbjax.models.sizes import SIZES, CLIPConfig
 from sbjax.models.transformer import Block, BlockOptions
@@ -172,7 +172,7 @@ def attention_backend(model: CLIP) -> str:
   """The name of the backend that computes the image tower's attention."""
   vision, options = model.config.vision, model.options
   tokens, head_dim = vision.patches + (vision.pool != "map"), vision.width // vision.heads
-  return options.attention_backend or _fastest(options.dtype, tokens, head_dim)
+  return options.attention_backend or fastest_backend(options.dtype, tokens, head_dim)
 
 
 def draw(config: CLIPConfig, batch_size: int):

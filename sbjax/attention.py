@@ -58,7 +58,7 @@ def attention(
   if not 1 <= length <= qkv[0].shape[1]:
     raise ValueError(f"length={length} must be from 1 to the {qkv[0].shape[1]} tokens of q.")
   dtype, head_dim = qkv[0].dtype, qkv[0].shape[-1]
-  name = _fastest(dtype, length, head_dim) if backend is None else backend
+  name = fastest_backend(dtype, length, head_dim) if backend is None else backend
   if name == "cudnn":
     if not cudnn_runs(dtype, head_dim):
       raise NotImplementedError(
@@ -85,7 +85,7 @@ def _arrays(q, k, v) -> tuple[jax.Array, ...]:
   return tuple(x[:, :, None] for x in (q, k, v))
 
 
-def _fastest(dtype, length: int, head_dim: int) -> str:
+def fastest_backend(dtype, length: int, head_dim: int) -> str:
   if _kernels_win(dtype, length, head_dim):
     for name in ("mosaic", "triton"):
       if runs(name):
@@ -156,7 +156,7 @@ def length_for(length: int, dtype: jnp.dtype, head_dim: int, backend: str | None
 
   A class token makes the number odd. Padding once before the blocks costs less than in each block.
   """
-  name = _fastest(dtype, length, head_dim) if backend is None else backend
+  name = fastest_backend(dtype, length, head_dim) if backend is None else backend
   return length + length % 2 if name == "cudnn" else length
 
 

@@ -178,7 +178,7 @@ def test_the_default_backend_is_the_fastest_that_runs(
   monkeypatch.setattr(module, "runs", lambda name: name in running)
   with triton_case.chip(capability):
     for name in names:
-      assert module._fastest(dtype, length, head_dim) == name
+      assert module.fastest_backend(dtype, length, head_dim) == name
       # Only cuDNN needs an even number.
       assert module.length_for(length, dtype, head_dim) == length + (name == "cudnn") * length % 2
       running.discard(name)

@@ -283,7 +283,7 @@ def test_remat_values_of_older_rows_are_renamed():
 def test_a_step_s_row_names_the_attention_of_its_image_tower(monkeypatch, pool):
   asked, tiny = [], SIZES["tiny"]
   for module in (importlib.import_module("sbjax.attention"), step):
-    monkeypatch.setattr(module, "_fastest", lambda *args: asked.append(args) or "xla")
+    monkeypatch.setattr(module, "fastest_backend", lambda *args: asked.append(args) or "xla")
   vision = dataclasses.replace(tiny.vision, pool=pool, pre_norm=pool == "class")
   config = dataclasses.replace(tiny, vision=vision, embed_dim=vision.width)
   model = step.task_of("full", config, "none").model
