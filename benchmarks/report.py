@@ -202,7 +202,7 @@ def plot_step(rows) -> None:
   for row in rows:
     first = next(iter(row["contenders"].values()))["milliseconds"]
     for name, one in row["contenders"].items():
-      parts = one["milliseconds_by_group"]
+      parts = one.get("milliseconds_by_group", {"not profiled": 1.0})
       unit = one["milliseconds"] / first / sum(parts.values())
       bars[f"{row['size']}  {name}"] = {group: time * unit for group, time in parts.items()}
   groups = list(dict.fromkeys(group for parts in bars.values() for group in parts))

@@ -1,12 +1,14 @@
 """How fast, how small and how exact is a CLIP whose parameters are 8 bits only?
 
   python -m benchmarks.serving --sizes B/32 --batch_sizes 4
-  python -m benchmarks.serving --sizes B/32 L/14 H/14 --batch_sizes 256 512 1024   # a GPU
+  XLA_FLAGS=--xla_gpu_enable_triton_gemm=false XLA_PYTHON_CLIENT_MEM_FRACTION=0.6 \\
+      python -m benchmarks.serving --sizes B/32 L/14 H/14 --open_clip   # a GPU
   python -m benchmarks.serving --config configs/quickstart.py --workdir runs/quickstart
 
-With --sizes, times `encode_image` on random pixels for the contenders, in turns: `serving_params`,
-float32, and plain Flax in bfloat16 (benchmarks/flax_block.py) with bfloat16 parameters. The int8
-model computes in bfloat16 on a GPU and in float32 on a CPU. With --workdir, scores the newest
+With --sizes, times `encode_image` on random pixels for the contenders, in turns: `serving_params`
+by recipes, float32, plain Flax in bfloat16 (benchmarks/flax_block.py) with bfloat16 parameters, and
+with --open_clip that package's model in bfloat16 under `torch.compile`. The int8 model computes in
+bfloat16 on a GPU and in float32 on a CPU. With --workdir, scores the newest
 checkpoint of a run in float32 without rounding, as it was trained, and from `serving_params`, and
 compares the features of its evaluation images. Adds lines to a JSONL file.
 """
@@ -14,6 +16,7 @@ compares the features of its evaluation images. Adds lines to a JSONL file.
 import argparse
 import dataclasses
 import functools
+import types
 from pathlib import Path
 
 import jax
@@ -21,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.flax_block import FlaxBlock
-from benchmarks.timing import append, contender, provenance, race
+from benchmarks.timing import Contender, append, contender, provenance, race
 from sbjax.models.clip import CLIP
 from sbjax.models.serving import serving_params, size_of
 from sbjax.models.sizes import SIZES
@@ -31,13 +34,17 @@ from train.run import make_run
 from train.zero_shot import encode_rows, make_encoders
 
 RECIPES = ("switchback", "switchback_q")
+OPEN_CLIP = {"B/32": "ViT-B-32", "B/16": "ViT-B-16", "L/14": "ViT-L-14", "H/14": "ViT-H-14"}
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--out", default="benchmarks/results/serving.jsonl")
   parser.add_argument("--sizes", nargs="+", default=[], choices=SIZES)
-  parser.add_argument("--batch_sizes", nargs="+", type=int, default=[256, 512, 1024])
+  parser.add_argument("--batch_sizes", nargs="+", type=int, default=[256])
+  parser.add_argument("--recipes", nargs="+", default=RECIPES)
+  parser.add_argument("--float32", action=argparse.BooleanOptionalAction, default=True)
+  parser.add_argument("--open_clip", action="store_true", help="too; needs a GPU, torch, open_clip")
   parser.add_argument("--rounds", type=int, default=5)
   parser.add_argument("--config", help="of the run in --workdir")
   parser.add_argument("--workdir", type=Path, help="a trained run")
@@ -45,14 +52,14 @@ def main() -> None:
   args = parser.parse_args()
   for size in args.sizes:
     for batch_size in args.batch_sizes:
-      append(args.out, [speed(size, batch_size, args.rounds) | provenance()])
+      append(args.out, [speed(size, batch_size, args) | provenance()])
   if args.workdir:
     config = config_flags.load(args.config)
     config.data.data_dir = args.data_dir or config.data.data_dir
     append(args.out, [quality(config, args.workdir) | {"config": args.config} | provenance()])
 
 
-def speed(size: str, batch_size: int, rounds: int) -> dict:
+def speed(size: str, batch_size: int, args) -> dict:
   """Images a second of each contender."""
   config, on_gpu = SIZES[size], jax.default_backend() == "gpu"
   params = parameters(config)
@@ -60,21 +67,24 @@ def speed(size: str, batch_size: int, rounds: int) -> dict:
   models = {  # name: parameters, recipe, dtype, block
     **{
       f"serving {recipe}": (serving_params(params, recipe), recipe, dtype, Block)
-      for recipe in RECIPES
+      for recipe in args.recipes
     },
-    "full float32": (params, "full", jnp.float32, Block),
+    **({"full float32": (params, "full", jnp.float32, Block)} if args.float32 else {}),
     "flax bfloat16": (half(params), "full", jnp.bfloat16, FlaxBlock),
   }
   side = config.vision.image_size
   image = jax.random.normal(jax.random.key(1), (batch_size, side, side, 3), dtype)
-  contenders, found = {}, {}
+  contenders, found, sizes = {}, {}, {}
   for name, (own, recipe, dtype, block) in models.items():
+    sizes[name] = size_of(own)
     options = BlockOptions(recipe=recipe, dtype=dtype, unroll=0 if on_gpu else 1)
     contenders[name] = encoder(CLIP(config, options, block=block), own, image)
-  race(list(contenders.values()), rounds=rounds)
+  if args.open_clip:
+    contenders["open_clip"], sizes["open_clip"] = open_clip_encoder(OPEN_CLIP[size], config, image)
+  race(list(contenders.values()), rounds=args.rounds)
   for name, one in contenders.items():
     found[name] = {
-      "megabytes": round(size_of(models[name][0]) / 1e6, 1),
+      "megabytes": round(sizes[name] / 1e6, 1),
       "images_per_second": round(batch_size / one.seconds, 2),
       "spread": round((max(one.times) - min(one.times)) / one.seconds, 3),
     }
@@ -83,7 +93,7 @@ def speed(size: str, batch_size: int, rounds: int) -> dict:
     "benchmark": "serving speed",
     "size": size,
     "batch_size": batch_size,
-    "rounds": rounds,
+    "rounds": args.rounds,
     "contenders": found,
     "data": "random parameters and pixels",
   }
@@ -112,6 +122,26 @@ def encoder(model, params, image):
     return model.apply({"params": params}, image, method="encode_image")
 
   return contender(encode, [(params, image)])
+
+
+def open_clip_encoder(name, config, image):
+  """The same contender of open_clip, compiled, with bfloat16 parameters; and their bytes."""
+  import open_clip  # pyright: ignore[reportMissingImports]
+  import torch  # pyright: ignore[reportMissingImports]
+
+  model = open_clip.create_model(name, precision="bf16", device="cuda").eval()
+  encode = torch.compile(model.encode_image)
+  side = config.vision.image_size
+  images = torch.randn(image.shape[0], 3, side, side, device="cuda", dtype=torch.bfloat16)
+  queued = types.SimpleNamespace(block_until_ready=torch.cuda.synchronize)
+
+  def call(_):
+    with torch.inference_mode():
+      encode(images)
+    return queued
+
+  parameters = sum(p.numel() * p.element_size() for p in model.parameters())
+  return Contender(call, [images]), parameters
 
 
 def quality(config, workdir: Path) -> dict:

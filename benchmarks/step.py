@@ -78,14 +78,17 @@ def main() -> None:
   default = ["flax", "flax_loop", "full", "switchback", "switchback_m"]
   parser.add_argument("--contenders", nargs="+", default=default, choices=CONTENDERS)
   parser.add_argument("--rounds", type=int, default=5)
+  parser.add_argument("--profile", action=argparse.BooleanOptionalAction, default=True)
   parser.add_argument("--kernels", help="a folder for the list of each contender's kernels")
   args = parser.parse_args()
   for size in args.sizes:
-    line = measure(size, args.contenders, args.rounds, args.kernels)
+    line = measure(size, args.contenders, args.rounds, args.kernels, args.profile)
     append(args.out, [line | provenance()])
 
 
-def measure(size: str, names: list[str], rounds: int, folder: str | None) -> dict:
+def measure(
+  size: str, names: list[str], rounds: int, folder: str | None, profiled: bool = True
+) -> dict:
   batch_size, remat = CASES[size]
   config, peak = SIZES[size], BF16_PEAK.get(jax.devices()[0].device_kind)
   if folder:
@@ -121,7 +124,7 @@ def measure(size: str, names: list[str], rounds: int, folder: str | None) -> dic
       f" MFU {'?' if mfu is None else f'{mfu:.1%}'}",
       flush=True,
     )
-  for name, step in steps.items():
+  for name, step in steps.items() if profiled else ():
     listed, state = profile(step, state, batch)
     origins = origins_of(step.as_text())
     groups = grouped(listed, origins) | {"no kernel": round(idle(listed), 3)}
