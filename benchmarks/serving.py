@@ -16,6 +16,7 @@ compares the features of its evaluation images. Adds lines to a JSONL file.
 import argparse
 import dataclasses
 import functools
+import os
 import types
 from pathlib import Path
 
@@ -129,6 +130,7 @@ def open_clip_encoder(name, config, image):
   import open_clip  # pyright: ignore[reportMissingImports]
   import torch  # pyright: ignore[reportMissingImports]
 
+  os.environ.pop("TRITON_CACHE_DIR", None)  # jax-triton empties it, and PyTorch needs one.
   model = open_clip.create_model(name, precision="bf16", device="cuda").eval()
   encode = torch.compile(model.encode_image)
   side = config.vision.image_size
