@@ -3,8 +3,8 @@
   python -m benchmarks.report
 
 Reads benchmarks/results/{step,kept_bytes,open_clip,matmul,quantize,linear,scaling,models,attention,
-attention_lengths}.jsonl. If a case was measured more than once on a chip, the last line counts.
-Writes the tables between markers, and a plot of CHIP's results for each file.
+attention_lengths,serving}.jsonl. If a case was measured more than once on a chip, the last line
+counts. Writes the tables between markers, and a plot of CHIP's results for each file.
 """
 
 import math
@@ -52,6 +52,9 @@ def main() -> None:
   lengths, _ = by_chip(last(read("attention_lengths"), "chip", "case"))
   write("attention", attention_report.table(attention))
   write("attention_lengths", attention_report.lengths_table(lengths))
+  serving = [row for row in read("serving") if row["benchmark"] == "serving speed"]
+  serving, _ = by_chip(last(serving, "chip", "size", "batch_size"))
+  write("serving", serving_table(serving), DOCS / "embedding.md")
   scaling = [row for row in read("scaling") if row["benchmark"] == "scaling"]
   scaling, _ = by_chip(last(scaling, "chip", "row"))
   scaling_report.plot(scaling, RESULTS / "scaling.png")
@@ -119,24 +122,48 @@ def mean_and_range(ratios) -> str:
 
 def step_table(step, elsewhere) -> list[str]:
   lines = [
-    f"| a whole training step on one {name_of(CHIP)} | images a batch |"
-    " plain Flax, bf16 | `full`, fused | `switchback` | over plain Flax | its images/s | its MFU |"
+    f"| a whole training step on one {name_of(CHIP)} | images a batch | plain Flax, bf16 |"
+    " `switchback`, cuDNN's attention | `switchback` | over plain Flax | its images/s | its MFU |"
     " memory: Flax, `switchback` |",
     "|---|---|---|---|---|---|---|---|---|",
   ]
   for row in step + elsewhere:
     each = row["contenders"]
-    flax, ours = (best(each, names) for names in (FLAX, OURS))
-    full = f"{each['full']['milliseconds']:.0f} ms" if "full" in each else ""
-    remat = ", every block rematerialised" if row["remat"] == "block" else ""
-    mfu = ours["mfu_of_bf16_peak"]
-    where = "" if row["chip"] == CHIP else f", on one {name_of(row['chip'])}"
+    lines.append(step_line(row, best(each, OURS), ", every block rematerialised"))
+    if less := each.get("switchback_no_remat"):
+      lines.append(step_line(row, less, ", only plain Flax rematerialised"))
+  return lines
+
+
+def step_line(row, ours, remat: str) -> str:
+  each = row["contenders"]
+  flax = best(each, FLAX)
+  cudnn = f"{each['switchback_cudnn']['milliseconds']:.0f} ms" if "switchback_cudnn" in each else ""
+  remat = remat if row["remat"] == "block" else ""
+  mfu = ours["mfu_of_bf16_peak"]
+  where = "" if row["chip"] == CHIP else f", on one {name_of(row['chip'])}"
+  return (
+    f"| ViT-{row['size']}{remat}{where} | {row['batch_size']} |"
+    f" {flax['milliseconds']:.0f} ms | {cudnn} |"
+    f" {ours['milliseconds']:.0f} ms | **{ours['speedup']:.2f}x** |"
+    f" {ours['images_per_second']:,.0f} | {'' if mfu is None else f'{mfu:.0%}'} |"
+    f" {flax['peak_gigabytes']:.0f}, {ours['peak_gigabytes']:.0f} GB |"
+  )
+
+
+def serving_table(rows) -> list[str]:
+  """Images a second of each contender, and the first's over the others'."""
+  lines = [
+    f"| images/s on one {name_of(CHIP)} | images a batch | int8, `switchback` | plain Flax, bf16 |"
+    " open_clip, compiled, bf16 | over Flax | over open_clip |",
+    "|---|---|---|---|---|---|---|",
+  ]
+  for row in rows:
+    names = ("serving switchback", "flax bfloat16", "open_clip")
+    ours, flax, open_clip = (row["contenders"][name]["images_per_second"] for name in names)
     lines.append(
-      f"| ViT-{row['size']}{remat}{where} | {row['batch_size']} |"
-      f" {flax['milliseconds']:.0f} ms | {full} |"
-      f" {ours['milliseconds']:.0f} ms | **{ours['speedup']:.2f}x** |"
-      f" {ours['images_per_second']:,.0f} | {'' if mfu is None else f'{mfu:.0%}'} |"
-      f" {flax['peak_gigabytes']:.0f}, {ours['peak_gigabytes']:.0f} GB |"
+      f"| ViT-{row['size']} | {row['batch_size']} | {ours:,.0f} | {flax:,.0f} | {open_clip:,.0f} |"
+      f" **{ours / flax:.2f}x** | **{ours / open_clip:.2f}x** |"
     )
   return lines
 
