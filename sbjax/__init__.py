@@ -8,6 +8,7 @@ from sbjax.fused import layer_norm_dense, layer_norm_mlp
 from sbjax.fused_ops import LayerNormParams
 from sbjax.layers import LayerNormDense, LayerNormMLP, LayerScale, SwitchBackDense, SwitchBackLinear
 from sbjax.linear import QuantizedWeight, quantize_weight
+from sbjax.loss_scale import dynamic_loss_scale, fixed_loss_scale
 from sbjax.matmul import scaled_matmul
 from sbjax.quantize import Quantized, Spec, dequantize, quantize
 from sbjax.quantize_model import quantize_model
@@ -36,6 +37,8 @@ __all__ = [
   "SwitchBackLinear",
   "attention",
   "dequantize",
+  "dynamic_loss_scale",
+  "fixed_loss_scale",
   "gather",
   "gather_weight",
   "layer_norm_dense",

@@ -19,7 +19,7 @@ REFUSED = [
   ("model.context_length", 2, "must be 0 (the size's own) or at least 3"),
   ("model.recipe", "switchbak", "Unknown recipe 'switchbak'; known: full"),
   ("model.backend", "cuda", "cuda"),
-  ("model.dtype", "float16", "must be 'bfloat16' or 'float32'"),
+  ("model.dtype", "float64", "must be 'bfloat16', 'float16' or 'float32'"),
   ("model.scan", "False", "must be true or false"),
   ("model.patch_dropout", 1.0, "must be at least 0 and less than 1"),
   ("model.patch_dropout", -0.1, "must be at least 0 and less than 1"),

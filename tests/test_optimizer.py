@@ -198,6 +198,7 @@ def test_only_modules_named_blocks_are_stacked():
   "changes, message",
   [
     ({"name": "sgd"}, r"optimizer.name='sgd' is none of stable_adamw, adamw"),
+    ({"loss_scale": "fast"}, r"optimizer.loss_scale='fast' is none of none, fixed, dynamic"),
     ({"decay_with": "eta"}, r"decay_with='eta'.*'clipped' or 'plain'"),
     ({"warmup_steps": 10}, r"warmup_steps=10 must be in \[0, steps=10\)"),
     ({"warmup_steps": -1}, r"warmup_steps=-1 must be"),

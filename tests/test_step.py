@@ -99,6 +99,48 @@ def test_a_step_on_eight_devices_equals_a_step_on_one(recipe, loss):
     assert np.linalg.norm(a - b) <= UPDATE_TOLERANCE[recipe] * np.linalg.norm(a)
 
 
+@functools.cache
+def in_float16(loss_scale, initial=65_536.0, mesh_size=1):
+  """The state after a step in float16, its metrics, and what is finite; and the state before."""
+  mesh = make_mesh(MeshConfig(data=mesh_size), jax.devices()[:mesh_size])
+  task = CLIPTask(clip(SHALLOW, dtype=jnp.float16))
+  config = OptimizerConfig(
+    learning_rate=1e-3, warmup_steps=1, loss_scale=loss_scale, initial_loss_scale=initial
+  )
+  optimizer, _ = make_optimizer(config, 10)
+  state, shardings = make_state(task, optimizer, mesh)
+  if loss_scale != "none":
+    scale = jax.device_put(jnp.float32(initial), replicated(mesh))
+    state = state._replace(opt_state=state.opt_state._replace(scale=scale))
+  step = jit(
+    make_train_step(task, optimizer, seed=0, mesh=mesh),
+    in_shardings=(shardings, batch_sharding(mesh)),
+    out_shardings=(shardings, replicated(mesh), replicated(mesh)),
+  )
+  return (*step(state, batch(mesh)), state)
+
+
+@pytest.mark.parametrize("loss_scale", ["fixed", "dynamic"])
+@pytest.mark.parametrize("mesh_size", [1, 2])
+def test_a_loss_scale_changes_no_metric(loss_scale, mesh_size):
+  _, plain, _, _ = in_float16("none")
+  _, metrics, finite, _ = in_float16(loss_scale, 1024.0, mesh_size)
+  assert np.asarray(finite).all()
+  assert (metrics["loss_scale"], metrics["skipped_updates"]) == (1024, 0)
+  for name in ("loss", "gradient_norm"):
+    np.testing.assert_allclose(metrics[name], plain[name], rtol=2e-3, err_msg=name)
+
+
+@pytest.mark.parametrize(("loss_scale", "scale"), [("fixed", 2.0**40), ("dynamic", 2.0**39)])
+def test_a_step_whose_gradients_overflow_is_skipped(loss_scale, scale):
+  state, metrics, finite, before = in_float16(loss_scale, 2.0**40)
+  assert np.asarray(finite).all()
+  assert metrics["skipped_updates"] > 0
+  assert state.opt_state.scale == scale
+  kernels = [x["image"]["blocks"]["fc1"]["kernel"] for x in (state.params, before.params)]
+  np.testing.assert_array_equal(*kernels)
+
+
 def test_a_step_names_the_first_non_finite_tensor():
   step, state, mesh, names = compiled(1, 1, "switchback", "softmax")
   broken = jax.tree_util.tree_map_with_path(

@@ -81,6 +81,10 @@ class OptimizerConfig:
   weight_decay: float = 0.2  # of parameters with two or more dimensions
   decay_with: str = "clipped"  # StableAdamW: "clipped" (the paper) or "plain" rate (its code)
   clip_norm: float = 0.0  # global gradient norm; 0: off
+  # For model.dtype="float16". "fixed" skips tensors whose gradient is not finite (the paper 3.6);
+  # "dynamic" skips whole steps then, and adapts the scale
+  loss_scale: str = "none"
+  initial_loss_scale: float = 65_536.0  # a power of two rounds nothing
   # Factors on the learning rate by a parameter's path: "image/.*=0.1"; the first match applies
   learning_rate_scale: tuple[str, ...] = ()
 
@@ -200,10 +204,12 @@ LIMITS = (  # What the fields' values must be, in words and as a test that nan f
    "model.patch_dropout optimizer.b1 optimizer.b2"),
   ("0 or more, and finite", lambda x: 0 <= x < math.inf,
    "optimizer.learning_rate optimizer.weight_decay optimizer.clip_norm"),
-  ("more than 0, and finite", lambda x: 0 < x < math.inf, "optimizer.eps"),
+  ("more than 0, and finite", lambda x: 0 < x < math.inf,
+   "optimizer.eps optimizer.initial_loss_scale"),
   ("-1 (what the other leaves) or at least 1", lambda x: x == -1 or x >= 1, "mesh.data mesh.fsdp"),
-  ("'bfloat16' or 'float32'", lambda x: x in ("bfloat16", "float32"),
-   "model.dtype mesh.gradient_dtype"),
+  ("'bfloat16', 'float16' or 'float32'", lambda x: x in ("bfloat16", "float16", "float32"),
+   "model.dtype"),
+  ("'bfloat16' or 'float32'", lambda x: x in ("bfloat16", "float32"), "mesh.gradient_dtype"),
   ("the name of a feature", bool, "data.image_key"),
   ("at least one text, each with {} for the name of a class",
    lambda x: x and all("{}" in text for text in x), "data.templates"),

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import jax
 import optax
 
+from sbjax.loss_scale import dynamic_loss_scale, fixed_loss_scale
 from sbjax.stable_adamw import stable_adamw
 from train.config import OptimizerConfig
 from train.finetune import frozen, parse_rates, scale_by_path
@@ -30,6 +31,10 @@ def make_optimizer(
   """
   if config.name not in OPTIMIZERS:
     raise ValueError(f"optimizer.name={config.name!r} is none of {', '.join(OPTIMIZERS)}.")
+  if config.loss_scale not in LOSS_SCALES:
+    raise ValueError(
+      f"optimizer.loss_scale={config.loss_scale!r} is none of {', '.join(LOSS_SCALES)}."
+    )
   schedule = warmup_cosine(config.learning_rate, config.warmup_steps, steps)
   optimizer = OPTIMIZERS[config.name](config, schedule)
   if config.clip_norm:
@@ -40,7 +45,7 @@ def make_optimizer(
     still = functools.partial(frozen, freeze)
     trained = optax.masked(optimizer, lambda params: jax.tree.map(operator.not_, still(params)))
     optimizer = optax.chain(trained, optax.masked(optax.set_to_zero(), still))
-  return optimizer, schedule
+  return LOSS_SCALES[config.loss_scale](optimizer, config.initial_loss_scale), schedule
 
 
 def _stable_adamw(config: OptimizerConfig, schedule: optax.Schedule, clip_threshold: float = 1.0):
@@ -61,6 +66,13 @@ OPTIMIZERS = {  # Functions of a config and a schedule.
   "stable_adamw": _stable_adamw,
   # AdamW is StableAdamW that never clips; the paper plots its RMS.
   "adamw": functools.partial(_stable_adamw, clip_threshold=math.inf),
+}
+
+
+LOSS_SCALES = {  # Functions of an optimizer and a scale.
+  "none": lambda optimizer, scale: optimizer,
+  "fixed": lambda optimizer, scale: fixed_loss_scale(optimizer, scale, stacked=stacked),
+  "dynamic": dynamic_loss_scale,
 }
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
+from sbjax.loss_scale import loss_scale, skipped_updates
 from sbjax.models.transformer import quantize_weights
 from sbjax.stable_adamw import tensor_rms
 from train.finetune import stop_gradients
@@ -62,14 +63,15 @@ def make_train_step(
   def train_step(state: TrainState, batch):
     key = jax.random.fold_in(jax.random.key(seed), state.step)
     run = differentiate if mesh is None else _on_each_device(differentiate, state.params, mesh)
-    (value, (features, blocks, metrics)), gradients = run(state.params, batch, key)
+    scale = loss_scale(state.opt_state)
+    (_, (value, features, blocks, metrics)), gradients = run(state.params, batch, key, scale)
     with jax.named_scope("optimizer"):
       updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
       params = optax.apply_updates(state.params, updates)
     metrics = {
       "loss": value,
       **metrics,
-      "gradient_norm": optax.tree.norm(gradients),
+      "gradient_norm": optax.tree.norm(gradients) / (1 if scale is None else scale),
       "parameter_norm": optax.tree.norm(params),
       # RMS of the patch embedding: it rises 1 to 8 steps before the loss does (the paper's 3.4).
       **{
@@ -83,12 +85,15 @@ def make_train_step(
         for i in range(layers)
       },
     }
+    if scale is not None:
+      metrics |= {"loss_scale": scale, "skipped_updates": skipped_updates(opt_state)}
     checked = (
       *jax.tree.leaves(state.params),
       *(x for tower in task.layers for x in blocks[tower]),
       *features,
       value,
-      *jax.tree.leaves(gradients),
+      # With a loss scale they may be infinite: the optimizer skips them.
+      *jax.tree.leaves(gradients if scale is None else updates),
       metrics["parameter_norm"],
     )
     finite = jnp.stack([jnp.isfinite(x).all() for x in checked])
@@ -97,12 +102,15 @@ def make_train_step(
   return train_step
 
 
-def _differentiate(task, accumulate, mesh, gradient_dtype, freeze, params, batch, key):
+def _differentiate(task, accumulate, mesh, gradient_dtype, freeze, params, batch, key, scale):
   """The loss and its gradients, from one device's examples and its shards of the parameters.
 
+  Args:
+    scale: what multiplies the gradients, by way of the loss; None: nothing.
+
   Returns:
-    ((loss, (features, block outputs, metrics)), gradients): the features are of the device's
-    examples, the gradients of its shards, and all else of the global batch.
+    ((scaled loss, (loss, features, block outputs, metrics)), gradients): the features are of the
+    device's examples, the gradients of its shards, and all else of the global batch.
   """
   axes = () if mesh is None else BATCH_AXES
   count = len(jax.tree.leaves(batch)[0]) // accumulate
@@ -125,7 +133,8 @@ def _differentiate(task, accumulate, mesh, gradient_dtype, freeze, params, batch
     blocks = out["block_outputs"]
     if axes:
       blocks = jax.lax.pmean(jax.lax.stop_gradient(blocks), axes)
-    return value, (features, blocks, metrics)
+    scaled = value if scale is None else value * scale
+    return scaled, (value, features, blocks, metrics)
 
   return jax.value_and_grad(loss_of, has_aux=True)(params)
 
@@ -141,8 +150,8 @@ def _on_each_device(differentiate, params, mesh: Mesh):
   return jax.shard_map(
     differentiate,
     mesh=mesh,
-    in_specs=(shards, rows, everywhere),
-    out_specs=((everywhere, (rows, everywhere, everywhere)), shards),
+    in_specs=(shards, rows, everywhere, everywhere),
+    out_specs=((everywhere, (everywhere, rows, everywhere, everywhere)), shards),
     check_vma=False,  # `gather_parameters` and the loss sum over devices.
   )
 

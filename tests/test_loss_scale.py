@@ -1,0 +1,171 @@
+"""Loss scales divide gradients exactly, and skip just what is not finite."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from sbjax.loss_scale import dynamic_loss_scale, fixed_loss_scale, loss_scale, skipped_updates
+from sbjax.stable_adamw import stable_adamw
+
+SCALE = 65_536.0
+STACKED = {"a": 0, "blocks": 1, "s": 0}
+adamw = functools.partial(stable_adamw, 1e-2, b2=0.95, weight_decay=0.1, stacked=STACKED)
+
+
+def draw(seed=0):
+  rng = np.random.default_rng(seed)
+  shapes = {"a": (3, 4), "blocks": (2, 3, 4), "s": ()}
+  return {k: jnp.asarray(rng.normal(size=s).astype(np.float32)) for k, s in shapes.items()}
+
+
+def scaled(tree):
+  return jax.tree.map(lambda x: x * SCALE, tree)
+
+
+def run(optimizer, params, *gradients):
+  """The parameters after updates, and the last state."""
+  state, update = optimizer.init(params), jax.jit(optimizer.update)
+  for g in gradients:
+    updates, state = update(g, state, params)
+    params = optax.apply_updates(params, updates)
+  return params, state
+
+
+def assert_equal(a, b):
+  jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def assert_near(a, b):
+  """Equal but for XLA's choice of fused multiply-adds."""
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), a, b)
+
+
+@pytest.mark.parametrize("scale", [fixed_loss_scale, dynamic_loss_scale])
+def test_finite_gradients_give_the_inner_optimizer_s_updates(scale):
+  options = {"stacked": STACKED} if scale is fixed_loss_scale else {}
+  gradients = [draw(seed) for seed in (1, 2, 3)]
+  expected, inner = run(adamw(), draw(), *gradients)
+  actual, state = run(scale(adamw(), **options), draw(), *map(scaled, gradients))
+  assert_equal(actual, expected)
+  assert_equal(state.inner_state, inner)
+  assert (loss_scale(state), skipped_updates(state), state.finite_steps) == (SCALE, 0, 3)
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_the_fixed_scale_skips_a_tensor_alone(value):
+  """Also one of a stack of layers. Others are updated as if its gradient were 0."""
+  first, second = draw(1), draw(2)
+  bad = second | {"a": second["a"].at[1, 1].set(value), "blocks": second["blocks"].at[0].set(value)}
+  zeroed = second | {"a": 0 * second["a"], "blocks": second["blocks"].at[0].set(0)}
+  clipped = optax.chain(optax.clip_by_global_norm(1.0), adamw())
+  before, old = run(clipped, draw(), first)
+  after, new = run(clipped, draw(), first, zeroed)
+  actual, state = run(
+    fixed_loss_scale(clipped, stacked=STACKED), draw(), *map(scaled, (first, bad))
+  )
+
+  def expected(new, old):
+    return {"a": old["a"], "blocks": jnp.stack([old["blocks"][0], new["blocks"][1]]), "s": new["s"]}
+
+  assert_near(actual, expected(after, before))
+  adam, inner, earlier = state.inner_state[1][0], new[1][0], old[1][0]
+  for name in ("mu", "nu", "rms"):
+    assert_near(getattr(adam, name), expected(getattr(inner, name), getattr(earlier, name)))
+  assert adam.count == 2
+  assert (skipped_updates(state), state.finite_steps) == (2, 0)
+
+
+@pytest.mark.parametrize("params", [jnp.ones(3), {"x": jnp.ones(())}])
+def test_parameters_may_be_one_array(params):
+  optimizer = fixed_loss_scale(optax.adam(0.1), 1.0)
+  gradients = jax.tree.map(jnp.ones_like, params)
+  infinite = jax.tree.map(lambda x: x * jnp.inf, gradients)
+  actual, state = run(optimizer, params, gradients, infinite)
+  expected, old = run(optax.adam(0.1), params, gradients)
+  assert_equal(actual, expected)
+  assert_equal(state.inner_state[0].mu, old[0].mu)
+
+
+def test_masked_parameters_stay_masked():
+  mask = {"a": True, "blocks": False, "s": True}
+  optimizer = fixed_loss_scale(optax.masked(optax.adam(0.1), mask), 1.0)
+  bad = {"a": jnp.full((3, 4), jnp.inf), "blocks": jnp.zeros((2, 3, 4)), "s": jnp.float32(1)}
+  after, state = run(optimizer, draw(), bad)
+  assert_equal((after["a"], after["blocks"]), (draw()["a"], draw()["blocks"]))
+  assert after["s"] != draw()["s"]
+  assert_equal(state.inner_state.inner_state[0].mu["a"], jnp.zeros((3, 4)))
+
+
+def test_the_dynamic_scale_skips_a_step_and_adapts():
+  optimizer = dynamic_loss_scale(adamw(), 8.0, factor=4.0, interval=2)
+  gradients, params = draw(1), draw()
+  bad = gradients | {"s": jnp.float32(jnp.nan)}
+  state, seen = optimizer.init(params), []
+  for g in (gradients, bad, gradients, gradients, gradients, bad, bad):
+    updates, new = optimizer.update(g, state, params)
+    if g is bad:
+      assert_equal(new.inner_state, state.inner_state)
+      assert not any(np.any(u) for u in jax.tree.leaves(updates))
+    state = new
+    seen.append((float(loss_scale(state)), int(skipped_updates(state))))
+  assert seen == [(8, 0), (2, 1), (2, 1), (8, 1), (8, 1), (2, 2), (1, 3)]
+
+
+def test_the_dynamic_scale_stays_finite():
+  optimizer = dynamic_loss_scale(optax.sgd(0.1), 2.0**126, interval=1)
+  _, state = run(optimizer, jnp.ones(2), jnp.ones(2))
+  assert loss_scale(state) == 2.0**126
+
+
+def test_gradients_below_float16_s_least_number_survive():
+  """The loss of a product in float16; its gradient is about 1e-9, and the least number is 6e-8."""
+
+  def gradient(scale):
+    def loss(w):
+      y = (jnp.ones((4, 8), jnp.float16) @ w.astype(jnp.float16)).astype(jnp.float32)
+      return jnp.sum(y) * 1e-9 * scale
+
+    return jax.grad(loss)(jnp.ones((8, 8), jnp.float32))
+
+  optimizer = fixed_loss_scale(optax.sgd(1.0))
+  updates, _ = optimizer.update(gradient(SCALE), optimizer.init(jnp.ones((8, 8))))
+  assert not np.any(gradient(1.0))
+  np.testing.assert_allclose(updates, -4e-9, rtol=2**-10)
+
+
+def test_gradients_of_16_bits_are_divided_in_float32():
+  optimizer = fixed_loss_scale(optax.sgd(1.0))
+  gradients = jnp.ones(3, jnp.float16)
+  updates, _ = optimizer.update(gradients, optimizer.init(gradients))
+  np.testing.assert_array_equal(updates, -1 / SCALE)
+
+
+def test_states_without_a_scale_or_with_two():
+  assert loss_scale(adamw().init(draw())) is None
+  assert skipped_updates(optax.adam(1).init(draw())) is None
+  outer = optax.chain(fixed_loss_scale(adamw()), optax.scale(1.0))
+  assert loss_scale(outer.init(draw())) == SCALE
+  twice = optax.chain(fixed_loss_scale(optax.sgd(1)), dynamic_loss_scale(optax.sgd(1)))
+  with pytest.raises(ValueError, match="2 optimizers scale the loss; only one"):
+    loss_scale(twice.init(draw()))
+
+
+@pytest.mark.parametrize(
+  ("make", "message"),
+  [
+    (lambda: fixed_loss_scale(optax.sgd(1), 0), "scale=0 must be a finite number above 0"),
+    (lambda: fixed_loss_scale(optax.sgd(1), np.nan), "scale=nan must be a finite number above 0"),
+    (lambda: dynamic_loss_scale(optax.sgd(1), np.inf), "initial=inf must be"),
+    (lambda: dynamic_loss_scale(optax.sgd(1), factor=1.0), "factor=1.0 must be .* above 1"),
+    (lambda: dynamic_loss_scale(optax.sgd(1), interval=0), "interval=0 must be .* above 0"),
+    (lambda: fixed_loss_scale(optax.sgd(1), "auto"), re.escape("scale='auto' must be")),
+  ],
+)
+def test_wrong_values_are_named(make, message):
+  with pytest.raises(ValueError, match=message):
+    make()
