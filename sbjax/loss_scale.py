@@ -55,7 +55,7 @@ def fixed_loss_scale(
   >>> optimizer, params = fixed_loss_scale(optax.adam(0.1)), {"a": jnp.ones(2), "b": jnp.ones(2)}
   >>> gradients = {"a": jnp.array([1.0, jnp.inf]), "b": jnp.array([1.0, 2.0])}
   >>> updates, state = optimizer.update(gradients, optimizer.init(params), params)
-  >>> updates["a"], skipped_updates(state)
+  >>> updates["a"], state.skipped
   (Array([0., 0.], dtype=float32), Array(1, dtype=int32))
   """
   _check("scale", scale, 0)
@@ -87,6 +87,11 @@ def dynamic_loss_scale(
 
   A skipped step leaves the inner state as it was, and divides the scale by `factor`, at least to 1.
   After `interval` steps without a skip the scale is multiplied by `factor`, up to 2^126.
+
+  >>> optimizer = dynamic_loss_scale(optax.adam(0.1))
+  >>> state = optimizer.init(jnp.ones(2))
+  >>> optimizer.update(jnp.array([jnp.inf, 1.0]), state)[1].scale
+  Array(32768., dtype=float32)
 
   Raises:
     ValueError: an initial scale that is not positive and finite, a factor of 1 or less, or an

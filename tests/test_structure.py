@@ -24,6 +24,7 @@ ORDER = [
   ["sbjax.products"],
   ["sbjax.layers", "sbjax.quantize_model", "sbjax.quantized_einsum"],
   ["sbjax.stable_adamw"],
+  ["sbjax.loss_scale"],
   ["sbjax.models"],
   ["sbjax"],
   ["train"],
@@ -48,6 +49,8 @@ PUBLIC = [
   "SwitchBackLinear",
   "scale_by_stable_adam",
   "stable_adamw",
+  "fixed_loss_scale",
+  "dynamic_loss_scale",
 ]
 
 
