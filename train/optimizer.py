@@ -15,6 +15,13 @@ import jax
 import optax
 
 from sbjax.stable_adamw import stable_adamw
+from sbjax.state_formats import (
+  BFLOAT16,
+  E4M3_EXPANDED,
+  E4M3_SCALED,
+  FLOAT16_SCALED,
+  compress_state,
+)
 from train.config import OptimizerConfig
 from train.finetune import frozen, parse_rates, scale_by_path
 
@@ -31,7 +38,11 @@ def make_optimizer(
   if config.name not in OPTIMIZERS:
     raise ValueError(f"optimizer.name={config.name!r} is none of {', '.join(OPTIMIZERS)}.")
   schedule = warmup_cosine(config.learning_rate, config.warmup_steps, steps)
+  if config.states not in STATES:
+    raise ValueError(f"optimizer.states={config.states!r} is none of {', '.join(STATES)}.")
   optimizer = OPTIMIZERS[config.name](config, schedule)
+  if formats := STATES[config.states]:
+    optimizer = compress_state(optimizer, stacked=stacked, **formats)
   if config.clip_norm:
     optimizer = optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
   if rates := parse_rates(config.learning_rate_scale):
@@ -61,6 +72,13 @@ OPTIMIZERS = {  # Functions of a config and a schedule.
   "stable_adamw": _stable_adamw,
   # AdamW is StableAdamW that never clips; the paper plots its RMS.
   "adamw": functools.partial(_stable_adamw, clip_threshold=math.inf),
+}
+
+STATES = {  # How the moments are kept; COAT's and FP8-LM's choices are in sbjax/state_formats.py.
+  "float32": {},
+  "bfloat16": {"mu": BFLOAT16, "nu": BFLOAT16},
+  "coat": {"mu": E4M3_EXPANDED, "nu": E4M3_EXPANDED},
+  "fp8_lm": {"mu": E4M3_SCALED, "nu": FLOAT16_SCALED},
 }
 
 

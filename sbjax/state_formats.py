@@ -1,0 +1,326 @@
+"""Optimizer states in 8 or 16 bits: a `Format` says how the optimizer keeps a moment.
+
+Adam keeps two moments of 4 bytes a parameter. They are read and written once a step, so they may
+be stored in fewer bits: decode, update in float32, encode. `compress_state` does that around any
+optax transformation. The update uses the new moments before they are rounded, as in COAT and
+FP8-LM.
+
+  format          bytes   a number is stored as
+  FLOAT32         4       itself
+  BFLOAT16        2       bfloat16
+  BFLOAT16_PAIR   4       the sum of two bfloat16: 16 bits of its significand
+  E4M3_EXPANDED   1.0625  e4m3, after a power that stretches its group of 128 over e4m3's range
+  E4M3_SCALED     1       e4m3, times a power of two that its tensor shares
+  FLOAT16_SCALED  2       float16, times a power of two that its tensor shares
+
+E4M3_EXPANDED is COAT's (Xi et al. 2024, https://arxiv.org/abs/2410.19313) with two numbers a group
+instead of three. FP8-LM (Peng et al. 2023, https://arxiv.org/abs/2310.18313) has E4M3_SCALED for the
+first moment and FLOAT16_SCALED for the second.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from sbjax.formats import E4M3, max_value
+
+_GROUP = 128  # The most numbers of E4M3_EXPANDED that share two float32.
+# Binades from 448 to the least magnitude that an expanded group has: 2 * 2^-9 is left, at 2/448.
+_SPAN = math.log2(448**2 / 2)
+_CHUNK_BYTES = 2**26  # As float32. XLA writes new moments to memory before they are encoded.
+
+
+class Coded(NamedTuple):
+  """An array in a Format."""
+
+  values: jax.Array  # of the array's shape
+  details: tuple[jax.Array, ...]  # with as many axes as the array
+
+
+class Format(NamedTuple):
+  """How an array is stored: `decode(encode(x, axes))` is close to x, a float32 array.
+
+  axes: how many leading axes of x number tensors of their own.
+  """
+
+  encode: Callable[[jax.Array, int], Coded]
+  decode: Callable[[Coded], jax.Array]
+
+
+def compress_state(
+  optimizer: optax.GradientTransformation,
+  *,
+  min_size: int = 4096,
+  stacked: Any | Callable[[optax.Params], Any] | None = None,
+  **formats: Format,
+) -> optax.GradientTransformationExtraArgs:
+  """An optimizer that keeps the named fields of its state in other formats.
+
+  A field is one of a NamedTuple anywhere in the state, such as `mu` and `nu` of `stable_adamw`,
+  `optax.adamw` and `optax.contrib.muon`. Each must hold a tree like the parameters.
+
+  A NaN or an infinity stays visible: it decodes to NaN, and with it all of its group
+  (E4M3_EXPANDED) or tensor (the scaled formats). BFLOAT16 keeps both as they are.
+
+  Args:
+    optimizer: any optax transformation.
+    min_size: tensors with fewer elements stay as they are: norms, biases, logit scales.
+    stacked: how many leading axes of a leaf number tensors of their own; see `stable_adamw`. A
+      large stack is updated a few layers at a time, which saves memory. So the optimizer must treat
+      the layers apart: clip by the global norm before it, not in it.
+    **formats: a Format for each name of a field.
+
+  Raises:
+    ValueError: something that is no Format; in `init`, a field that the state does not have.
+
+  >>> optimizer = compress_state(optax.adamw(1e-3), mu=E4M3_EXPANDED, nu=E4M3_EXPANDED)
+  >>> state = optimizer.init({"w": jnp.ones((64, 128))})
+  >>> sum(x.nbytes for x in jax.tree.leaves(state)) / (64 * 128)  # With the count's 4 bytes.
+  2.12548828125
+  """
+  for name, one in formats.items():
+    if not isinstance(one, Format):
+      raise ValueError(f"{name}={one!r} is no Format: take one of {', '.join(FORMATS)}.")
+  optimizer = optax.with_extra_args_support(optimizer)
+  decode = functools.partial(_in_fields, formats, _decode)
+  encode = functools.partial(_in_fields, formats, functools.partial(_encode, stacked, min_size))
+
+  def init(params):
+    state = optimizer.init(params)
+    names = _field_names(state)
+    for name in formats:
+      if name not in names:
+        raise ValueError(f"No state of the optimizer has a field {name!r}: {', '.join(names)}.")
+    return encode(state)
+
+  def update(updates, state, params=None, **extra):
+    updates, state = optimizer.update(updates, decode(state), params, **extra)
+    return updates, encode(state)
+
+  coded = optax.GradientTransformationExtraArgs(init, update)
+  return coded if stacked is None else _in_chunks(coded, stacked)
+
+
+def _in_fields(formats: dict[str, Format], function: Callable, state):
+  """A state with `function(format, field)` for each of its fields that has a format."""
+
+  def has_fields(node):
+    return not formats.keys().isdisjoint(getattr(node, "_fields", ()))
+
+  def change(node):
+    if not has_fields(node):
+      return node
+    names = formats.keys() & set(node._fields)
+    return node._replace(**{name: function(formats[name], getattr(node, name)) for name in names})
+
+  return jax.tree.map(change, state, is_leaf=has_fields)
+
+
+def _field_names(state) -> list[str]:
+  """The fields of all NamedTuples in a state."""
+  names = {}
+
+  def visit(node):
+    names.update(dict.fromkeys(getattr(node, "_fields", ())))
+    return False
+
+  jax.tree.leaves(state, is_leaf=visit)
+  return list(names)
+
+
+def _is_coded(x) -> bool:
+  return isinstance(x, Coded)
+
+
+def _decode(form: Format, tree):
+  return jax.tree.map(lambda x: form.decode(x) if _is_coded(x) else x, tree, is_leaf=_is_coded)
+
+
+def _encode(stacked, min_size: int, form: Format, tree):
+  def encode(axes, x):
+    count = math.prod(x.shape[axes:])
+    if form == FLOAT32 or count < max(min_size, 1) or not jnp.issubdtype(x.dtype, jnp.floating):
+      return x
+    coded = functools.partial(form.encode, axes=axes)
+    sizes = (
+      math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(jax.eval_shape(coded, x))
+    )
+    return coded(x.astype(jnp.float32)) if sum(sizes) <= x.nbytes else x
+
+  return _map_with_axes(encode, stacked, tree)
+
+
+def _map_with_axes(function: Callable, stacked, tree):
+  """A tree of `function(axes, leaf)`, with the number of leading axes that `stacked` says."""
+  axes = stacked(tree) if callable(stacked) else 0 if stacked is None else stacked
+  return jax.tree.map(
+    lambda n, part: jax.tree.map(functools.partial(function, n), part), axes, tree
+  )
+
+
+def _in_chunks(optimizer: optax.GradientTransformationExtraArgs, stacked):
+  """The optimizer, but large stacks of layers are updated in a loop, a few layers at a time.
+
+  XLA for GPUs (jax 0.10 and 0.11) writes the new moments of an 8-bit state to memory: 8 bytes a
+  parameter of a leaf, 5 GB for an MLP kernel of ViT-bigG. In a loop it is those of a chunk.
+  """
+
+  def update(updates, state, params=None, **extra):
+    chunks = _chunks(updates, stacked)
+    if not chunks:
+      return optimizer.update(updates, state, params, **extra)
+    held, made, changed = _leaves(state), {}, {}
+    others = _leaves(updates).keys() - chunks.keys()
+    parts = [(others, None), *(({path}, layers) for path, layers in chunks.items())]
+    for paths, layers in parts:
+      mine, theirs = _only(paths, updates), _only(paths, params)
+      like = jax.eval_shape(optimizer.init, mine if params is None else theirs)
+      old = jax.tree_util.tree_map_with_path(lambda path, _: held[path], like)
+      run = optimizer.update if layers is None else functools.partial(_loop, optimizer, layers)
+      mine, new = run(mine, old, theirs, **extra)
+      made, changed = made | _leaves(mine), changed | _leaves(new)
+    return _with_leaves(updates, made), _with_leaves(state, changed)
+
+  return optax.GradientTransformationExtraArgs(optimizer.init, update)
+
+
+def _loop(optimizer, layers: int, updates, state, params, **extra):
+  """An update of stacks of layers, `layers` at a time; the stacks are overwritten in place."""
+  stack = jax.tree.leaves(updates)[0]
+
+  def slices(tree, start):
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, layers), tree)
+
+  piece = jax.eval_shape(lambda tree: optimizer.init(slices(tree, 0)), updates)
+  is_stack = jax.tree.map(lambda x, part: x.shape != part.shape, state, piece)
+
+  def body(i, carry):
+    updates, new = carry
+    start = i * layers
+
+    def put(stack, part):
+      return jax.lax.dynamic_update_slice_in_dim(stack, part, start, 0)
+
+    # What no layer has of its own, such as a count, is the old for every chunk.
+    now = jax.tree.map(lambda s, x, old: slices(x, start) if s else old, is_stack, new, state)
+    part, now = optimizer.update(slices(updates, start), now, slices(params, start), **extra)
+    new = jax.tree.map(lambda s, x, y: put(x, y) if s else y, is_stack, new, now)
+    return jax.tree.map(put, updates, part), new
+
+  return jax.lax.fori_loop(0, len(stack) // layers, body, (updates, state))
+
+
+def _chunks(updates, stacked) -> dict[tuple, int]:
+  """{path: how many layers to update at a time} of the stacks above _CHUNK_BYTES."""
+
+  def layers(axes, x):
+    if not axes or x.dtype != jnp.float32 or x.nbytes <= _CHUNK_BYTES:
+      return 0
+    most = max(1, _CHUNK_BYTES * len(x) // x.nbytes)
+    return _divisor(len(x), most) % len(x)
+
+  found = _leaves(_map_with_axes(layers, stacked, updates))
+  return {path: count for path, count in found.items() if count}
+
+
+def _leaves(tree) -> dict[tuple, Any]:
+  return dict(jax.tree_util.tree_leaves_with_path(tree))
+
+
+def _with_leaves(tree, leaves: dict[tuple, Any]):
+  return jax.tree_util.tree_map_with_path(lambda path, _: leaves[path], tree)
+
+
+def _only(paths, tree):
+  return jax.tree_util.tree_map_with_path(lambda path, x: x if path in paths else None, tree)
+
+
+def _divisor(n: int, most: int) -> int:
+  """The largest divisor of n up to `most`."""
+  return next(d for d in range(min(n, most), 0, -1) if n % d == 0)
+
+
+def _groups(x) -> jax.Array:
+  """x [..., n] as [..., n / g, g], g the largest divisor of n up to 128."""
+  n = x.shape[-1] if x.ndim else 1
+  group = _divisor(n, _GROUP)
+  return x.reshape(*x.shape[:-1], n // group, group)
+
+
+def _power(x, exponent) -> jax.Array:
+  """x ** exponent for x >= 0 and exponent > 0."""
+  return jnp.exp(jnp.log(x) * exponent)
+
+
+def _expand(x, axes: int = 0) -> Coded:
+  """e4m3 of `448 (|x| / top)^exponent`, with the sign of x: COAT's expansion.
+
+  The exponent takes the group's least nonzero magnitude to 2/448 or a little more, so nothing but
+  zero becomes zero. It is a multiple of 1/16.
+  """
+  del axes  # A group never has numbers of two tensors.
+  groups = _groups(x)
+  size = jnp.abs(groups)
+  top = jnp.max(size, -1, keepdims=True)
+  top = jnp.where(jnp.isfinite(top), top, jnp.nan)
+  low = jnp.min(jnp.where(size > 0, size, jnp.inf), -1, keepdims=True)
+  exponent = jnp.floor(16 * _SPAN / (jnp.log2(top) - jnp.log2(low))) / 16
+  exponent = jnp.where(top > 0, jnp.clip(exponent, 1 / 16, 64.0), 1.0)
+  expanded = max_value(E4M3) * _power(size / jnp.where(top == 0, 1.0, top), exponent)
+  expanded = jnp.where(size == 0, top - top, jnp.maximum(expanded, 2.0**-9))  # NaN where top is.
+  values = (jnp.sign(groups) * expanded).astype(E4M3).reshape(x.shape)
+  return Coded(values, (top[..., 0], exponent[..., 0]))
+
+
+def _contract(coded: Coded) -> jax.Array:
+  top, exponent = coded.details
+  groups = _groups(coded.values.astype(jnp.float32))
+  size = top[..., None] * _power(jnp.abs(groups) / max_value(E4M3), 1 / exponent[..., None])
+  return (jnp.sign(groups) * size).reshape(coded.values.shape)
+
+
+def _scaled(dtype, limit: float, least: float) -> Format:
+  """x times the largest power of two that keeps a tensor within `limit`.
+
+  least: the magnitude that smaller ones but zero are rounded to.
+  """
+
+  def encode(x, axes=0):
+    absmax = jnp.max(jnp.abs(x), range(axes, x.ndim), keepdims=True)
+    power = jnp.floor(jnp.log2(limit / jnp.where(absmax == 0, limit, absmax)))
+    power = jnp.clip(power, -126, 126).astype(jnp.int32)
+    size = jnp.minimum(jnp.abs(x) * jnp.ldexp(jnp.float32(1), power), limit)
+    size = jnp.where(x == 0, 0.0, jnp.maximum(size, least))
+    scale = jnp.where(jnp.isfinite(absmax), jnp.ldexp(jnp.float32(1), -power), jnp.nan)
+    return Coded((jnp.sign(x) * size).astype(dtype), (scale,))
+
+  return Format(encode, lambda coded: coded.values.astype(jnp.float32) * coded.details[0])
+
+
+def _pair(x, axes=0) -> Coded:
+  del axes
+  high = jax.lax.reduce_precision(x, 8, 7)  # XLA may drop the rounding of two casts.
+  return Coded(high.astype(jnp.bfloat16), ((x - high).astype(jnp.bfloat16),))
+
+
+def _sum_of_pair(coded: Coded) -> jax.Array:
+  return coded.values.astype(jnp.float32) + coded.details[0].astype(jnp.float32)
+
+
+FLOAT32 = Format(lambda x, axes=0: Coded(x, ()), lambda coded: coded.values)
+BFLOAT16 = Format(
+  lambda x, axes=0: Coded(x.astype(jnp.bfloat16), ()),
+  lambda coded: coded.values.astype(jnp.float32),
+)
+BFLOAT16_PAIR = Format(_pair, _sum_of_pair)
+E4M3_EXPANDED = Format(_expand, _contract)
+E4M3_SCALED = _scaled(E4M3, max_value(E4M3), least=0.0)
+FLOAT16_SCALED = _scaled(jnp.float16, 65504.0, least=2.0**-24)
+FORMATS = (
+  "FLOAT32", "BFLOAT16", "BFLOAT16_PAIR", "E4M3_EXPANDED", "E4M3_SCALED", "FLOAT16_SCALED"
+)  # fmt: skip
