@@ -14,8 +14,9 @@ FP8-LM.
   FLOAT16_SCALED  2       float16, times a power of two that its tensor shares
 
 E4M3_EXPANDED is COAT's (Xi et al. 2024, https://arxiv.org/abs/2410.19313) with two numbers a group
-instead of three. FP8-LM (Peng et al. 2023, https://arxiv.org/abs/2310.18313) has E4M3_SCALED for the
-first moment and FLOAT16_SCALED for the second.
+instead of three, in groups along the last axis. FP8-LM (Peng et al. 2023,
+https://arxiv.org/abs/2310.18313) has E4M3_SCALED for the first moment and FLOAT16_SCALED for the
+second.
 """
 
 import functools
@@ -28,11 +29,11 @@ import jax.numpy as jnp
 import optax
 
 from sbjax.formats import E4M3, max_value
+from sbjax.update_in_chunks import largest_divisor, map_with_axes, update_in_chunks
 
 _GROUP = 128  # The most numbers of E4M3_EXPANDED that share two float32.
 # Binades from 448 to the least magnitude that an expanded group has: 2 * 2^-9 is left, at 2/448.
 _SPAN = math.log2(448**2 / 2)
-_CHUNK_BYTES = 2**26  # As float32. XLA writes new moments to memory before they are encoded.
 
 
 class Coded(NamedTuple):
@@ -103,7 +104,7 @@ def compress_state(
     return updates, encode(state)
 
   coded = optax.GradientTransformationExtraArgs(init, update)
-  return coded if stacked is None else _in_chunks(coded, stacked)
+  return coded if stacked is None else update_in_chunks(coded, stacked)
 
 
 def _in_fields(formats: dict[str, Format], function: Callable, state):
@@ -143,112 +144,19 @@ def _decode(form: Format, tree):
 
 def _encode(stacked, min_size: int, form: Format, tree):
   def encode(axes, x):
-    count = math.prod(x.shape[axes:])
-    if form == FLOAT32 or count < max(min_size, 1) or not jnp.issubdtype(x.dtype, jnp.floating):
+    size = math.prod(x.shape[axes:])
+    if form == FLOAT32 or size < max(min_size, 1) or not jnp.issubdtype(x.dtype, jnp.floating):
       return x
-    coded = functools.partial(form.encode, axes=axes)
-    sizes = (
-      math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(jax.eval_shape(coded, x))
-    )
-    return coded(x.astype(jnp.float32)) if sum(sizes) <= x.nbytes else x
+    coded = form.encode(x.astype(jnp.float32), axes)
+    return coded if sum(part.nbytes for part in jax.tree.leaves(coded)) <= x.nbytes else x
 
-  return _map_with_axes(encode, stacked, tree)
-
-
-def _map_with_axes(function: Callable, stacked, tree):
-  """A tree of `function(axes, leaf)`, with the number of leading axes that `stacked` says."""
-  axes = stacked(tree) if callable(stacked) else 0 if stacked is None else stacked
-  return jax.tree.map(
-    lambda n, part: jax.tree.map(functools.partial(function, n), part), axes, tree
-  )
-
-
-def _in_chunks(optimizer: optax.GradientTransformationExtraArgs, stacked):
-  """The optimizer, but large stacks of layers are updated in a loop, a few layers at a time.
-
-  XLA for GPUs (jax 0.10 and 0.11) writes the new moments of an 8-bit state to memory: 8 bytes a
-  parameter of a leaf, 5 GB for an MLP kernel of ViT-bigG. In a loop it is those of a chunk.
-  """
-
-  def update(updates, state, params=None, **extra):
-    chunks = _chunks(updates, stacked)
-    if not chunks:
-      return optimizer.update(updates, state, params, **extra)
-    held, made, changed = _leaves(state), {}, {}
-    others = _leaves(updates).keys() - chunks.keys()
-    parts = [(others, None), *(({path}, layers) for path, layers in chunks.items())]
-    for paths, layers in parts:
-      mine, theirs = _only(paths, updates), _only(paths, params)
-      like = jax.eval_shape(optimizer.init, mine if params is None else theirs)
-      old = jax.tree_util.tree_map_with_path(lambda path, _: held[path], like)
-      run = optimizer.update if layers is None else functools.partial(_loop, optimizer, layers)
-      mine, new = run(mine, old, theirs, **extra)
-      made, changed = made | _leaves(mine), changed | _leaves(new)
-    return _with_leaves(updates, made), _with_leaves(state, changed)
-
-  return optax.GradientTransformationExtraArgs(optimizer.init, update)
-
-
-def _loop(optimizer, layers: int, updates, state, params, **extra):
-  """An update of stacks of layers, `layers` at a time; the stacks are overwritten in place."""
-  stack = jax.tree.leaves(updates)[0]
-
-  def slices(tree, start):
-    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, layers), tree)
-
-  piece = jax.eval_shape(lambda tree: optimizer.init(slices(tree, 0)), updates)
-  is_stack = jax.tree.map(lambda x, part: x.shape != part.shape, state, piece)
-
-  def body(i, carry):
-    updates, new = carry
-    start = i * layers
-
-    def put(stack, part):
-      return jax.lax.dynamic_update_slice_in_dim(stack, part, start, 0)
-
-    # What no layer has of its own, such as a count, is the old for every chunk.
-    now = jax.tree.map(lambda s, x, old: slices(x, start) if s else old, is_stack, new, state)
-    part, now = optimizer.update(slices(updates, start), now, slices(params, start), **extra)
-    new = jax.tree.map(lambda s, x, y: put(x, y) if s else y, is_stack, new, now)
-    return jax.tree.map(put, updates, part), new
-
-  return jax.lax.fori_loop(0, len(stack) // layers, body, (updates, state))
-
-
-def _chunks(updates, stacked) -> dict[tuple, int]:
-  """{path: how many layers to update at a time} of the stacks above _CHUNK_BYTES."""
-
-  def layers(axes, x):
-    if not axes or x.dtype != jnp.float32 or x.nbytes <= _CHUNK_BYTES:
-      return 0
-    most = max(1, _CHUNK_BYTES * len(x) // x.nbytes)
-    return _divisor(len(x), most) % len(x)
-
-  found = _leaves(_map_with_axes(layers, stacked, updates))
-  return {path: count for path, count in found.items() if count}
-
-
-def _leaves(tree) -> dict[tuple, Any]:
-  return dict(jax.tree_util.tree_leaves_with_path(tree))
-
-
-def _with_leaves(tree, leaves: dict[tuple, Any]):
-  return jax.tree_util.tree_map_with_path(lambda path, _: leaves[path], tree)
-
-
-def _only(paths, tree):
-  return jax.tree_util.tree_map_with_path(lambda path, x: x if path in paths else None, tree)
-
-
-def _divisor(n: int, most: int) -> int:
-  """The largest divisor of n up to `most`."""
-  return next(d for d in range(min(n, most), 0, -1) if n % d == 0)
+  return map_with_axes(encode, stacked, tree)
 
 
 def _groups(x) -> jax.Array:
   """x [..., n] as [..., n / g, g], g the largest divisor of n up to 128."""
   n = x.shape[-1] if x.ndim else 1
-  group = _divisor(n, _GROUP)
+  group = largest_divisor(n, _GROUP)
   return x.reshape(*x.shape[:-1], n // group, group)
 
 
@@ -257,7 +165,7 @@ def _power(x, exponent) -> jax.Array:
   return jnp.exp(jnp.log(x) * exponent)
 
 
-def _expand(x, axes: int = 0) -> Coded:
+def _expand(x, axes: int) -> Coded:
   """e4m3 of `448 (|x| / top)^exponent`, with the sign of x: COAT's expansion.
 
   The exponent takes the group's least nonzero magnitude to 2/448 or a little more, so nothing but
@@ -290,7 +198,7 @@ def _scaled(dtype, limit: float, least: float) -> Format:
   least: the magnitude that smaller ones but zero are rounded to.
   """
 
-  def encode(x, axes=0):
+  def encode(x, axes: int):
     absmax = jnp.max(jnp.abs(x), range(axes, x.ndim), keepdims=True)
     power = jnp.floor(jnp.log2(limit / jnp.where(absmax == 0, limit, absmax)))
     power = jnp.clip(power, -126, 126).astype(jnp.int32)
@@ -302,7 +210,7 @@ def _scaled(dtype, limit: float, least: float) -> Format:
   return Format(encode, lambda coded: coded.values.astype(jnp.float32) * coded.details[0])
 
 
-def _pair(x, axes=0) -> Coded:
+def _pair(x, axes: int) -> Coded:
   del axes
   high = jax.lax.reduce_precision(x, 8, 7)  # XLA may drop the rounding of two casts.
   return Coded(high.astype(jnp.bfloat16), ((x - high).astype(jnp.bfloat16),))
@@ -312,15 +220,15 @@ def _sum_of_pair(coded: Coded) -> jax.Array:
   return coded.values.astype(jnp.float32) + coded.details[0].astype(jnp.float32)
 
 
-FLOAT32 = Format(lambda x, axes=0: Coded(x, ()), lambda coded: coded.values)
-BFLOAT16 = Format(
-  lambda x, axes=0: Coded(x.astype(jnp.bfloat16), ()),
-  lambda coded: coded.values.astype(jnp.float32),
-)
-BFLOAT16_PAIR = Format(_pair, _sum_of_pair)
-E4M3_EXPANDED = Format(_expand, _contract)
-E4M3_SCALED = _scaled(E4M3, max_value(E4M3), least=0.0)
-FLOAT16_SCALED = _scaled(jnp.float16, 65504.0, least=2.0**-24)
-FORMATS = (
-  "FLOAT32", "BFLOAT16", "BFLOAT16_PAIR", "E4M3_EXPANDED", "E4M3_SCALED", "FLOAT16_SCALED"
-)  # fmt: skip
+FORMATS = {
+  "FLOAT32": Format(lambda x, axes: Coded(x, ()), lambda coded: coded.values),
+  "BFLOAT16": Format(
+    lambda x, axes: Coded(x.astype(jnp.bfloat16), ()),
+    lambda coded: coded.values.astype(jnp.float32),
+  ),
+  "BFLOAT16_PAIR": Format(_pair, _sum_of_pair),
+  "E4M3_EXPANDED": Format(_expand, _contract),
+  "E4M3_SCALED": _scaled(E4M3, max_value(E4M3), least=0.0),
+  "FLOAT16_SCALED": _scaled(jnp.float16, 65504.0, least=2.0**-24),
+}
+FLOAT32, BFLOAT16, BFLOAT16_PAIR, E4M3_EXPANDED, E4M3_SCALED, FLOAT16_SCALED = FORMATS.values()
