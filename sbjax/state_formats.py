@@ -79,6 +79,7 @@ def compress_state(
   Raises:
     ValueError: something that is no Format; in `init`, a field that the state does not have.
 
+  >>> from sbjax.state_formats import E4M3_EXPANDED
   >>> optimizer = compress_state(optax.adamw(1e-3), mu=E4M3_EXPANDED, nu=E4M3_EXPANDED)
   >>> state = optimizer.init({"w": jnp.ones((64, 128))})
   >>> sum(x.nbytes for x in jax.tree.leaves(state)) / (64 * 128)  # With the count's 4 bytes.
@@ -160,6 +161,11 @@ def _groups(x) -> jax.Array:
   return x.reshape(*x.shape[:-1], n // group, group)
 
 
+def _magnitude(x) -> jax.Array:
+  """|x|, infinite for a NaN: a maximum on a CPU may ignore a NaN."""
+  return jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x))
+
+
 def _power(x, exponent) -> jax.Array:
   """x ** exponent for x >= 0 and exponent > 0."""
   return jnp.exp(jnp.log(x) * exponent)
@@ -173,7 +179,7 @@ def _expand(x, axes: int) -> Coded:
   """
   del axes  # A group never has numbers of two tensors.
   groups = _groups(x)
-  size = jnp.abs(groups)
+  size = _magnitude(groups)
   top = jnp.max(size, -1, keepdims=True)
   top = jnp.where(jnp.isfinite(top), top, jnp.nan)
   low = jnp.min(jnp.where(size > 0, size, jnp.inf), -1, keepdims=True)
@@ -189,6 +195,7 @@ def _contract(coded: Coded) -> jax.Array:
   top, exponent = coded.details
   groups = _groups(coded.values.astype(jnp.float32))
   size = top[..., None] * _power(jnp.abs(groups) / max_value(E4M3), 1 / exponent[..., None])
+  size = jnp.maximum(size, jnp.finfo(jnp.float32).tiny)  # More than 126 binades below the top.
   return (jnp.sign(groups) * size).reshape(coded.values.shape)
 
 
@@ -199,10 +206,11 @@ def _scaled(dtype, limit: float, least: float) -> Format:
   """
 
   def encode(x, axes: int):
-    absmax = jnp.max(jnp.abs(x), range(axes, x.ndim), keepdims=True)
+    size = _magnitude(x)
+    absmax = jnp.max(size, range(axes, x.ndim), keepdims=True)
     power = jnp.floor(jnp.log2(limit / jnp.where(absmax == 0, limit, absmax)))
     power = jnp.clip(power, -126, 126).astype(jnp.int32)
-    size = jnp.minimum(jnp.abs(x) * jnp.ldexp(jnp.float32(1), power), limit)
+    size = jnp.minimum(size * jnp.ldexp(jnp.float32(1), power), limit)
     size = jnp.where(x == 0, 0.0, jnp.maximum(size, least))
     scale = jnp.where(jnp.isfinite(absmax), jnp.ldexp(jnp.float32(1), -power), jnp.nan)
     return Coded((jnp.sign(x) * size).astype(dtype), (scale,))

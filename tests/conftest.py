@@ -23,6 +23,7 @@ import pytest
 # optax mixes integer steps with floating-point rates.
 _STANDARD_PROMOTION = (
   "test_stable_adamw",
+  "test_state_formats",
   "test_optimizer",
   "test_finetune",
   "test_step",
