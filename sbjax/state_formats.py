@@ -5,6 +5,9 @@ be stored in fewer bits: decode, update in float32, encode. `compress_state` doe
 optax transformation. The update uses the new moments before they are rounded, as in COAT and
 FP8-LM.
 
+XLA for GPUs (jax 0.10 and 0.11) updates all but E4M3_EXPANDED in place, without temporary memory. Of
+that it writes both new moments in float32: 8 bytes a parameter, of a leaf at a time.
+
   format          bytes   a number is stored as
   FLOAT32         4       itself
   BFLOAT16        2       bfloat16
@@ -29,7 +32,6 @@ import jax.numpy as jnp
 import optax
 
 from sbjax.formats import E4M3, max_value
-from sbjax.update_in_chunks import largest_divisor, map_with_axes, update_in_chunks
 
 _GROUP = 128  # The most numbers of E4M3_EXPANDED that share two float32.
 # Binades from 448 to the least magnitude that an expanded group has: 2 * 2^-9 is left, at 2/448.
@@ -71,9 +73,7 @@ def compress_state(
   Args:
     optimizer: any optax transformation.
     min_size: tensors with fewer elements stay as they are: norms, biases, logit scales.
-    stacked: how many leading axes of a leaf number tensors of their own; see `stable_adamw`. A
-      large stack is updated a few layers at a time, which saves memory. So the optimizer must treat
-      the layers apart: clip by the global norm before it, not in it.
+    stacked: how many leading axes of a leaf number tensors of their own; see `stable_adamw`.
     **formats: a Format for each name of a field.
 
   Raises:
@@ -104,8 +104,7 @@ def compress_state(
     updates, state = optimizer.update(updates, decode(state), params, **extra)
     return updates, encode(state)
 
-  coded = optax.GradientTransformationExtraArgs(init, update)
-  return coded if stacked is None else update_in_chunks(coded, stacked)
+  return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _in_fields(formats: dict[str, Format], function: Callable, state):
@@ -117,7 +116,7 @@ def _in_fields(formats: dict[str, Format], function: Callable, state):
   def change(node):
     if not has_fields(node):
       return node
-    names = formats.keys() & set(node._fields)
+    names = (name for name in node._fields if name in formats)
     return node._replace(**{name: function(formats[name], getattr(node, name)) for name in names})
 
   return jax.tree.map(change, state, is_leaf=has_fields)
@@ -151,13 +150,16 @@ def _encode(stacked, min_size: int, form: Format, tree):
     coded = form.encode(x.astype(jnp.float32), axes)
     return coded if sum(part.nbytes for part in jax.tree.leaves(coded)) <= x.nbytes else x
 
-  return map_with_axes(encode, stacked, tree)
+  leading_axes = stacked(tree) if callable(stacked) else 0 if stacked is None else stacked
+  return jax.tree.map(
+    lambda axes, part: jax.tree.map(functools.partial(encode, axes), part), leading_axes, tree
+  )
 
 
 def _groups(x) -> jax.Array:
   """x [..., n] as [..., n / g, g], g the largest divisor of n up to 128."""
   n = x.shape[-1] if x.ndim else 1
-  group = largest_divisor(n, _GROUP)
+  group = next(g for g in range(min(n, _GROUP), 0, -1) if n % g == 0)
   return x.reshape(*x.shape[:-1], n // group, group)
 
 

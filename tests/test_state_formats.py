@@ -8,7 +8,6 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sbjax import update_in_chunks
 from sbjax.models.clip import CLIP
 from sbjax.models.sizes import SIZES
 from sbjax.stable_adamw import stable_adamw, tensor_rms
@@ -270,29 +269,7 @@ def test_tensor_rms_is_that_of_the_optimizer():
   assert rms["blocks/w"].shape == (3,) and rms["w"].shape == ()
 
 
-@pytest.mark.parametrize("formats", ["coat", "fp8_lm", "bfloat16"])
-@pytest.mark.parametrize("layers", [1, 2])
-def test_a_stack_updated_in_chunks_gets_the_same_bits(monkeypatch, formats, layers):
-  def stack(seed):
-    wide = jax.tree.map(lambda x: x, tree(seed))
-    return {**wide, "blocks": {k: jnp.concatenate([x, 2 * x]) for k, x in wide["blocks"].items()}}
-
-  inner, results = OPTIMIZERS["stable_adamw"](0.01), []
-  for most in (2**26, 64 * 128 * 4 * layers):
-    monkeypatch.setattr(update_in_chunks, "_CHUNK_BYTES", most)
-    params, optimizer = stack(99), compress_state(inner, stacked=stacked, **STATES[formats])
-    state, update = optimizer.init(params), jax.jit(optimizer.update)
-    text = update.lower(params, state, params).as_text()
-    assert text.count("stablehlo.while") == (most < 2**26)
-    for t in range(3):
-      updates, state = update(stack(t), state, params)
-    results.append((updates, state))
-  jax.tree.map(np.testing.assert_array_equal, *results)
-  assert int(state[0].count) == 3
-
-
-def test_chunks_work_with_masks_missing_leaves_and_no_parameters(monkeypatch):
-  monkeypatch.setattr(update_in_chunks, "_CHUNK_BYTES", 64 * 128 * 4)
+def test_it_works_with_masks_missing_leaves_and_no_parameters():
   inner = stable_adamw(0.01, weight_decay=0.0, stacked=stacked)
   optimizer = optax.masked(
     compress_state(inner, stacked=stacked, **COAT),

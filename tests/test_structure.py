@@ -23,7 +23,7 @@ ORDER = [
   ["sbjax.fused", "sbjax.dot_general", "sbjax.rewrite"],
   ["sbjax.products"],
   ["sbjax.layers", "sbjax.quantize_model", "sbjax.quantized_einsum"],
-  ["sbjax.stable_adamw", "sbjax.update_in_chunks"],
+  ["sbjax.stable_adamw"],
   ["sbjax.state_formats"],
   ["sbjax.models"],
   ["sbjax"],
@@ -49,6 +49,7 @@ PUBLIC = [
   "SwitchBackLinear",
   "scale_by_stable_adam",
   "stable_adamw",
+  "compress_state",
 ]
 
 
