@@ -5,8 +5,8 @@ be stored in fewer bits: decode, update in float32, encode. `compress_state` doe
 optax transformation. The update uses the new moments before they are rounded, as in COAT and
 FP8-LM.
 
-XLA for GPUs (jax 0.10 and 0.11) updates all but E4M3_EXPANDED in place, without temporary memory. Of
-that it writes both new moments in float32: 8 bytes a parameter, of a leaf at a time.
+XLA for GPUs (jax 0.10 and 0.11) updates all but E4M3_EXPANDED in place, without temporary memory.
+Of that it writes both new moments in float32: 8 bytes a parameter, of a leaf at a time.
 
   format          bytes   a number is stored as
   FLOAT32         4       itself
