@@ -5,9 +5,10 @@
 
 For each seed, all variants start from the same parameters and see the same batches, crops and
 dropped patches. Another seed has other parameters and another order of batches. A variant is a
-recipe of sbjax.RECIPES, or a recipe and "unfused", which uses benchmarks/flax_block.py. Adds a line
-for each variant to benchmarks/results/loss_parity.jsonl. Prints the difference between the last
-losses of each variant and of the first, and the standard deviation over seeds.
+recipe of sbjax.RECIPES, and after it may have "unfused", which uses benchmarks/flax_block.py, or a
+value of optimizer.states: --variants="switchback,switchback coat". Adds a line for each variant to
+benchmarks/results/loss_parity.jsonl. Prints the difference between the last losses of each variant
+and of the first, and the standard deviation over seeds.
 """
 
 import dataclasses
@@ -26,6 +27,7 @@ from benchmarks.timing import append
 from train import cli, data
 from train.config import Config
 from train.loop import jit_train_step
+from train.optimizer import STATES
 from train.run import Run, make_run
 from train.sharding import batch_sharding
 
@@ -55,13 +57,16 @@ def main(config: Config, workdir: Path) -> None:
 
 
 def run_of(config: Config, variant: str, workdir: Path) -> Run:
-  recipe, _, how = variant.partition(" ")
-  if how not in ("", "unfused"):
-    raise ValueError(f"variant {variant!r} must be a recipe, or a recipe and 'unfused'.")
+  recipe, *options = variant.split()
+  if not STATES.keys() | {"unfused"} >= set(options):
+    known = ", ".join(["unfused", *STATES])
+    raise ValueError(f"variant {variant!r} must be a recipe, and options: {known}.")
   model = dataclasses.replace(config.model, recipe=recipe)
-  run = make_run(dataclasses.replace(config, model=model), workdir)
+  states = next((option for option in options if option in STATES), config.optimizer.states)
+  optimizer = dataclasses.replace(config.optimizer, states=states)
+  run = make_run(dataclasses.replace(config, model=model, optimizer=optimizer), workdir)
   task = run.task._replace(model=run.task.model.clone(block=FlaxBlock))
-  return run._replace(task=task) if how else run
+  return run._replace(task=task) if "unfused" in options else run
 
 
 def draw(run: Run) -> list:
@@ -71,15 +76,16 @@ def draw(run: Run) -> list:
 
 
 def measure(run: Run, variant: str, batches: list, states: dict) -> dict:
-  """The losses of a variant for each seed. `states` caches the initial state of each seed."""
+  """The losses of a variant for each seed. `states` caches the initial states."""
   config, sharding = run.config, batch_sharding(run.mesh)
   step, losses, gradient_norms, seconds = jit_train_step(run), [], [], []
   for seed in range(_SEEDS.value):
-    if seed not in states:
-      states[seed] = jax.device_get(
+    key = seed, config.optimizer.states
+    if key not in states:
+      states[key] = jax.device_get(
         run._replace(config=dataclasses.replace(config, seed=seed)).new_state()
       )
-    state = jax.device_put(states[seed], jax.tree.map(lambda x: x.sharding, run.abstract_state))
+    state = jax.device_put(states[key], jax.tree.map(lambda x: x.sharding, run.abstract_state))
     found = []
     for i in np.random.default_rng(seed).permutation(len(batches)):
       batch = jax.device_put(batches[i], sharding)

@@ -16,6 +16,7 @@ from sbjax.quantized_dot import quantized_dot
 from sbjax.quantized_einsum import quantized_einsum
 from sbjax.recipes import RECIPES, Recipe, RecipeRules
 from sbjax.stable_adamw import scale_by_stable_adam, stable_adamw
+from sbjax.state_formats import compress_state
 
 __version__ = "0.1.0"
 
@@ -36,6 +37,7 @@ __all__ = [
   "SwitchBackDense",
   "SwitchBackLinear",
   "attention",
+  "compress_state",
   "dequantize",
   "dynamic_loss_scale",
   "fixed_loss_scale",

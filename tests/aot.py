@@ -19,6 +19,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import (
@@ -53,6 +54,8 @@ from sbjax import (
 from sbjax.pallas import scaled_matmul_sm90 as sm90
 from sbjax.recipes import SWITCHBACK
 from sbjax.split_k_matmul import split_k_matmul
+from train.config import OptimizerConfig
+from train.optimizer import STATES, make_optimizer
 
 M, K, N = 8192, 256, 512  # An eighth of an activation is as large as the weight or larger.
 
@@ -258,6 +261,29 @@ def token_sums(capability):
   }
 
 
+def update_bytes(capability):
+  """Temporary bytes a parameter of an update of a stack of layers, for each choice of states."""
+  results, shape = {}, (4, 1024, 4096)
+  for states in STATES:
+    optimizer, _ = make_optimizer(OptimizerConfig(states=states, warmup_steps=1), 10)
+
+    def step(params, state, gradients, optimizer=optimizer):
+      updates, state = optimizer.update(gradients, state, params)
+      return optax.apply_updates(params, updates), state
+
+    with _mesh(capability, (1,), ("data",)) as mesh:
+      params = {"blocks": {"w": jax.ShapeDtypeStruct(shape, jnp.float32)}}
+      arguments = params, jax.eval_shape(optimizer.init, params), params
+      place = functools.partial(_argument, mesh)
+      arguments = jax.tree.map(lambda x, place=place: place(x.shape, x.dtype, P()), arguments)
+      memory = jax.jit(step, donate_argnums=(0, 1)).lower(*arguments).compile().memory_analysis()
+    results[states] = {
+      "temporary": memory.temp_size_in_bytes / math.prod(shape),
+      "in_place": memory.alias_size_in_bytes / math.prod(shape),
+    }
+  return results
+
+
 def _nnx(backend, x, w):
   del w
   return SwitchBackLinear(K, N, backend=backend, rngs=nnx.Rngs(0))(x)
@@ -347,6 +373,7 @@ def main(capability, folder):
 
     results["steps"] = aot_step.steps(functools.partial(_mesh, capability))
   results["token_sums"] = token_sums(capability)
+  results["update_bytes"] = update_bytes(capability)
   return {**results, "kernels": kernels(folder)}
 
 

@@ -24,6 +24,7 @@ import pytest
 _STANDARD_PROMOTION = (
   "test_stable_adamw",
   "test_loss_scale",
+  "test_state_formats",
   "test_optimizer",
   "test_finetune",
   "test_step",

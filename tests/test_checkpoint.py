@@ -137,6 +137,41 @@ def test_a_state_restored_on_another_mesh_is_bit_equal(tmp_path, before, after):
   assert (split > 20) == (after[1] > 1)
 
 
+@pytest.mark.parametrize("states", ["coat", "fp8_lm", "bfloat16"])
+def test_training_goes_on_from_states_in_few_bits_with_the_same_bits(tmp_path, states):
+  mesh = make_mesh(MeshConfig(fsdp=2), jax.devices()[:2])
+  optimizer, _ = make_optimizer(OptimizerConfig(warmup_steps=1, states=states), 10)
+  abstract = jax.eval_shape(make_init(CLIPTask(CLIP(MICRO)), optimizer, 0))
+  shardings = state_shardings(abstract, abstract.params, mesh)
+  rng = np.random.default_rng(0)
+
+  def draw():
+    return jax.tree.map(
+      lambda x, s: jax.device_put(rng.normal(size=x.shape).astype(x.dtype), s),
+      abstract.params,
+      shardings.params,
+    )
+
+  params, gradients = draw(), [draw() for _ in range(4)]
+  with jax.numpy_dtype_promotion("standard"):
+    init = jax.jit(optimizer.init, out_shardings=shardings.opt_state)
+    update = jax.jit(optimizer.update, out_shardings=(shardings.params, shardings.opt_state))
+    state = init(params)
+    for step, g in enumerate(gradients):
+      if step == 2:
+        checkpointer = Checkpointer(tmp_path, 3)
+        checkpointer.save(step, state, {})
+        checkpointer.close()
+      updates, state = update(g, state, params)
+    again = restore(tmp_path, state).state
+    for g in gradients[2:]:
+      updates_again, again = update(g, again, params)
+  assert sum(x.dtype.itemsize < 4 for x in jax.tree.leaves(again)) >= 8
+  for a, b in zip(*map(jax.tree.leaves, ((updates, state), (updates_again, again))), strict=True):
+    np.testing.assert_array_equal(a, b)
+    assert a.sharding == b.sharding and a.dtype == b.dtype
+
+
 def test_an_empty_directory_restores_nothing(tmp_path, state):
   assert restore(tmp_path, state) is None
 

@@ -11,6 +11,7 @@ import pytest
 
 from sbjax.loss_scale import dynamic_loss_scale, fixed_loss_scale, loss_scale, skipped_updates
 from sbjax.stable_adamw import stable_adamw
+from sbjax.state_formats import BFLOAT16_PAIR, E4M3_EXPANDED, E4M3_SCALED, compress_state
 
 SCALE = 65_536.0
 STACKED = {"a": 0, "blocks": 1, "s": 0}
@@ -99,6 +100,22 @@ def test_masked_parameters_stay_masked():
   assert_equal((after["a"], after["blocks"]), (draw()["a"], draw()["blocks"]))
   assert after["s"] != draw()["s"]
   assert_equal(state.inner_state.inner_state[0].mu["a"], jnp.zeros((3, 4)))
+
+
+@pytest.mark.parametrize("form", [E4M3_EXPANDED, E4M3_SCALED, BFLOAT16_PAIR])
+def test_moments_in_8_bits_stay_as_they_are(form):
+  inner = compress_state(adamw(), min_size=1, stacked=STACKED, mu=form, nu=form)
+  optimizer = fixed_loss_scale(inner, 1.0, stacked=STACKED)
+  _, before = run(optimizer, draw(), draw(1))
+  bad = draw(2)
+  bad |= {"a": bad["a"].at[0].set(jnp.nan), "blocks": bad["blocks"].at[1, 0].set(jnp.inf)}
+  _, after = run(optimizer, draw(), draw(1), bad)
+  for name in ("mu", "nu"):
+    new, old = (getattr(state.inner_state[0], name) for state in (after, before))
+    assert_equal(new["a"], old["a"])
+    for x, y in zip(*map(jax.tree.leaves, (new["blocks"], old["blocks"])), strict=True):
+      np.testing.assert_array_equal(x[1], y[1])
+    assert np.any(new["blocks"].values[0] != old["blocks"].values[0])
 
 
 def test_the_dynamic_scale_skips_a_step_and_adapts():

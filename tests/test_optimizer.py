@@ -11,7 +11,7 @@ from sbjax.models.sizes import SIZES, TextConfig, VisionConfig
 from sbjax.models.transformer import BlockOptions
 from sbjax.stable_adamw import tensor_rms
 from train.config import OptimizerConfig
-from train.optimizer import decays, make_optimizer, stacked, warmup_cosine
+from train.optimizer import STATES, decays, make_optimizer, stacked, warmup_cosine
 
 LAYERS = 3
 
@@ -184,6 +184,28 @@ def test_decay_with_reaches_stable_adamw(decay_with):
   assert tensor_rms(state)["w"] > 1.2
 
 
+@pytest.mark.parametrize("states", STATES)
+@pytest.mark.parametrize("name", ["stable_adamw", "adamw"])
+def test_every_choice_of_states_trains_like_float32_and_has_tensor_rms(name, states):
+  shapes = {"blocks": {"w": jnp.ones((LAYERS, 64, 128))}, "proj": jnp.ones((64, 128))}
+  params, *gradients = (random_like(shapes, seed) for seed in range(9))
+  plain, _ = train(make_optimizer(config(name=name), 20)[0], params, gradients)
+  optimizer, _ = make_optimizer(config(name=name, states=states, clip_norm=1e3), 20)
+  ours, state = train(optimizer, params, gradients)
+  assert set(tensor_rms(state)) == {"blocks/w", "proj"}
+  for a, b, start in zip(*map(jax.tree.leaves, (ours, plain, params)), strict=True):
+    assert np.linalg.norm(a - b) < 0.05 * np.linalg.norm(b - start)
+
+
+def test_8_bit_states_train_stacked_layers_like_separate_layers():
+  shapes = {"image": {"blocks": {"w": jnp.ones((LAYERS, 64, 128)), "b": jnp.ones((LAYERS, 128))}}}
+  params, *gradients = (random_like(shapes, seed) for seed in range(6))
+  optimizer, _ = make_optimizer(config(states="fp8_lm"), 10)
+  scanned, _ = train(optimizer, params, gradients)
+  apart, _ = train(optimizer, unstack(params), [unstack(g) for g in gradients])
+  assert_close(unstack(scanned), apart)
+
+
 def test_only_modules_named_blocks_are_stacked():
   tree = {"blocks": {"x": 0, "y": {"z": 0}}, "block_0": {"x": 0}, "blocks_0": 0, "my_blocks": 0}
   assert stacked(tree) == {
@@ -199,6 +221,7 @@ def test_only_modules_named_blocks_are_stacked():
   [
     ({"name": "sgd"}, r"optimizer.name='sgd' is none of stable_adamw, adamw"),
     ({"loss_scale": "fast"}, r"optimizer.loss_scale='fast' is none of none, fixed, dynamic"),
+    ({"states": "int8"}, r"optimizer.states='int8' is none of float32, bfloat16, coat, fp8_lm"),
     ({"decay_with": "eta"}, r"decay_with='eta'.*'clipped' or 'plain'"),
     ({"warmup_steps": 10}, r"warmup_steps=10 must be in \[0, steps=10\)"),
     ({"warmup_steps": -1}, r"warmup_steps=-1 must be"),

@@ -109,6 +109,26 @@ def test_an_8_bit_state_is_sharded_as_its_parameters(state):
     assert state_specs[f"mu/{name}/scale"] == PartitionSpec(*(*spec[:-1], None)[: len(spec)]), name
 
 
+@pytest.mark.parametrize("states", ["coat", "fp8_lm", "bfloat16"])
+def test_moments_in_few_bits_are_split_like_their_parameters(states):
+  options = BlockOptions(zero_init_layer_scale=True, qk_norm=True)
+  optimizer, _ = make_optimizer(OptimizerConfig(warmup_steps=1, states=states), 10)
+  state = jax.eval_shape(make_init(CLIPTask(CLIP(SIZES["tiny"], options)), optimizer, 0))
+  mesh = make_mesh(MeshConfig(data=2, fsdp=4))
+  of_state = specs(state_shardings(state, state.params, mesh))
+  coded = 0
+  for name, spec in specs(parameter_shardings(state.params, mesh)).items():
+    for moment in ("mu", "nu"):
+      ends = (f"/{moment}/{name}", f"/{moment}/{name}/values")
+      (path,) = (p for p in of_state if p.endswith(ends))
+      assert of_state[path] == spec, path
+      details = [s for p, s in of_state.items() if f"/{moment}/{name}/details" in p]
+      coded += path.endswith("values")
+      if states == "coat" and spec[-1:] == (None,):  # A number a group is split with its rows.
+        assert all(s == spec for s in details), path
+  assert coded > 10
+
+
 @pytest.mark.program
 @pytest.mark.parametrize(
   ("accumulate", "by"), [(1, "shard_map"), (2, "shard_map"), (1, "jit"), (2, "jit")]

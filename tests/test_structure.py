@@ -25,6 +25,7 @@ ORDER = [
   ["sbjax.layers", "sbjax.quantize_model", "sbjax.quantized_einsum"],
   ["sbjax.stable_adamw"],
   ["sbjax.loss_scale"],
+  ["sbjax.state_formats"],
   ["sbjax.models"],
   ["sbjax"],
   ["train"],
@@ -51,6 +52,7 @@ PUBLIC = [
   "stable_adamw",
   "fixed_loss_scale",
   "dynamic_loss_scale",
+  "compress_state",
 ]
 
 

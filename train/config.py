@@ -79,6 +79,8 @@ class OptimizerConfig:
   b2: float = 0.98  # decay of the second moment
   eps: float = 1e-6  # added to the root of the second moment
   weight_decay: float = 0.2  # of parameters with two or more dimensions
+  # How both moments are kept: "float32", "bfloat16", "coat" or "fp8_lm" (8 bits, 8 and 16 bits)
+  states: str = "float32"
   decay_with: str = "clipped"  # StableAdamW: "clipped" (the paper) or "plain" rate (its code)
   clip_norm: float = 0.0  # global gradient norm; 0: off
   # For model.dtype="float16". "fixed" skips tensors whose gradient is not finite (the paper 3.6);

@@ -16,6 +16,13 @@ import optax
 
 from sbjax.loss_scale import dynamic_loss_scale, fixed_loss_scale
 from sbjax.stable_adamw import stable_adamw
+from sbjax.state_formats import (
+  BFLOAT16,
+  E4M3_EXPANDED,
+  E4M3_SCALED,
+  FLOAT16_SCALED,
+  compress_state,
+)
 from train.config import OptimizerConfig
 from train.finetune import frozen, parse_rates, scale_by_path
 
@@ -29,14 +36,13 @@ def make_optimizer(
 
   freeze: patterns of parameters that get no update, and have no state.
   """
-  if config.name not in OPTIMIZERS:
-    raise ValueError(f"optimizer.name={config.name!r} is none of {', '.join(OPTIMIZERS)}.")
-  if config.loss_scale not in LOSS_SCALES:
-    raise ValueError(
-      f"optimizer.loss_scale={config.loss_scale!r} is none of {', '.join(LOSS_SCALES)}."
-    )
+  for field, known in ("name", OPTIMIZERS), ("states", STATES), ("loss_scale", LOSS_SCALES):
+    if (value := getattr(config, field)) not in known:
+      raise ValueError(f"optimizer.{field}={value!r} is none of {', '.join(known)}.")
   schedule = warmup_cosine(config.learning_rate, config.warmup_steps, steps)
   optimizer = OPTIMIZERS[config.name](config, schedule)
+  if formats := STATES[config.states]:
+    optimizer = compress_state(optimizer, stacked=stacked, **formats)
   if config.clip_norm:
     optimizer = optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
   if rates := parse_rates(config.learning_rate_scale):
@@ -68,6 +74,12 @@ OPTIMIZERS = {  # Functions of a config and a schedule.
   "adamw": functools.partial(_stable_adamw, clip_threshold=math.inf),
 }
 
+STATES = {  # How the moments are kept; COAT's and FP8-LM's choices are in sbjax/state_formats.py.
+  "float32": {},
+  "bfloat16": {"mu": BFLOAT16, "nu": BFLOAT16},
+  "coat": {"mu": E4M3_EXPANDED, "nu": E4M3_EXPANDED},
+  "fp8_lm": {"mu": E4M3_SCALED, "nu": FLOAT16_SCALED},
+}
 
 LOSS_SCALES = {  # Functions of an optimizer and a scale.
   "none": lambda optimizer, scale: optimizer,
