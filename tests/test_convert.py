@@ -11,7 +11,7 @@ from interop import assert_same_features, import_open_clip, perturb
 from sbjax.models import convert, layouts
 from sbjax.models.clip import CLIP
 from sbjax.models.config_files import config_from_dict, to_open_clip
-from sbjax.models.convert import load_weights, save_weights, state_dict
+from sbjax.models.convert import check_architecture, load_weights, save_weights, state_dict
 from sbjax.models.sizes import SIZES, CLIPConfig, TextConfig, VisionConfig, open_clip_name
 from sbjax.models.transformer import BlockOptions
 
@@ -177,6 +177,11 @@ def test_scanned_and_unrolled_parameters_give_the_same_state_dict():
   unrolled = load_weights(state, MICRO, scan=False)
   assert jax.tree.structure(unrolled) == jax.tree.structure(random_params(scan=False))
   jax.tree.map(np.testing.assert_array_equal, state_dict(unrolled, MICRO), state)
+
+
+def test_weights_of_another_architecture_name_the_size_that_fits():
+  with pytest.raises(ValueError, match=r"patch_size=16, not 32\. Its .* that of SIZES\['B/16'\]"):
+    check_architecture(SIZES["B/32"], SIZES["B/16"], "b16.safetensors")
 
 
 @pytest.mark.parametrize("file", ["", "model.safetensors"])

@@ -250,3 +250,5 @@ def test_a_locked_run_keeps_the_image_tower_of_init_and_resumes(tmp_path, monkey
       assert any(np.any(now != then) for now, then in leaves), name
     before = run.params
     monkeypatch.setattr(convert, "read_file", lambda path: pytest.fail("init was read again."))
+  scored = loop_case.config(tmp_path / "data", **{**locked, "init": "", "steps": 2})
+  make_run(scored, workdir, read_only=True)  # train.evaluate needs no init.

@@ -184,6 +184,9 @@ def test_batches_keep_their_order_and_list_what_cannot_be_decoded(pictures):
 def test_a_folder_without_a_run_is_named(tmp_path):
   with pytest.raises(RunError, match=f"{tmp_path} holds no run"):
     inference.load(tmp_path)
+  (tmp_path / "open_clip_model.safetensors").touch()
+  with pytest.raises(RunError, match=r"For the weights pass .*/open_clip_model.safetensors"):
+    inference.load(tmp_path)
 
 
 def test_another_tokenizer_json_than_the_run_s_is_refused(workdir):

@@ -11,27 +11,63 @@ import numpy as np
 import pytest
 from flax import nnx
 from flax_case import compiled, drawn, normal
-from foreign_models import GPT, Block, Conv1D, ConvNeXt, Decoder, Experts, ViT
+from foreign_models import (
+  GPT,
+  Block,
+  Cache,
+  Classifier,
+  Conv1D,
+  ConvNeXt,
+  Experts,
+  FlaxCLIP,
+  JimmCLIP,
+  LanguageModel,
+  Qwen3,
+  ViT,
+)
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sbjax import quantize_model, quantized_dot, quantized_dot_general, quantized_einsum
 
-TOKENS = np.arange(10).reshape(2, 5) % 24
-CASES = {  # name: (model, input, products of weights)
-  "conv1d and tied": (GPT(), TOKENS, 3),
-  "scan and remat": (ViT(), normal((2, 8, 8, 3)), 1 + 6 + 4 + 1),
-  "experts": (Experts(), normal((2, 3, 16)), 1),
+TOKENS, IMAGE = np.arange(10).reshape(2, 5) % 24, normal((2, 8, 8, 3))
+BLOCK = 4 + 2  # Products of weights: attention's, and the MLP's.
+CASES = {  # name: (model, inputs, products of weights)
+  "conv1d and tied": (GPT(), (TOKENS,), 3),
+  "scan and remat": (ViT(), (IMAGE,), 1 + BLOCK + 4 + 1),
+  "class token": (Classifier(), (IMAGE,), 1 + BLOCK + 1),
+  "shared embedding": (LanguageModel(), (TOKENS,), BLOCK + 1),
+  "two towers": (FlaxCLIP(), (TOKENS, IMAGE), 1 + BLOCK + 1 + BLOCK + 1),
+  "experts": (Experts(), (normal((2, 3, 16)),), 1),
+}
+NNX_CASES = {  # The same; inputs are made for each call, which may change them.
+  "convnext": (ConvNeXt, lambda: (IMAGE,), 1 + 2),
+  "qwen3": (Qwen3, lambda: (TOKENS, Cache()), 4 + 3 + 1),
+  "jimm": (JimmCLIP, lambda: (IMAGE, TOKENS), 1 + BLOCK + 1 + BLOCK + 1),
 }
 
 
-def variables(model, x):
-  return drawn(jax.eval_shape(model.init, jax.random.key(0), x))
+def variables(model, *inputs):
+  return drawn(jax.eval_shape(model.init, jax.random.key(0), *inputs))
 
 
-def gradient(apply, params, x):
-  return compiled(jax.grad(lambda p: jnp.sum(jnp.sin(apply(p, x)))))(params)
+def sum_of_sines(tree):
+  return sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(tree))
+
+
+def gradient(apply, params, *inputs):
+  return compiled(jax.grad(lambda p: sum_of_sines(apply(p, *inputs))))(params)
+
+
+def of_params(model, inputs):
+  """An nnx model's call as a function of its parameters, and the parameters."""
+  graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+  def call(params):
+    return nnx.merge(graph, params, rest, copy=True)(*inputs())
+
+  return call, params
 
 
 def int8_products(function, *args):
@@ -64,21 +100,42 @@ def as_models_have_it(strict_jax):
 
 @pytest.mark.parametrize("name", CASES)
 def test_full_changes_neither_output_nor_gradient(name):
-  model, x, _ = CASES[name]
-  params, full = variables(model, x), quantize_model(model, "full")
-  actual, expected = (compiled(m.apply)(params, x) for m in (full, model))
+  model, inputs, _ = CASES[name]
+  params, full = variables(model, *inputs), quantize_model(model, "full")
+  actual, expected = (compiled(m.apply)(params, *inputs) for m in (full, model))
+  assert type(actual) is type(expected)
   assert_equal(actual, expected, 1e-5)
-  assert_equal(gradient(full.apply, params, x), gradient(model.apply, params, x), 1e-5)
+  actual, expected = (gradient(m.apply, params, *inputs) for m in (full, model))
+  assert_equal(actual, expected, 1e-5)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_each_product_of_a_weight_is_in_int8_forward_and_backward(name):
-  model, x, products = CASES[name]
-  params, int8 = variables(model, x), quantize_model(model, "switchback")
-  assert int8_products(int8.apply, params, x) == products
-  grad = functools.partial(jax.grad(lambda p: jnp.sum(int8.apply(p, x))), params)
+  model, inputs, products = CASES[name]
+  params, int8 = variables(model, *inputs), quantize_model(model, "switchback")
+  assert int8_products(int8.apply, params, *inputs) == products
+  grad = functools.partial(jax.grad(lambda p: sum_of_sines(int8.apply(p, *inputs))), params)
   remat = 5 if isinstance(model, ViT) else 0  # Recomputed, but for fc2: its result is not needed.
   assert int8_products(grad) == 2 * products + remat
+
+
+@pytest.mark.parametrize("name", NNX_CASES)
+def test_full_changes_neither_output_nor_gradient_of_an_nnx_model(name):
+  cls, inputs, _ = NNX_CASES[name]
+  model = cls(nnx.Rngs(0))
+  (actual, params), (expected, _) = (
+    of_params(m, inputs) for m in (quantize_model(model, "full"), model)
+  )
+  assert_equal(compiled(actual)(params), compiled(expected)(params), 1e-5)
+  assert_equal(gradient(actual, params), gradient(expected, params), 1e-5)
+
+
+@pytest.mark.parametrize("name", NNX_CASES)
+def test_each_product_of_an_nnx_weight_is_in_int8_forward_and_backward(name):
+  cls, inputs, products = NNX_CASES[name]
+  call, params = of_params(quantize_model(cls(nnx.Rngs(0)), "switchback"), inputs)
+  assert int8_products(call, params) == products
+  assert int8_products(jax.grad(lambda p: sum_of_sines(call(p))), params) == 2 * products
 
 
 def test_a_layer_of_ones_own_has_the_numbers_of_quantized_dot():
@@ -263,10 +320,30 @@ def test_an_nnx_model_multiplies_in_int8_under_jit_and_grad():
 
 
 def test_an_nnx_argument_may_change_within_the_call():
-  cache = nnx.Variable(jnp.zeros(()))
-  int8 = quantize_model(Decoder(nnx.Rngs(0)), "switchback")
-  int8(TOKENS, cache=cache)
-  assert cache[...] == 1
+  model = Qwen3(nnx.Rngs(0))
+
+  def after_two_calls(model):
+    graph, state = nnx.split(model)
+
+    def run(state):
+      model, cache = nnx.merge(graph, state), Cache()
+      model(TOKENS, cache)
+      model(TOKENS[:, :1], cache)
+      return nnx.state(cache)
+
+    return compiled(run)(state)
+
+  actual, expected = map(after_two_calls, (quantize_model(model, "full"), model))
+  assert actual["length"][...] == 6
+  assert_equal(actual, expected, 1e-5)
+
+
+def test_each_public_method_of_an_nnx_model_is_converted():
+  int8 = quantize_model(JimmCLIP(nnx.Rngs(0)), "switchback")
+  graph, state = nnx.split(int8)
+  image = int8_products(lambda s: nnx.merge(graph, s).encode_image(IMAGE), state)
+  text = int8_products(lambda s: nnx.merge(graph, s).encode_text(TOKENS), state)
+  assert (image, text) == (1 + BLOCK + 1, BLOCK + 1)
 
 
 def test_the_table_has_each_product_and_the_reason_where_there_is_none(capsys):

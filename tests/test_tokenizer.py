@@ -154,7 +154,7 @@ def test_exported_ids_of_the_end_and_the_last_token_change_places(bpe):
 @pytest.mark.parametrize(
   ("spec", "captions", "size", "message"),
   [
-    ("gpt", None, 0, "No tokenizer 'gpt'"),
+    ("gpt", None, 0, "No tokenizer 'gpt'.* a tokenizer.json of Hugging Face"),
     ("bpe", CAPTIONS, 100, "vocab_size=100 cannot hold 256 bytes"),
     ("bpe", [], 300, "there are none"),
     (__file__, None, 0, "is not a tokenizer.json"),

@@ -161,8 +161,6 @@ class Config:
           raise ValueError(f"{path}={value!r} must be {words}.")
     if not self.init and self.init_model:
       raise ValueError(f"init_model={self.init_model!r} is the model of init, which is not set.")
-    if not self.init and self.freeze:
-      raise ValueError(f"freeze={self.freeze} would freeze random parameters: set init.")
     self.profiled()
 
   def get(self, path: str) -> Any:

@@ -112,11 +112,16 @@ def check_patterns(config: Config, names: Iterable[str]) -> None:
 def check_init(config: Config, model: CLIPConfig) -> None:
   """Raises a ValueError if `config.init` is no checkpoint, or is one of another architecture.
 
-  So does another normalization of images than train/images.py's in a config file beside it.
+  So do `freeze` without `init`, and another normalization of images than train/images.py's in a
+  config file beside it.
 
   Sizes of images and texts may differ: position embeddings are resized. The vocabulary is checked
   with the tokenizer (`initial_params`).
   """
+  if not config.init:
+    if config.freeze:
+      raise ValueError(f"freeze={config.freeze} would freeze random parameters: set init.")
+    return
   path = Path(config.init).expanduser()
   if path.is_dir() and not any((path / name).is_file() for name in WEIGHT_FILES):
     raise ValueError(f"init={config.init!r} has no weights: expected {', '.join(WEIGHT_FILES)}.")

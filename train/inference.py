@@ -19,7 +19,7 @@ import numpy as np
 from sbjax.models.convert import load_weights
 from sbjax.models.serving import serving_params
 from sbjax.models.sizes import SIZES, open_clip_name
-from sbjax.models.weight_files import WEIGHT_SUFFIXES
+from sbjax.models.weight_files import WEIGHT_FILES, WEIGHT_SUFFIXES
 from sbjax.recipes import parse_recipe, recipes_of
 from train.augment import CentreCrop
 from train.checkpoint import Checkpointer
@@ -138,7 +138,9 @@ def _open_clip(path: Path, size: str, tokenizer: str):
 
 def _run(workdir: Path, size: str, tokenizer: str):
   if not (workdir / "config.json").is_file() or not (workdir / "checkpoints").is_dir():
-    raise RunError(f"{workdir} holds no run: it needs config.json and checkpoints.")
+    weights = next((name for name in WEIGHT_FILES if (workdir / name).is_file()), "")
+    hint = f" For the weights pass {workdir / weights}." if weights else ""
+    raise RunError(f"{workdir} holds no run: it needs config.json and checkpoints.{hint}")
   config = Config.from_dict(read_config(workdir / "config.json"))
   if size not in ("", config.model.size):
     raise RunError(f"{workdir} holds a {config.model.size}: leave --model={size} out.")

@@ -126,7 +126,7 @@ def make_run(config: Config, workdir: Path, read_only: bool = False) -> Run:
   config.check()
   # These fail before the data set is prepared, which takes long.
   model = clip_config(config.model)
-  if config.init and newest_step(workdir / "checkpoints") is None:
+  if newest_step(workdir / "checkpoints") is None:
     check_init(config, model)
   block_options(config.model)
   if config.loss not in LOSSES:

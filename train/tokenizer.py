@@ -171,7 +171,10 @@ def make_tokenizer(spec: str, captions: Iterable[str] | None, vocab_size: int) -
     return _clip(_installed_clip_file())
   path = pathlib.Path(spec).expanduser()
   if not path.is_file():
-    raise ValueError(f'No tokenizer {spec!r}: expected "bpe", "clip" or the path of a file.')
+    raise ValueError(
+      f'No tokenizer {spec!r}: expected "bpe" (made from the captions), "clip", or a file: a'
+      f" tokenizer.json of Hugging Face tokenizers, or CLIP's {_CLIP_FILE}."
+    )
   return _clip(path) if spec.endswith(".gz") else Tokenizer.load(path)
 
 

@@ -8,7 +8,7 @@ else differs, so a round trip is exact.
 import dataclasses
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -161,7 +161,15 @@ def check_architecture(config: CLIPConfig, theirs: CLIPConfig, source: str) -> N
   if config.embed_dim != theirs.embed_dim:
     different.append(f"embed_dim={theirs.embed_dim}, not {config.embed_dim}")
   if different:
-    raise ValueError(f"{source} is of another model than the config: {', '.join(different)}.")
+    fits = _models(
+      lambda c: (
+        c.embed_dim == theirs.embed_dim
+        and _architecture(c.vision) == _architecture(theirs.vision)
+        and _architecture(c.text) == _architecture(theirs.text)
+      )
+    )
+    hint = f" Its architecture is that of {', '.join(fits)}." if fits else ""
+    raise ValueError(f"{source} is of another model than the config: {', '.join(different)}.{hint}")
 
 
 def _architecture(tower: VisionConfig | TextConfig) -> dict:
@@ -286,7 +294,7 @@ def _check(state: Mapping, config: CLIPConfig, options: dict, layout: Layout, re
 
 
 def _that_fit(given: dict, options: dict) -> list[str]:
-  """Models with these shapes: keys of SIZES as "SIZES['B/32']", names of open_clip's."""
+  """Models with these shapes."""
 
   def fits(config: CLIPConfig) -> bool:
     layout = layout_of(given, config)
@@ -295,6 +303,11 @@ def _that_fit(given: dict, options: dict) -> list[str]:
       return False
     return torch_shapes(_shapes(config, options), layout) == given
 
+  return _models(fits)
+
+
+def _models(fits: Callable[[CLIPConfig], bool]) -> list[str]:
+  """Models that fit: keys of SIZES as "SIZES['B/32']", names of open_clip's."""
   found = [f"SIZES[{size!r}]" for size, config in SIZES.items() if fits(config)]
   for name in open_clip_names():
     try:
