@@ -34,7 +34,7 @@ import optax
 from sbjax.formats import E4M3, max_value
 
 _GROUP = 128  # The most numbers of E4M3_EXPANDED that share two float32.
-# Binades from 448 to the least magnitude that an expanded group has: 2 * 2^-9 is left, at 2/448.
+# Binades from 448 to 2/448, the least magnitude that an expanded group has.
 _SPAN = math.log2(448**2 / 2)
 
 
