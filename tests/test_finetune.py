@@ -19,6 +19,7 @@ from train.config import Config, ModelConfig, OptimizerConfig
 from train.finetune import (
   check_init,
   check_patterns,
+  check_vocabulary,
   initial_params,
   parse_rates,
   scale_by_path,
@@ -29,6 +30,7 @@ from train.inference import load
 from train.loop import jit_train_step
 from train.optimizer import make_optimizer
 from train.run import Run, make_run
+from train.tokenizer import make_tokenizer
 
 NEW_STATE = Run.new_state
 NAMES = ["image/blocks/fc1/kernel", "image/proj", "text/proj", "logit_scale"]
@@ -171,6 +173,23 @@ def test_a_checkpoint_with_another_vocabulary_asks_for_its_tokenizer(tmp_path, w
   other = dataclasses.replace(MICRO, text=text)
   with pytest.raises(ValueError, match=r"has 5 as its end token, and init=.* has 63"):
     initial_params(config(init=str(export(tmp_path))), other, random_params())
+
+
+def test_a_folder_s_own_tokenizer_must_be_the_run_s(tmp_path):
+  """Another one of as many tokens would train without a word."""
+  captions = ["two dogs run on a beach", "red cars near children who play football"]
+  theirs, ours = (make_tokenizer("bpe", [caption], 270) for caption in captions)
+  assert theirs.vocab_size == ours.vocab_size
+  folder = export(tmp_path)
+  run = config(init=str(folder))
+  check_vocabulary(run, ours)  # The folder says nothing.
+  tokenizer, _ = theirs.for_transformers()
+  (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+  check_vocabulary(run, theirs)
+  with pytest.raises(
+    ValueError, match=r"data.tokenizer='bpe' gives words other ids.*set data.tokenizer='.*json'"
+  ):
+    check_vocabulary(run, ours)
 
 
 def test_a_checkpoint_of_other_options_names_the_parameters(tmp_path, weights):

@@ -21,6 +21,7 @@ from sbjax.models.weight_files import WEIGHT_FILES, file_suffix
 from train.config import Config
 from train.images import MEAN, STD
 from train.sharding import path_name
+from train.tokenizer import Tokenizer
 
 _IMAGES_FILE = "preprocessor_config.json"  # of transformers
 
@@ -198,6 +199,16 @@ def initial_params(config: Config, model: CLIPConfig, like: dict) -> dict:
       " model.zero_init_layer_scale and model.qk_norm as it was trained."
     )
   return params
+
+
+def check_vocabulary(config: Config, tokenizer: Tokenizer) -> None:
+  """Raises a ValueError if the folder of `init` has a tokenizer that gives texts other ids."""
+  file = Path(config.init).expanduser() / "tokenizer.json"
+  if file.is_file() and not tokenizer.agrees_with(Tokenizer.load(file)):
+    raise ValueError(
+      f"data.tokenizer={config.data.tokenizer!r} gives words other ids than the tokenizer that"
+      f" init was trained with: set data.tokenizer={str(file)!r}."
+    )
 
 
 def _other_tokenizer(config: Config, theirs: int, ours: int, what: str) -> str:

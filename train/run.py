@@ -18,7 +18,7 @@ from train import data
 from train.checkpoint import Checkpointer, Restored
 from train.config import Config, ModelConfig
 from train.errors import RunError
-from train.finetune import check_init, check_patterns, initial_params
+from train.finetune import check_init, check_patterns, check_vocabulary, initial_params
 from train.loss import LOSSES
 from train.optimizer import make_optimizer
 from train.sharding import make_mesh, path_name, state_shardings
@@ -59,6 +59,7 @@ class Run(NamedTuple):
     state = jax.jit(init, out_shardings=shardings)()
     if not self.config.init:
       return state
+    check_vocabulary(self.config, self.tokenizer)
     params = initial_params(self.config, self.task.model.config, state.params)
     # Every process has all of the arrays, and makes its shards.
     return state._replace(

@@ -30,6 +30,9 @@ _CLIP_MERGES = 48_894  # how many lines after the header CLIP uses
 _CLIP_WORDS = r"'[s\x{17f}]|'t|'re|'ve|'m|'ll|'d|\p{L}+|\p{N}|[^\s\p{L}\p{N}\x{345}]+"
 
 
+# No cleaning or normalizer changes it.
+_PLAIN_TEXT = "two brown dogs run on a beach, 3 children play football near red cars; it is sunny"
+
 _CLEANING = {  # `_clean` but for broken encodings and HTML, as a normalizer of tokenizer.json.
   "type": "Sequence",
   "normalizers": [
@@ -70,6 +73,13 @@ class Tokenizer:
       tokens = [*start, *encoding.ids[:room], self.eot_id]
       row[: len(tokens)] = tokens
     return ids
+
+  def agrees_with(self, other: "Tokenizer") -> bool:
+    """Whether both give plain words the same ids, as a model needs that was trained with one."""
+    ours, theirs = (
+      one._tokenizer.encode(_PLAIN_TEXT, add_special_tokens=False).ids for one in (self, other)
+    )
+    return ours == theirs
 
   def decode(self, ids: Iterable[int]) -> str:
     """The (cleaned) text of one row of ids."""
