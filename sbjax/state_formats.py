@@ -188,7 +188,7 @@ def _expand(x, axes: int) -> Coded:
   exponent = jnp.floor(16 * _SPAN / (jnp.log2(top) - jnp.log2(low))) / 16
   exponent = jnp.where(top > 0, jnp.clip(exponent, 1 / 16, 64.0), 1.0)
   expanded = max_value(E4M3) * _power(size / jnp.where(top == 0, 1.0, top), exponent)
-  expanded = jnp.where(size == 0, top - top, jnp.maximum(expanded, 2.0**-9))  # NaN where top is.
+  expanded = jnp.where(size == 0, 0.0, jnp.maximum(expanded, 2.0**-9))
   values = (jnp.sign(groups) * expanded).astype(E4M3).reshape(x.shape)
   return Coded(values, (top[..., 0], exponent[..., 0]))
 
