@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxprs_in_params
 
 # Compilation takes most of a test's time, and programs run only a few times.
 compiled = functools.partial(
@@ -56,3 +57,19 @@ def assert_close(actual, expected, rtol):
       assert a.shape == b.shape and a.dtype == b.dtype
       a, b = a.astype(np.float32), b.astype(np.float32)
       np.testing.assert_allclose(a, b, rtol=0, atol=rtol * largest)
+
+
+def int8_products(function, *args):
+  """How many products of int8 a function has, those within loops and branches once."""
+  found = 0
+
+  def count(jaxpr):
+    nonlocal found
+    for eqn in jaxpr.eqns:
+      if eqn.primitive.name == "dot_general":
+        found += all(v.aval.dtype == jnp.int8 for v in eqn.invars)
+      for inner in jaxprs_in_params(eqn.params):
+        count(inner)
+
+  count(jax.make_jaxpr(function)(*args).jaxpr)
+  return found

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from flax_case import compiled, drawn, normal
+from flax_case import compiled, drawn, int8_products, normal
 from foreign_models import (
   GPT,
   Block,
@@ -25,11 +25,10 @@ from foreign_models import (
   Qwen3,
   ViT,
 )
-from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from sbjax import quantize_model, quantized_dot, quantized_dot_general, quantized_einsum
+from sbjax import quantize_model, quantized_dot, quantized_dot_general
 
 TOKENS, IMAGE = np.arange(10).reshape(2, 5) % 24, normal((2, 8, 8, 3))
 BLOCK = 4 + 2  # Products of weights: attention's, and the MLP's.
@@ -68,21 +67,6 @@ def of_params(model, inputs):
     return nnx.merge(graph, params, rest, copy=True)(*inputs())
 
   return call, params
-
-
-def int8_products(function, *args):
-  found = 0
-
-  def count(jaxpr):
-    nonlocal found
-    for eqn in jaxpr.eqns:
-      if eqn.primitive.name == "dot_general":
-        found += all(v.aval.dtype == jnp.int8 for v in eqn.invars)
-      for inner in jaxprs_in_params(eqn.params):
-        count(inner)
-
-  count(jax.make_jaxpr(function)(*args).jaxpr)
-  return found
 
 
 def assert_equal(actual, expected, rtol=2e-6):
@@ -401,32 +385,3 @@ def test_a_pattern_that_fits_nothing_names_near_paths():
 def test_bad_input_is_refused_at_once(model, rules, message):
   with pytest.raises(ValueError, match=message):
     quantize_model(model, rules)
-
-
-@pytest.mark.parametrize(
-  ("equation", "shapes"),
-  [
-    ("ebd,edf->bef", ((2, 3, 16), (2, 16, 4))),
-    ("btd,dnh->btnh", ((2, 3, 16), (16, 2, 4))),
-    ("btnh,nhd->btd", ((2, 3, 2, 8), (2, 8, 16))),
-    ("bd,fd->fb", ((3, 16), (4, 16))),
-  ],
-)
-def test_quantized_einsum_rounds_w_as_the_weight(equation, shapes):
-  x, w = map(normal, shapes)
-  assert_equal(quantized_einsum(equation, x, w, "full"), jnp.einsum(equation, x, w))
-  assert int8_products(lambda x, w: quantized_einsum(equation, x, w, "switchback"), x, w) == 1
-
-
-def test_quantized_einsum_keeps_a_large_row_of_x_to_itself():
-  x, w = normal((2, 3, 16)), normal((2, 16, 4))
-  large = x.copy()
-  large[:, 0] *= 1000
-  run = functools.partial(quantized_einsum, "ebd,edf->bef", recipe="switchback")
-  np.testing.assert_array_equal(run(large, w)[1:], run(x, w)[1:])
-
-
-@pytest.mark.parametrize("equation", ["ab,cb->a", "ab,bb->a"])
-def test_an_equation_without_a_product_with_w_is_refused(equation):
-  with pytest.raises(ValueError, match="no product with the weight"):
-    quantized_einsum(equation, normal((4, 4)), normal((4, 4)), "switchback")
