@@ -22,6 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from sbjax.stable_adamw import leading_axes
+
 
 class LossScaleState(NamedTuple):
   """The state of an optimizer with a loss scale."""
@@ -62,7 +64,7 @@ def fixed_loss_scale(
   optimizer = optax.with_extra_args_support(optimizer)
 
   def update(updates, state, params=None, **extra):
-    axes = _leading_axes(stacked, updates)
+    axes = leading_axes(stacked, updates)
     finite = jax.tree.map(lambda n, g: jnp.all(jnp.isfinite(g), range(n, g.ndim)), axes, updates)
     zeros = optax.tree.zeros_like(updates)
     gradients = _unscaled(_where(finite, updates, zeros), state.scale)
@@ -158,12 +160,6 @@ def _check(name: str, value, above: float) -> None:
 def _unscaled(gradients, scale):
   """Gradients of the loss, in float32: unscaled they may be too small for 16 bits."""
   return jax.tree.map(lambda g: g.astype(jnp.float32) / scale, gradients)
-
-
-def _leading_axes(stacked, tree):
-  """How many leading axes of each leaf number tensors of their own."""
-  axes = stacked(tree) if callable(stacked) else 0 if stacked is None else stacked
-  return jax.tree.map(lambda n, part: jax.tree.map(lambda _: n, part), axes, tree)
 
 
 def _where(finite, tree, other):

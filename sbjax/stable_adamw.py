@@ -58,15 +58,14 @@ def scale_by_stable_adam(
     raise ValueError(f"{decay_with=} is not a rule for weight decay: 'clipped' or 'plain'.")
 
   def init(params):
-    leading_axes = stacked(params) if callable(stacked) else 0 if stacked is None else stacked
     jax.tree.map(functools.partial(as_floating, "a parameter"), params)
     return ScaleByStableAdamState(
       count=jnp.zeros([], jnp.int32),
       mu=optax.tree.zeros_like(params, dtype=mu_dtype),
       nu=optax.tree.zeros_like(params, dtype=jnp.float32),
-      rms=jax.tree.map(
-        lambda axes, tree: jax.tree.map(functools.partial(_rms_of_none, axes), tree),
-        leading_axes,
+      rms=jax.tree.map(  # Before the first update: 0 for each tensor.
+        lambda axes, p: jnp.zeros(p.shape[:axes], jnp.float32),
+        leading_axes(stacked, params),
         params,
       ),
     )
@@ -192,11 +191,20 @@ def _check(name: str, value, range_: str, fits: Callable) -> None:
     raise ValueError(f"{name}={value!r} must be a number, {range_}.")
 
 
-def _rms_of_none(axes, p) -> jax.Array:
-  """The RMS before the first update: 0 for each tensor that p stacks along its first `axes`."""
-  if not isinstance(axes, int) or not 0 <= axes <= p.ndim:
-    raise ValueError(f"stacked={axes!r} must be a number of leading axes of {p.shape}.")
-  return jnp.zeros(p.shape[:axes], jnp.float32)
+def leading_axes(stacked, tree):
+  """How many leading axes of each leaf number tensors of their own, by `stable_adamw`'s `stacked`.
+
+  Raises:
+    ValueError: a leaf does not have so many axes.
+  """
+
+  def checked(axes, x) -> int:
+    if not isinstance(axes, int) or not 0 <= axes <= x.ndim:
+      raise ValueError(f"stacked={axes!r} must be a number of leading axes of {x.shape}.")
+    return axes
+
+  axes = stacked(tree) if callable(stacked) else 0 if stacked is None else stacked
+  return jax.tree.map(lambda n, part: jax.tree.map(functools.partial(checked, n), part), axes, tree)
 
 
 def _as_gradient(g, m) -> jax.Array:

@@ -32,6 +32,7 @@ import jax.numpy as jnp
 import optax
 
 from sbjax.formats import E4M3, max_value
+from sbjax.stable_adamw import leading_axes
 
 _GROUP = 128  # The most numbers of E4M3_EXPANDED that share two float32.
 # Binades from 448 to 2/448, the least magnitude that an expanded group has.
@@ -150,10 +151,7 @@ def _encode(stacked, min_size: int, form: Format, tree):
     coded = form.encode(x.astype(jnp.float32), axes)
     return coded if sum(part.nbytes for part in jax.tree.leaves(coded)) <= x.nbytes else x
 
-  leading_axes = stacked(tree) if callable(stacked) else 0 if stacked is None else stacked
-  return jax.tree.map(
-    lambda axes, part: jax.tree.map(functools.partial(encode, axes), part), leading_axes, tree
-  )
+  return jax.tree.map(encode, leading_axes(stacked, tree), tree)
 
 
 def _groups(x) -> jax.Array:
