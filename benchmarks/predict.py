@@ -83,7 +83,7 @@ class Chip:
     for row in rows("step"):  # The last row of a size counts.
       if row["chip"] == name and (gain := gain_of_step(row)):
         vision = SIZES[row["size"]].vision
-        at = (vision.width, row["batch_size"] * (vision.patches + 1))
+        at = (vision.width, row["batch_size"] * vision.tokens)
         for old in [old for old, size in self.models.items() if size == row["size"]]:
           del self.steps[old], self.models[old]
         self.steps[at], self.models[at] = gain, row["size"]

@@ -174,8 +174,8 @@ def compiled(task, optimizer, state, batch):
 def attention_backend(model: CLIP) -> str:
   """The name of the backend that computes the image tower's attention."""
   vision, options = model.config.vision, model.options
-  tokens, head_dim = vision.patches + (vision.pool != "map"), vision.width // vision.heads
-  return options.attention_backend or fastest_backend(options.dtype, tokens, head_dim)
+  head_dim = vision.width // vision.heads
+  return options.attention_backend or fastest_backend(options.dtype, vision.tokens, head_dim)
 
 
 def draw(config: CLIPConfig, batch_size: int):

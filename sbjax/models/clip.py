@@ -166,9 +166,7 @@ class VisionTower(nn.Module):
       class_D = self.param("class_embedding", normal, (c.width,), jnp.float32)
       class_B1D = jnp.broadcast_to(class_D.astype(dtype), (x_BLD.shape[0], 1, c.width))
       x_BLD = jnp.concatenate([class_B1D, x_BLD], axis=1)
-    position_LD = self.param(
-      "positional_embedding", normal, (c.patches + has_class, c.width), jnp.float32
-    )
+    position_LD = self.param("positional_embedding", normal, (c.tokens, c.width), jnp.float32)
     x_BLD = x_BLD + position_LD.astype(dtype)[None]
     if train and self.patch_dropout:
       key = self.make_rng("dropout")

@@ -45,6 +45,11 @@ class VisionConfig:
     return (self.image_size // self.patch_size) ** 2
 
   @property
+  def tokens(self) -> int:
+    """The patches, and the class token where there is one."""
+    return self.patches + (self.pool != "map")
+
+  @property
   def mlp_width(self) -> int:
     return int(self.width * self.mlp_ratio)
 
