@@ -2,7 +2,7 @@
 
   python -m benchmarks.serving --sizes B/32 --batch_sizes 4
   XLA_FLAGS=--xla_gpu_enable_triton_gemm=false XLA_PYTHON_CLIENT_MEM_FRACTION=0.6 \\
-      python -m benchmarks.serving --sizes B/32 L/14 H/14 --open_clip   # a GPU
+      python -m benchmarks.serving --sizes L/14 H/14 --batch_sizes 256 --open_clip   # a GPU
   python -m benchmarks.serving --config configs/quickstart.py --workdir runs/quickstart
 
 With --sizes, times `encode_image` on random pixels for the contenders, in turns: `serving_params`
@@ -28,21 +28,20 @@ from benchmarks.flax_block import FlaxBlock
 from benchmarks.timing import Contender, append, contender, provenance, race
 from sbjax.models.clip import CLIP
 from sbjax.models.serving import serving_params, size_of
-from sbjax.models.sizes import SIZES
+from sbjax.models.sizes import SIZES, open_clip_name
 from sbjax.models.transformer import Block, BlockOptions
 from train import config_flags
 from train.run import make_run
 from train.zero_shot import encode_rows, make_encoders
 
 RECIPES = ("switchback", "switchback_q")
-OPEN_CLIP = {"B/32": "ViT-B-32", "B/16": "ViT-B-16", "L/14": "ViT-L-14", "H/14": "ViT-H-14"}
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--out", default="benchmarks/results/serving.jsonl")
   parser.add_argument("--sizes", nargs="+", default=[], choices=SIZES)
-  parser.add_argument("--batch_sizes", nargs="+", type=int, default=[256])
+  parser.add_argument("--batch_sizes", nargs="+", type=int, default=[256, 512, 1024])
   parser.add_argument("--recipes", nargs="+", default=RECIPES)
   parser.add_argument("--float32", action=argparse.BooleanOptionalAction, default=True)
   parser.add_argument("--open_clip", action="store_true", help="too; needs a GPU, torch, open_clip")
@@ -81,7 +80,7 @@ def speed(size: str, batch_size: int, args) -> dict:
     options = BlockOptions(recipe=recipe, dtype=dtype, unroll=0 if on_gpu else 1)
     contenders[name] = encoder(CLIP(config, options, block=block), own, image)
   if args.open_clip:
-    contenders["open_clip"], sizes["open_clip"] = open_clip_encoder(OPEN_CLIP[size], config, image)
+    contenders["open_clip"], sizes["open_clip"] = open_clip_encoder(size, config, image)
   race(list(contenders.values()), rounds=args.rounds)
   for name, one in contenders.items():
     found[name] = {
@@ -125,12 +124,13 @@ def encoder(model, params, image):
   return contender(encode, [(params, image)])
 
 
-def open_clip_encoder(name, config, image):
+def open_clip_encoder(size, config, image):
   """The same contender of open_clip, compiled, with bfloat16 parameters; and their bytes."""
   import open_clip  # pyright: ignore[reportMissingImports]
   import torch  # pyright: ignore[reportMissingImports]
 
   os.environ.pop("TRITON_CACHE_DIR", None)  # jax-triton empties it, and PyTorch needs one.
+  name = open_clip_name(size)
   model = open_clip.create_model(name, precision="bf16", device="cuda").eval()
   encode = torch.compile(model.encode_image)
   side = config.vision.image_size

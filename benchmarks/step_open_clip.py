@@ -22,19 +22,19 @@ import torch
 
 from benchmarks import step
 from benchmarks.timing import Contender, append, provenance, race
-from sbjax.models.sizes import SIZES, CLIPConfig
+from sbjax.models.sizes import SIZES, CLIPConfig, open_clip_name
 from train.config import OptimizerConfig
 from train.optimizer import make_optimizer
 from train.step import make_init
 
-MODELS = {"B/32": "ViT-B-32", "B/16": "ViT-B-16", "L/14": "ViT-L-14", "H/14": "ViT-H-14"}
+OPEN_CLIPS = ("B/32", "B/16", "L/14", "H/14")  # Sizes of a model of open_clip.
 STEPS = 3  # that are queued before the host waits
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--out", default="benchmarks/results/open_clip.jsonl")
-  parser.add_argument("--sizes", nargs="+", default=list(MODELS), choices=MODELS)
+  parser.add_argument("--sizes", nargs="+", default=OPEN_CLIPS, choices=OPEN_CLIPS)
   parser.add_argument("--batch_size", type=int, default=0, help="0: that of benchmarks/step.py")
   parser.add_argument("--rounds", type=int, default=5)
   parser.add_argument("--platform", default="cuda", choices=["cuda", "cpu"])
@@ -51,7 +51,9 @@ def measure(size: str, batch_size: int, remat: str, rounds: int, platform: str) 
   if on_gpu:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-  runs["open_clip"] = open_clip_steps(MODELS[size], SIZES[size], batch_size, remat, platform)
+  runs["open_clip"] = open_clip_steps(
+    open_clip_name(size), SIZES[size], batch_size, remat, platform
+  )
   runs["open_clip"]()  # Compiles.
   gigabytes["open_clip"] = torch.cuda.max_memory_allocated() / 1e9 if on_gpu else 0.0
   runs["sbjax"], gigabytes["sbjax"] = our_steps(SIZES[size], batch_size, remat)
