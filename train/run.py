@@ -54,12 +54,13 @@ class Run(NamedTuple):
 
   def new_state(self) -> TrainState:
     """The state at step 0, created in its shardings, with the parameters of `init` if given."""
+    if self.config.init:
+      check_vocabulary(self.config, self.tokenizer)
     shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state)
     init = make_init(self.task, self.optimizer, self.config.seed)
     state = jax.jit(init, out_shardings=shardings)()
     if not self.config.init:
       return state
-    check_vocabulary(self.config, self.tokenizer)
     params = initial_params(self.config, self.task.model.config, state.params)
     # Every process has all of the arrays, and makes its shards.
     return state._replace(
