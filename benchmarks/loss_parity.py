@@ -5,10 +5,10 @@
 
 For each seed, all variants start from the same parameters and see the same batches, crops and
 dropped patches. Another seed has other parameters and another order of batches. A variant is a
-recipe of sbjax.RECIPES, and after it may have "unfused", which uses benchmarks/flax_block.py, or a
-value of optimizer.states: --variants="switchback,switchback coat". Adds a line for each variant to
-benchmarks/results/loss_parity.jsonl. Prints the difference between the last losses of each variant
-and of the first, and the standard deviation over seeds.
+recipe of sbjax.RECIPES, and after it may have "unfused", which uses benchmarks/flax_block.py, a
+value of optimizer.states or one of model.attention_backend: "switchback coat" and "switchback
+cudnn". Adds a line for each variant to benchmarks/results/loss_parity.jsonl. Prints the difference
+between the last losses of each variant and of the first, and the standard deviation over seeds.
 """
 
 import dataclasses
@@ -24,6 +24,7 @@ from absl import flags
 
 from benchmarks.flax_block import FlaxBlock
 from benchmarks.timing import append
+from sbjax.attention import BACKENDS
 from train import cli, data
 from train.config import Config
 from train.loop import jit_train_step
@@ -58,10 +59,11 @@ def main(config: Config, workdir: Path) -> None:
 
 def run_of(config: Config, variant: str, workdir: Path) -> Run:
   recipe, *options = variant.split()
-  if not STATES.keys() | {"unfused"} >= set(options):
-    known = ", ".join(["unfused", *STATES])
+  if not {"unfused", *STATES, *BACKENDS} >= set(options):
+    known = ", ".join(["unfused", *STATES, *BACKENDS])
     raise ValueError(f"variant {variant!r} must be a recipe, and options: {known}.")
-  model = dataclasses.replace(config.model, recipe=recipe)
+  attention = next((o for o in options if o in BACKENDS), config.model.attention_backend)
+  model = dataclasses.replace(config.model, recipe=recipe, attention_backend=attention)
   states = next((option for option in options if option in STATES), config.optimizer.states)
   optimizer = dataclasses.replace(config.optimizer, states=states)
   run = make_run(dataclasses.replace(config, model=model, optimizer=optimizer), workdir)
