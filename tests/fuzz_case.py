@@ -96,6 +96,7 @@ def half_step(a, spec, axis=1):
   else:
     step = np.maximum(magnitude * HALF_UNIT[spec.dtype], scale * HALF_LEAST[spec.dtype])
   step = np.maximum(step, magnitude - most * scale) + 2.0**-20 * magnitude
+  step = np.where(magnitude < LEAST, np.maximum(step, magnitude), step)
   step = np.where(scale < LEAST, absmax, step)
   shares = absmax if spec.scaling != "static" or spec.dtype == INT8 else magnitude
   return np.where(np.isfinite(shares), step, np.nan), np.where(np.isfinite(absmax), scale, 1)
