@@ -14,7 +14,7 @@ from sbjax.quantize import Quantized, Spec, dequantize, quantize
 from sbjax.quantize_model import quantize_model
 from sbjax.quantized_dot import quantized_dot
 from sbjax.quantized_einsum import quantized_einsum
-from sbjax.recipes import RECIPES, Recipe, RecipeRules
+from sbjax.recipes import RECIPES, Recipe, RecipeRules, fp8_cscale
 from sbjax.stable_adamw import scale_by_stable_adam, stable_adamw
 from sbjax.state_formats import compress_state
 
@@ -41,6 +41,7 @@ __all__ = [
   "dequantize",
   "dynamic_loss_scale",
   "fixed_loss_scale",
+  "fp8_cscale",
   "gather",
   "gather_weight",
   "layer_norm_dense",

@@ -178,7 +178,7 @@ def _quantize_shards(w, spec: Spec, axis_name, contracted: int) -> Quantized:
   """
   x = w if contracted else w.T
   absmax = largest(x, spec)
-  if not spec.is_rowwise or contracted == 0:
+  if spec.takes_absmax and (not spec.is_rowwise or contracted == 0):
     absmax = jax.lax.pmax(absmax, axis_name)
   rounded = round_to(x, absmax, spec)
   values, scale = rounded.values, rounded.scale

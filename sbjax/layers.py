@@ -16,7 +16,7 @@ from sbjax.fused import layer_norm_dense, layer_norm_mlp
 from sbjax.fused_ops import LayerNormParams
 from sbjax.linear import QuantizedWeight, master_weight, serving_weight
 from sbjax.quantize import Quantized, dequantize
-from sbjax.quantized_dot import as_tokens, quantized_dot
+from sbjax.quantized_dot import as_multiplier, as_tokens, quantized_dot
 from sbjax.recipes import SWITCHBACK, Recipe, as_recipe
 
 # What nn.Dense and nnx.Linear offer to replace the product: here the recipe is the product.
@@ -36,6 +36,8 @@ class SwitchBackDense(nn.Dense):
   input and the parameters promote to). The kernel is quantized in the dtype it is kept in, and
   its gradient comes from the float32 accumulator: neither passes through the compute dtype.
 
+  multiplier: multiplies the three matmuls, as in `quantized_dot`.
+
   Raises:
     ValueError: an integer input, an unknown recipe or backend, or an argument that would replace
       the product (precision, dot_general, dot_general_cls, promote_dtype, preferred_element_type).
@@ -48,6 +50,7 @@ class SwitchBackDense(nn.Dense):
 
   recipe: Recipe | str = SWITCHBACK
   backend: str | None = None
+  multiplier: float = 1.0
 
   def __call__(self, inputs: jax.Array) -> jax.Array:
     inputs = as_tokens(inputs)
@@ -94,6 +97,7 @@ class SwitchBackLinear(nnx.Linear):
     *,
     recipe: Recipe | str = SWITCHBACK,
     backend: str | None = None,
+    multiplier: float = 1.0,
     rngs: nnx.Rngs,
     **kwargs,
   ):
@@ -103,6 +107,7 @@ class SwitchBackLinear(nnx.Linear):
     super().__init__(in_features, out_features, rngs=rngs, **kwargs)
     self.recipe = as_recipe(recipe)
     self.backend = backend
+    self.multiplier = as_multiplier(multiplier)
 
   def __call__(self, inputs: jax.Array, out_sharding=None) -> jax.Array:
     inputs = as_tokens(inputs)
@@ -134,7 +139,8 @@ def _as_input(x, dtype) -> jax.Array:
 def _linear(layer, x, kernel, bias):
   like_kernel = jnp.zeros((), master_weight(kernel).dtype)
   x = x.astype(canonicalize_dtype(x, like_kernel, bias, dtype=layer.dtype))
-  return quantized_dot(x, kernel, layer.recipe, bias=bias, backend=layer.backend)
+  how = {"multiplier": layer.multiplier, "backend": layer.backend}
+  return quantized_dot(x, kernel, layer.recipe, bias=bias, **how)
 
 
 def quantized_parameter(module: nn.Module, name: str, shape) -> Quantized | None:

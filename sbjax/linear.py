@@ -78,16 +78,28 @@ def as_kernel(name: str, w) -> Any:
   return w
 
 
-def forward(ops: Backend, recipe: Recipe, x, w, bias, dtype, residual=None):
-  """`x @ w + bias + residual` [M, N] in `dtype`; x may be quantized, w a QuantizedWeight."""
+def forward(ops: Backend, recipe: Recipe, x, w, bias, dtype, residual=None, multiplier=1.0):
+  """`multiplier * x @ w + bias + residual` [M, N] in `dtype`.
+
+  x may be quantized, w a QuantizedWeight.
+  """
   if recipe.fwd is None:
-    y = full_dot(x, master_weight(w).astype(x.dtype), ((1,), (0,)), dtype)
+    y = _times(full_dot(x, master_weight(w).astype(x.dtype), ((1,), (0,)), dtype), multiplier)
     y = y if bias is None else y + bias.astype(dtype)[None, :]
     return y if residual is None else residual + y
   x_spec, w_spec = recipe.fwd
   x_q = x if isinstance(x, Quantized) else ops.quantize(x, x_spec)
   w_q = w.fwd if isinstance(w, QuantizedWeight) else ops.quantize_transposed(w, w_spec)
-  return ops.scaled_matmul(x_q, w_q, dtype, bias=bias, residual=residual)
+  return ops.scaled_matmul(x_q, _times(w_q, multiplier), dtype, bias=bias, residual=residual)
+
+
+def _times(x, multiplier: float):
+  """x times a constant. Of a Quantized it is the scale: the matmul's epilogue multiplies."""
+  if multiplier == 1:
+    return x
+  if isinstance(x, Quantized):
+    return dataclasses.replace(x, scale=x.scale * multiplier)
+  return (x.astype(jnp.float32) * multiplier).astype(x.dtype)
 
 
 def split_columns(ops: Backend, recipe: Recipe, w, bias, num_outputs: int) -> list[tuple]:
@@ -146,31 +158,35 @@ def split_as(sharding, gradient):
   return reshard(gradient, sharding) if is_explicit() else gradient
 
 
-def dgrad(ops: Backend, recipe: Recipe, dy, w, dtype, out_sharding):
-  """`dy @ w.T` [M, K] in `dtype`; dy may be quantized already, w is its `saved_weight`."""
+def dgrad(ops: Backend, recipe: Recipe, dy, w, dtype, out_sharding, multiplier=1.0):
+  """`multiplier * dy @ w.T` [M, K] in `dtype`.
+
+  dy may be quantized already, w is its `saved_weight`.
+  """
   if isinstance(master_weight(w), NoMaster):
     raise NotImplementedError(
       "Parameters of `serving_params` have no gradients: train with the float parameters."
     )
   if recipe.dgrad is None:
-    return full_dot(dy, master_weight(w).astype(dy.dtype), ((1,), (1,)), dtype, out_sharding)
+    w = master_weight(w).astype(dy.dtype)
+    return _times(full_dot(dy, w, ((1,), (1,)), dtype, out_sharding), multiplier)
   dy_spec, w_spec = recipe.dgrad
   dy_q = dy if isinstance(dy, Quantized) else ops.quantize(dy, dy_spec)
   w_q = w.dgrad if isinstance(w, QuantizedWeight) else ops.quantize(w, w_spec)
-  return ops.scaled_matmul(dy_q, w_q, dtype, out_sharding=out_sharding)
+  return ops.scaled_matmul(dy_q, _times(w_q, multiplier), dtype, out_sharding=out_sharding)
 
 
-def wgrad(ops: Backend, recipe: Recipe, x, dy, w):
-  """`x.T @ dy` [K, N] in the dtype of w, which is its `saved_weight`."""
+def wgrad(ops: Backend, recipe: Recipe, x, dy, w, multiplier=1.0):
+  """`multiplier * x.T @ dy` [K, N] in the dtype of w, which is its `saved_weight`."""
   values = (
     w.dgrad.values if isinstance(w, QuantizedWeight) and w.dgrad is not None else master_weight(w)
   )
   dtype, sharding = master_weight(w).dtype, jax.typeof(values).sharding
   if recipe.wgrad is None:
-    return split_k_matmul(x, dy, dtype, sharding)
+    return _times(split_k_matmul(x, dy, dtype, sharding), multiplier)
   x_spec, dy_spec = recipe.wgrad
   x_q, dy_q = ops.quantize_transposed(x, x_spec), ops.quantize_transposed(dy, dy_spec)
-  return ops.scaled_matmul(x_q, dy_q, dtype, out_sharding=sharding)
+  return ops.scaled_matmul(x_q, _times(dy_q, multiplier), dtype, out_sharding=sharding)
 
 
 def gradients(arrays, *recipes: Recipe):

@@ -133,7 +133,7 @@ def _reduced(inputs: Sequence[Names], results) -> list[str]:
   names = {name for axes in inputs for name in axes if name is not None}
   reduced = names - set(jax.tree.leaves(results))
   for node in jax.tree.leaves(results, is_leaf=lambda a: isinstance(a, Quantized)):
-    if isinstance(node, Quantized):
+    if isinstance(node, Quantized) and node.spec.takes_absmax:
       reduced |= set(node.values[1:] if node.spec.is_rowwise else node.values)
   return sorted(reduced & names)
 

@@ -2,7 +2,8 @@
 
 An operand is [rows, K], contracted along its last axis. A scale must factor out of that sum,
 so it is shared by a row at least: one scale for each row (rowwise) or one for the operand
-(tensorwise). A static scale is 1: the values are rounded as they come (unit scaling).
+(tensorwise, or the power of two next to it: tensorwise_pow2). A static scale is a constant, a power
+of two. At 1 the values are rounded as they come (unit scaling).
 
 These functions are the definition; whatever computes faster must give the same numbers.
 """
@@ -17,7 +18,9 @@ import numpy as np
 
 from sbjax.formats import FLOATS, INT8, floating_dtype, max_value
 
-SCALINGS = ("rowwise", "tensorwise", "static")
+SCALINGS = ("rowwise", "tensorwise", "tensorwise_pow2", "static")
+# The product of two scales of 2**-63 is still a normal float32.
+MAX_EXPONENT = 63
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -26,25 +29,46 @@ _LARGEST = float(np.finfo(np.float32).max)
 class Spec:
   """How one operand of one matmul is quantized; static where a function is traced.
 
+  exponent: of a static scale, 2**-exponent: x is multiplied by 2**exponent and rounded.
+
   Raises:
-    ValueError: not one of the formats, or an unknown scaling.
+    ValueError: not one of the formats, an unknown scaling, or an exponent that is no integer from
+      -63 to 63 or belongs to a scaling other than static.
 
   >>> Spec(jnp.int8, "rowwise") == Spec("int8", "rowwise")
   True
+  >>> float(quantize(jnp.ones((2, 3)), Spec(E4M3, "static", exponent=4)).scale[0, 0])
+  0.0625
   """
 
   dtype: jnp.dtype  # INT8, E4M3 or E5M2; `jnp.int8` and the like are made one of these.
-  scaling: Literal["rowwise", "tensorwise", "static"]
+  scaling: Literal["rowwise", "tensorwise", "tensorwise_pow2", "static"]
+  exponent: int = 0
 
   def __post_init__(self):
     max_value(self.dtype)
     object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
     if not isinstance(self.scaling, str) or self.scaling not in SCALINGS:
       raise ValueError(f"Unknown scaling {self.scaling!r}; known: {', '.join(SCALINGS)}.")
+    if type(self.exponent) is not int or abs(self.exponent) > MAX_EXPONENT:
+      raise ValueError(
+        f"exponent={self.exponent!r} must be an integer from -{MAX_EXPONENT} to {MAX_EXPONENT}."
+      )
+    if self.exponent and not self.is_static:
+      raise ValueError(f"exponent={self.exponent} needs scaling='static', not {self.scaling!r}.")
 
   @property
   def is_rowwise(self) -> bool:
     return self.scaling == "rowwise"
+
+  @property
+  def is_static(self) -> bool:
+    return self.scaling == "static"
+
+  @property
+  def takes_absmax(self) -> bool:
+    """Whether rounding needs max |x|. int8 has no NaN: there a static scale is NaN if x has one."""
+    return not self.is_static or self.dtype == INT8
 
 
 @functools.partial(
@@ -79,6 +103,8 @@ def quantize(x: jax.Array, spec: Spec) -> Quantized:
   Round half to even; `x * (max_value / absmax)` with one division a row, which numpy and XLA
   evaluate to the same bits. Zero rows stay zero. A NaN or an infinity anywhere under a scale
   makes that scale NaN, and so every product with it: a diverging run is seen, not rounded away.
+  A static scale saturates finite values. In fp8 it makes only the NaN or infinity itself NaN,
+  because it takes no maximum.
 
   Args:
     x: [rows, K], floating point.
@@ -98,7 +124,12 @@ def quantize(x: jax.Array, spec: Spec) -> Quantized:
 
 
 def largest(x: jax.Array, spec: Spec) -> jax.Array:
-  """max |x| under each scale, [rows, 1] or [1, 1] float32, infinite where there is a NaN."""
+  """max |x| under each scale, [rows, 1] or [1, 1] float32, infinite where there is a NaN.
+
+  0 if `spec` takes none.
+  """
+  if not spec.takes_absmax:
+    return jnp.zeros((1, 1), jnp.float32)
   x = x.astype(jnp.float32)
   # XLA's maximum on a CPU drops NaN from more than 4096 elements, but not infinity.
   magnitude = jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x))
@@ -110,7 +141,10 @@ def round_to(x: jax.Array, absmax: jax.Array, spec: Spec) -> Quantized:
   """x with the scales that follow from `absmax`, which may be that of a larger array."""
   factor, scale = factor_and_scale(absmax, spec)
   limit = max_value(spec.dtype)
-  values = jnp.clip(x.astype(jnp.float32) * factor, -limit, limit)  # Beyond its range e4m3 has NaN.
+  x = x.astype(jnp.float32)
+  values = jnp.clip(x * factor, -limit, limit)  # Beyond its range e4m3 has NaN.
+  if not spec.takes_absmax:
+    values = jnp.where(jnp.isfinite(x), values, jnp.nan)
   if spec.dtype == INT8:
     values = jnp.round(values)
   return Quantized(values.astype(spec.dtype), scale, spec)
@@ -142,16 +176,26 @@ def factor_and_scale(absmax: jax.Array, spec: Spec) -> tuple[jax.Array, jax.Arra
   Args:
     absmax: float32, the largest magnitude under each scale; infinite or NaN where one was.
   """
-  if spec.scaling == "static":
-    # The scale follows from x like any other, if only to be differentiated as such.
-    factor, scale = jnp.ones_like(absmax), 1.0 + 0.0 * absmax
+  limit = max_value(spec.dtype)
+  if spec.is_static:
+    factor = jnp.full_like(absmax, 2.0**spec.exponent)
+    scale = jnp.full_like(absmax, 2.0**-spec.exponent)
+  elif spec.scaling == "tensorwise_pow2":
+    # floor(log2(limit / absmax)): the difference of two floats' bits is that of their logarithms.
+    bits = jax.lax.bitcast_convert_type(absmax, jnp.int32)
+    exponent = jnp.minimum((np.float32(limit).view(np.int32) - bits) >> 23, 126)
+    factor, scale = _power_of_two(exponent), _power_of_two(-exponent)
   else:
-    limit = max_value(spec.dtype)
     # Zeros, and magnitudes near underflow, would overflow the factor: it is bounded before.
     too_small = absmax < limit / _LARGEST
     factor = jnp.where(too_small, _LARGEST, limit / jnp.where(too_small, 1.0, absmax))
     scale = absmax * (1.0 / limit)  # A product: XLA replaces a division by one when it likes.
   return factor, jnp.where(jnp.isfinite(absmax), scale, jnp.nan)
+
+
+def _power_of_two(exponent: jax.Array) -> jax.Array:
+  """2**exponent for int32 from -126 to 127, exactly: XLA's exp2 may be off."""
+  return jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
 
 
 def dequantize(x: Quantized, dtype=jnp.float32) -> jax.Array:

@@ -9,6 +9,7 @@ import functools
 import math
 
 import jax
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
@@ -32,9 +33,10 @@ def quantized_dot(
   *,
   bias: jax.Array | None = None,
   residual: jax.Array | None = None,
+  multiplier: float = 1.0,
   backend: str | None = None,
 ) -> jax.Array:
-  """`x @ w + bias + residual` for x [..., K], w [K, N] and bias [N]: [..., N] in x's dtype.
+  """`multiplier * x @ w + bias + residual` [..., N] in x's dtype; x [..., K], w [K, N], bias [N].
 
   Differentiable once, in x, w, bias and residual; dx has x's dtype. w may be wider than x (a
   float32 master copy beside bfloat16 activations): it is quantized as it is, and dw is the float32
@@ -47,11 +49,13 @@ def quantized_dot(
     w: an array, or what `quantize_weight` made of one for the same recipe.
     recipe: a `Recipe` or the name of one in RECIPES.
     residual: [..., N] in x's dtype, the input of a residual connection; added.
+    multiplier: a constant that multiplies all three products, in their epilogue where they are in 8
+      bits: neither w nor dy is rounded after it. For weights of unit variance it is K**-0.5.
     backend: "xla", ...; None chooses.
 
   Raises:
     ValueError: operands that are Quantized, no arrays, or not floating point of 16 bits or more;
-      sizes that do not match; an unknown recipe or backend.
+      sizes that do not match; an unknown recipe or backend; a multiplier that is no finite number.
     NotImplementedError: the named backend cannot compute this.
 
   >>> x, w = jnp.ones((4, 32), jnp.bfloat16), jnp.ones((32, 16))
@@ -68,7 +72,18 @@ def quantized_dot(
   residual = None if residual is None else as_rows(residual)
   residual_sharding = None if residual is None else jax.typeof(residual).sharding
   operands = vary_alike(as_rows(x), w, bias, residual)
-  return named_dot(_dot(recipe, backend, x.dtype, residual_sharding, *operands), x)
+  how = recipe, backend, x.dtype, residual_sharding, as_multiplier(multiplier)
+  return named_dot(_dot(*how, *operands), x)
+
+
+def as_multiplier(multiplier) -> float:
+  """The multiplier as a float; a ValueError unless it is a finite number other than 0."""
+  is_number = isinstance(multiplier, int | float | np.number) and not isinstance(multiplier, bool)
+  if not is_number or not math.isfinite(multiplier) or multiplier == 0:
+    raise ValueError(
+      f"multiplier={multiplier!r} must be a finite number other than 0, such as K ** -0.5."
+    )
+  return float(multiplier)
 
 
 def as_tokens(x) -> jax.Array:
@@ -167,30 +182,31 @@ def as_bias(name: str, bias, w) -> jax.Array | None:
   return bias
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _dot(recipe, backend, dtype, residual_sharding, x, w, bias, residual):
-  return _dot_fwd(recipe, backend, dtype, residual_sharding, x, w, bias, residual)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
+def _dot(recipe, backend, dtype, residual_sharding, multiplier, x, w, bias, residual):
+  how = recipe, backend, dtype, residual_sharding, multiplier
+  return _dot_fwd(*how, x, w, bias, residual)[0]
 
 
-def _dot_fwd(recipe, backend, dtype, residual_sharding, x, w, bias, residual):
+def _dot_fwd(recipe, backend, dtype, residual_sharding, multiplier, x, w, bias, residual):
   ops = get_backend(backend)
   x_q = x if recipe.fwd is None else ops.quantize(x, recipe.fwd[0])
-  y = linear.forward(ops, recipe, x_q, w, bias, dtype, residual)
+  y = linear.forward(ops, recipe, x_q, w, bias, dtype, residual, multiplier)
   w = linear.saved_weight(w)
   if recipe.saved == "quantized":
     x, w = checkpoint_name((x_q, w), RESIDUAL_NAME)
   return y, (x, w, bias)
 
 
-def _dot_bwd(recipe, backend, dtype, residual_sharding, saved, dy):
+def _dot_bwd(recipe, backend, dtype, residual_sharding, multiplier, saved, dy):
   ops = get_backend(backend)
   x, w, bias = saved
   x_sharding = jax.typeof(x.values if isinstance(x, Quantized) else x).sharding
   x = dequantize(x, dtype) if isinstance(x, Quantized) else x
   d_residual = None if residual_sharding is None else linear.split_as(residual_sharding, dy)
   dy, dy_q, d_bias = linear.quantize_output_grad(ops, recipe, (dy,), bias)
-  dx = linear.dgrad(ops, recipe, dy_q, w, dtype, x_sharding)
-  dw = linear.wgrad(ops, recipe, x, dy, w)
+  dx = linear.dgrad(ops, recipe, dy_q, w, dtype, x_sharding, multiplier)
+  dw = linear.wgrad(ops, recipe, x, dy, w, multiplier)
   return linear.gradients((dx, linear.cotangent(w, dw), d_bias, d_residual), recipe)
 
 

@@ -11,6 +11,7 @@ A method is a value here, so that one look compares it with the others.
 
 import dataclasses
 import fnmatch
+import re
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
@@ -88,6 +89,38 @@ FP8_TENSORWISE = Recipe(
 )
 FP8_SWITCHBACK = Recipe(fwd=(e4m3_row, e4m3_tensor), dgrad=(e5m2_row, e4m3_tensor), wgrad=None)
 
+# Simeoni et al. 2025 (DINOv3, https://arxiv.org/abs/2508.10104), whose code has a scale for each
+# output of w in the forward pass, one for all of w in the input gradient, and e4m3 for dy too.
+FP8_DINOV3 = Recipe(fwd=(e4m3_row, e4m3_row), dgrad=(e4m3_row, e4m3_tensor), wgrad=None)
+
+# Perez et al. 2023, https://arxiv.org/abs/2309.17224: FP8-AMAX has a power of two for each operand,
+# of its absmax in this step.
+e4m3_pow2, e5m2_pow2 = Spec(E4M3, "tensorwise_pow2"), Spec(E5M2, "tensorwise_pow2")
+FP8_AMAX = Recipe(
+  fwd=(e4m3_pow2, e4m3_pow2), dgrad=(e5m2_pow2, e4m3_pow2), wgrad=(e4m3_pow2, e5m2_pow2)
+)
+
+
+def fp8_cscale(exponent: int) -> Recipe:
+  """FP8-CSCALE: one constant scale for all operands, 2**-exponent; no maximum is taken.
+
+  e4m3 for inputs and weights, e5m2 for gradients (Perez et al. 2023,
+  https://arxiv.org/abs/2309.17224). Larger values than 448 * 2**-exponent (e5m2: 57,344) saturate.
+  As a name in a config it is "fp8_cscale:4", for example.
+
+  exponent: from -63 to 63.
+
+  >>> fp8_cscale(0) == RECIPES["fp8_static"]
+  True
+  """
+  e4m3, e5m2 = (Spec(dtype, "static", exponent) for dtype in (E4M3, E5M2))
+  return Recipe(fwd=(e4m3, e4m3), dgrad=(e5m2, e4m3), wgrad=(e4m3, e5m2))
+
+
+# Operands are cast as they are, which suits a model whose activations, weights and gradients have
+# unit variance: munit scaling (Narayan et al. 2025, https://arxiv.org/abs/2502.05967).
+FP8_STATIC = fp8_cscale(0)
+
 # For experiments. The paper keeps wgrad in 16 bits: one scale would serve a feature over all
 # tokens, and a token far out costs int8 the others' last bits. fp8's steps shrink with the value:
 # e4m3 has three bits of mantissa, e5m2 two and a range for dy of any tail.
@@ -103,19 +136,26 @@ RECIPES = {
   "llm_int8": LLM_INT8,
   "fp8_tensorwise": FP8_TENSORWISE,
   "fp8_switchback": FP8_SWITCHBACK,
+  "fp8_dinov3": FP8_DINOV3,
+  "fp8_amax": FP8_AMAX,
+  "fp8_static": FP8_STATIC,
   "switchback_fp8_wgrad": SWITCHBACK_FP8_WGRAD,
   "switchback_e4m3_wgrad": SWITCHBACK_E4M3_WGRAD,
 }
 
 
 def as_recipe(recipe: Recipe | str) -> Recipe:
-  """The recipe itself, or the one of that name in RECIPES."""
+  """The recipe itself, or the one of that name in RECIPES; "fp8_cscale:4" is fp8_cscale(4)."""
   if isinstance(recipe, Recipe):
     return recipe
   if not isinstance(recipe, str):
     raise ValueError(f"A recipe is a Recipe or the name of one, not {recipe!r}.")
+  if exponent := re.fullmatch(r"fp8_cscale:(-?\d+)", recipe):
+    return fp8_cscale(int(exponent[1]))
   if recipe not in RECIPES:
-    raise ValueError(f"Unknown recipe {recipe!r}; known: {', '.join(RECIPES)}.")
+    raise ValueError(
+      f"Unknown recipe {recipe!r}; known: {', '.join(RECIPES)}, fp8_cscale:<exponent>."
+    )
   return RECIPES[recipe]
 
 

@@ -74,21 +74,32 @@ UNIT = {"float64": 2.0**-24, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16"
 
 
 def half_step(a, spec, axis=1):
-  """How far each element of a may move, NaN where a NaN or an infinity shares its scale; scales."""
+  """How far each element of a may move, NaN where a NaN or an infinity shares its scale; scales.
+
+  A static scale of fp8 is constant: only the NaN or infinity itself is NaN.
+  """
   if spec is None:
     return np.where(np.abs(a) < LEAST, np.abs(a), 0), 1
   a = a.astype(np.float32).astype(np.float64)
   most, magnitude = LARGEST[spec.dtype], np.abs(a)
   shared = axis if spec.scaling == "rowwise" else None
   absmax = np.max(magnitude, axis=shared, keepdims=True, initial=0)
-  scale = np.ones_like(absmax) if spec.scaling == "static" else absmax / most
+  if spec.scaling == "static":
+    scale = np.full_like(absmax, 2.0**-spec.exponent)
+  elif spec.scaling == "tensorwise_pow2":
+    ratio = most / np.where((absmax == 0) | ~np.isfinite(absmax), 1, absmax)
+    scale = 2.0 ** -np.minimum(np.floor(np.log2(ratio)), 126)
+  else:
+    scale = absmax / most
   if spec.dtype == INT8:
     step = 0.5 * scale + np.zeros_like(a)
   else:
     step = np.maximum(magnitude * HALF_UNIT[spec.dtype], scale * HALF_LEAST[spec.dtype])
   step = np.maximum(step, magnitude - most * scale) + 2.0**-20 * magnitude
+  step = np.where(magnitude < LEAST, np.maximum(step, magnitude), step)
   step = np.where(scale < LEAST, absmax, step)
-  return np.where(np.isfinite(absmax), step, np.nan), np.where(np.isfinite(absmax), scale, 1)
+  shares = absmax if spec.scaling != "static" or spec.dtype == INT8 else magnitude
+  return np.where(np.isfinite(shares), step, np.nan), np.where(np.isfinite(absmax), scale, 1)
 
 
 class Bound(NamedTuple):

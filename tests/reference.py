@@ -3,9 +3,10 @@
 Wortsman et al. 2023, https://arxiv.org/abs/2304.13013. The last two recipes leave the paper in the
 weight gradient, which it keeps in 16 bits. Nothing here is imported from sbjax, so that agreement
 is evidence. Matrices are multiplied as `a [m, k] @ b [k, n]`; a "row" scale is shared along k, a
-"tensor" scale by the whole operand.
+"tensor" scale by the whole operand, a "power" scale too, which is a power of two. "one" is 1.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -46,15 +47,32 @@ METHODS = {
   "fp8_switchback": Method(
     (("e4m3", "row"), ("e4m3", "tensor")), (("e5m2", "row"), ("e4m3", "tensor")), None
   ),
+  "fp8_dinov3": Method(
+    (("e4m3", "row"), ("e4m3", "row")), (("e4m3", "row"), ("e4m3", "tensor")), None
+  ),
+  "fp8_amax": Method(
+    (("e4m3", "power"), ("e4m3", "power")),
+    (("e5m2", "power"), ("e4m3", "power")),
+    (("e4m3", "power"), ("e5m2", "power")),
+  ),
+  "fp8_static": Method(
+    (("e4m3", "one"), ("e4m3", "one")),
+    (("e5m2", "one"), ("e4m3", "one")),
+    (("e4m3", "one"), ("e5m2", "one")),
+  ),
   "switchback_fp8_wgrad": _SWITCHBACK._replace(dw=(("e4m3", "row"), ("e5m2", "row"))),
   "switchback_e4m3_wgrad": _SWITCHBACK._replace(dw=(("e4m3", "row"), ("e4m3", "row"))),
 }
 
 
-def rounded(a, fmt, axis):
+def rounded(a, fmt, axis, shares="absmax"):
   """a in 8 bits, and its exact scale (float64), shared along `axis`; with None by all of a."""
   a = np.asarray(a).astype(np.float32)
   absmax = np.max(np.abs(a), axis=axis, keepdims=True)
+  if shares in ("power", "one"):
+    power = shares == "power" and math.floor(math.log2(LARGEST[fmt] / absmax.item()))
+    values = np.clip(a * np.float32(2.0**power), -LARGEST[fmt], LARGEST[fmt])
+    return values.astype(DTYPES[fmt]), np.array([[2.0**-power]])
   factor = np.float32(LARGEST[fmt]) / np.where(absmax == 0, np.float32(1), absmax)
   values = np.clip(a * factor, -LARGEST[fmt], LARGEST[fmt])
   values = np.rint(values) if fmt == "int8" else values
@@ -71,8 +89,8 @@ def product(a, b, formats):
   a_scale, b_scale = 1, 1
   if formats is not None:
     (a_format, a_shares), (b_format, b_shares) = formats
-    a, a_scale = rounded(a, a_format, 1 if a_shares == "row" else None)
-    b, b_scale = rounded(b, b_format, 0 if b_shares == "row" else None)
+    a, a_scale = rounded(a, a_format, 1 if a_shares == "row" else None, a_shares)
+    b, b_scale = rounded(b, b_format, 0 if b_shares == "row" else None, b_shares)
   a, b = _float64(a), _float64(b)
   value = (a @ b) * a_scale * b_scale
   # int8 sums are exact in int32. Others are summed in float32, in an order that the machine

@@ -40,7 +40,11 @@ def assert_same(actual, expected):
 
 @pytest.mark.parametrize(
   ("fmt", "scaling", "dtype"),
-  pairwise(FORMATS, ["rowwise", "tensorwise", "static"], ["float32", "bfloat16", "float16"]),
+  pairwise(
+    FORMATS,
+    ["rowwise", "tensorwise", "tensorwise_pow2", "static"],
+    ["float32", "bfloat16", "float16"],
+  ),
 )
 def test_values_and_scales_are_the_definition_s_bit_for_bit(kernels, fmt, scaling, dtype):
   x, spec = normal(5, 40, dtype) * 30, Spec(FORMATS[fmt], scaling)
@@ -70,7 +74,7 @@ def test_pieces_cover_a_row_without_overlap(kernels):
     assert pieces[-1][0] < k <= ends[-1]
 
 
-@pytest.mark.parametrize("scaling", ["rowwise", "tensorwise", "static"])
+@pytest.mark.parametrize("scaling", ["rowwise", "tensorwise", "tensorwise_pow2", "static"])
 @pytest.mark.parametrize("bits", [0x7FC000FF, 0x7F800000, 0xFF800000])  # A NaN, +-inf.
 def test_a_nan_or_infinity_makes_only_its_own_scale_nan(kernels, bits, scaling):
   x, spec = np.array(normal(4, 40)), Spec(INT8, scaling)
@@ -83,7 +87,7 @@ def test_a_nan_or_infinity_makes_only_its_own_scale_nan(kernels, bits, scaling):
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("scaling", ["rowwise", "tensorwise"])
+@pytest.mark.parametrize("scaling", ["rowwise", "tensorwise", "tensorwise_pow2"])
 def test_zeros_stay_zeros(kernels, fmt, scaling):
   x, spec = normal(3, 24).at[1].set(0.0), Spec(FORMATS[fmt], scaling)
   assert_same(kernels.quantize(x, spec), quantize(x, spec))
@@ -99,6 +103,38 @@ def test_extreme_magnitudes_are_the_definition_s(kernels, magnitude):
     factor = np.minimum(np.float32(127) / largest, np.finfo(np.float32).max)
   np.testing.assert_array_equal(q.values, np.rint(a * factor).astype(np.int8))
   np.testing.assert_array_equal(q.scale, largest * np.float32(1 / 127))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("magnitude", [1e-45, 1e-38, 448.1, 57345.0, 3e38])
+def test_powers_of_two_are_the_definition_s(kernels, fmt, magnitude):
+  x = jnp.asarray((np.linspace(-1, 1, 24).reshape(2, 12) * magnitude).astype(np.float32))
+  spec = Spec(FORMATS[fmt], "tensorwise_pow2")
+  actual, expected = kernels.quantize(x, spec), quantize(x, spec)
+  np.testing.assert_array_equal(actual.scale, expected.scale)
+  if magnitude > 1e-37:  # XLA flushes smaller numbers on a CPU.
+    assert_same(actual, expected)
+
+
+@pytest.mark.parametrize("exponent", [-5, 0, 9])
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+def test_a_static_scale_saturates_and_keeps_what_is_not_finite(kernels, fmt, exponent):
+  x = (300 * normal(3, 40)).at[1, 2].set(jnp.nan).at[2, 3].set(-jnp.inf).at[0, 0].set(3e38)
+  spec = Spec(FORMATS[fmt], "static", exponent)
+  (q, transposed), expected = kernels.quantize_both(x, spec), quantize(x, spec)
+  for actual in (q, kernels.quantize(x, spec), transposed.T):
+    np.testing.assert_array_equal(
+      np.asarray(actual.values, np.float32), np.asarray(expected.values, np.float32)
+    )
+    assert actual.scale == 2.0**-exponent
+  assert np.sum(np.isnan(np.asarray(q.values, np.float32))) == 2
+
+
+def test_a_static_scale_reads_no_maximum(kernels, monkeypatch):
+  monkeypatch.setattr(kernels, "absmax", None)
+  kernels.quantize(normal(3, 40), Spec(E4M3, "static"))
+  with pytest.raises(TypeError):
+    kernels.quantize(normal(3, 40), Spec(INT8, "static"))
 
 
 def test_halves_round_to_even(kernels):
@@ -131,7 +167,7 @@ def test_quantize_transposed_is_quantize_of_the_transpose(kernels, shape, scalin
   assert_same(kernels.quantize_transposed(x, spec), quantize(x.T, spec))
 
 
-@pytest.mark.parametrize("scaling", ["tensorwise", "static"])
+@pytest.mark.parametrize("scaling", ["tensorwise", "tensorwise_pow2", "static"])
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_quantize_both_is_quantize_of_x_and_of_its_transpose(kernels, fmt, scaling):
   x, spec = normal(70, 40, "bfloat16"), Spec(FORMATS[fmt], scaling)

@@ -16,7 +16,12 @@ INT8_ROW, INT8_TENSOR = Spec(INT8, "rowwise"), Spec(INT8, "tensorwise")
 @pytest.mark.parametrize("name", reference.METHODS)
 def test_each_named_recipe_equals_the_reference_method(name):
   formats = {"int8": INT8, "e4m3": E4M3, "e5m2": E5M2}
-  scalings = {"row": "rowwise", "tensor": "tensorwise"}
+  scalings = {
+    "row": "rowwise",
+    "tensor": "tensorwise",
+    "power": "tensorwise_pow2",
+    "one": "static",
+  }
 
   def specs(pair):
     return pair and tuple(Spec(formats[fmt], scalings[scaling]) for fmt, scaling in pair)
@@ -30,9 +35,9 @@ def test_each_named_recipe_equals_the_reference_method(name):
   )
 
 
-def test_the_nine_recipes_are_distinct():
+def test_the_recipes_are_distinct():
   assert list(RECIPES) == list(reference.METHODS)
-  assert len(set(RECIPES.values())) == 9
+  assert len(set(RECIPES.values())) == 12
 
 
 def test_recipes_compare_by_value():

@@ -20,7 +20,7 @@ ORDER = [
   ["sbjax.backends"],
   ["sbjax.linear", "sbjax.attention"],
   ["sbjax.quantized_dot", "sbjax.fsdp"],
-  ["sbjax.fused", "sbjax.dot_general", "sbjax.rewrite"],
+  ["sbjax.fused", "sbjax.dot_general", "sbjax.rewrite", "sbjax.unit_scaling"],
   ["sbjax.products"],
   ["sbjax.layers", "sbjax.quantize_model", "sbjax.quantized_einsum"],
   ["sbjax.stable_adamw"],

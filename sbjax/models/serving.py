@@ -61,7 +61,7 @@ def save_serving(params: dict, path) -> None:
     if isinstance(leaf, Quantized):
       # As bytes: numpy, by which safetensors reads, lacks fp8.
       arrays |= {f"{name}/values": leaf.values.view(jnp.int8), f"{name}/scale": leaf.scale}
-      specs[name] = [leaf.spec.dtype.name, leaf.spec.scaling]
+      specs[name] = [leaf.spec.dtype.name, leaf.spec.scaling, leaf.spec.exponent]
     else:
       arrays[name] = jnp.asarray(leaf)
   save_file = import_package("safetensors.flax").save_file
@@ -80,8 +80,8 @@ def load_serving(path) -> dict:
     specs = json.loads((file.metadata() or {}).get("specs", "null"))
   if specs is None:
     raise ValueError(f"{path} was not written by save_serving: its metadata have no specs.")
-  for name, (dtype, scaling) in specs.items():
-    spec = Spec(jnp.dtype(dtype), scaling)
+  for name, (dtype, *scaling) in specs.items():
+    spec = Spec(jnp.dtype(dtype), *scaling)
     values, scale = arrays.pop(f"{name}/values"), arrays.pop(f"{name}/scale")
     arrays[name] = Quantized(values.view(spec.dtype), scale, spec)
   return unflatten_dict({tuple(name.split("/")): array for name, array in arrays.items()})

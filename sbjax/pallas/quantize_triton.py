@@ -17,6 +17,7 @@ from sbjax.pallas.rounding_triton import (
   larger,
   load_row,
   pieces,
+  power_of_two_factor,
   quantize_row,
   rounding_factor,
   to_float32,
@@ -44,7 +45,7 @@ def quantize(x: jax.Array, spec: Spec, *, config: Config | None = None) -> Quant
   """
   check_quantizable(x)
   rows, k = x.shape
-  if spec.scaling != "rowwise" or k > ONE_PASS_WIDTH:
+  if not spec.is_rowwise or k > ONE_PASS_WIDTH:
     return Quantized(*_two_passes(x, spec, 1, transpose=False), spec)
   if x.size == 0:
     return Quantized(jnp.zeros(x.shape, spec.dtype), jnp.zeros((rows, 1), jnp.float32), spec)
@@ -74,7 +75,7 @@ def quantize_transposed(x: jax.Array, spec: Spec) -> Quantized:
 def quantize_both(x: jax.Array, spec: Spec) -> tuple[Quantized, Quantized]:
   """`(quantize(x, spec), quantize(x.T, spec))` if they share a scale, from two reads of x."""
   check_quantizable(x)
-  if spec.scaling == "rowwise":
+  if spec.is_rowwise:
     raise ValueError("The rows of x and of x.T do not share scales: use 'tensorwise' or 'static'.")
   (values, transposed), scale = _two_passes(x, spec, None, transpose="both")
   return Quantized(values, scale, spec), Quantized(transposed, scale, spec)
@@ -82,12 +83,13 @@ def quantize_both(x: jax.Array, spec: Spec) -> tuple[Quantized, Quantized]:
 
 def _two_passes(x, spec, axis, transpose):
   """(values, scale), from an absmax along `axis` (rowwise) or of all of x; then the cast."""
-  if spec.scaling == "tensorwise" and x.size:
+  if not (spec.is_rowwise or spec.is_static) and x.size:
     # The cast itself reduces the partial maxima, which saves a kernel.
     partial = _partial_absmax(x.reshape(1, x.size), 1)
-    *arrays, scale = _cast_call(x, partial, spec.dtype, transpose)
+    *arrays, scale = _cast_call(x, partial, spec, transpose)
     return _select(*arrays, transpose), scale
-  largest = absmax(x, axis if spec.scaling == "rowwise" else None)
+  axis = axis if spec.is_rowwise else None
+  largest = absmax(x, axis) if spec.takes_absmax else jnp.zeros((1, 1), jnp.float32)
   return cast_scaled(x, largest, spec, transpose=transpose), factor_and_scale(largest, spec)[1]
 
 
@@ -137,9 +139,7 @@ def cast_scaled(x: jax.Array, absmax: jax.Array, spec: Spec, *, transpose=False)
   if x.size == 0:
     values = jnp.zeros(x.shape, spec.dtype)
     return _select(values, values.T, transpose)
-  if spec.scaling == "static":
-    absmax = jnp.full_like(absmax, max_value(spec.dtype))  # The factor is then 1.
-  values, transposed, _ = _cast_call(x, absmax, spec.dtype, transpose, shape=absmax.shape)
+  values, transposed, _ = _cast_call(x, absmax, spec, transpose, shape=absmax.shape)
   return _select(values, transposed, transpose)
 
 
@@ -147,14 +147,14 @@ def _select(values, transposed, transpose):
   return (values, transposed) if transpose == "both" else transposed if transpose else values
 
 
-def _cast_call(x, absmax, dtype, transpose, shape=(0, 0)):
+def _cast_call(x, absmax, spec, transpose, shape=(0, 0)):
   """(values, transposed, scale); without a shape, absmax is partial maxima, which it reduces."""
   rows, k = x.shape
   block_rows, block_k = _cast_blocks(k, transpose)
   has_values, has_transposed = transpose in (False, "both"), transpose in (True, "both")
   # An output that is not needed has one element, which is not written.
-  values = _struct((rows, k) if has_values else (1, 1), dtype)
-  transposed = _struct((k, rows) if has_transposed else (1, 1), dtype)
+  values = _struct((rows, k) if has_values else (1, 1), spec.dtype)
+  transposed = _struct((k, rows) if has_transposed else (1, 1), spec.dtype)
   return triton_call(
     x,
     absmax,
@@ -167,7 +167,9 @@ def _cast_call(x, absmax, dtype, transpose, shape=(0, 0)):
     **dict(ABSMAX_ROWS=shape[0], ABSMAX_K=shape[1]),
     PARTS=0 if shape[0] else absmax.size,
     PARTS_BLOCK=triton.next_power_of_2(absmax.size),
-    LIMIT=max_value(dtype),
+    LIMIT=max_value(spec.dtype),
+    POWER_OF_TWO=spec.scaling == "tensorwise_pow2",
+    STATIC_FACTOR=2.0**spec.exponent if spec.is_static else 0.0,
     VIA_FLOAT16=compute_capability() < 90,
     **dict(WRITE_VALUES=has_values, WRITE_TRANSPOSED=has_transposed),
   )
@@ -268,6 +270,8 @@ def _cast_kernel(
   PARTS: tl.constexpr,
   PARTS_BLOCK: tl.constexpr,
   LIMIT: tl.constexpr,
+  POWER_OF_TWO: tl.constexpr,
+  STATIC_FACTOR: tl.constexpr,
   VIA_FLOAT16: tl.constexpr,
   WRITE_VALUES: tl.constexpr,
   WRITE_TRANSPOSED: tl.constexpr,
@@ -289,10 +293,17 @@ def _cast_kernel(
   else:
     absmax = tl.load(absmax_ptr)
   # Computed here, because XLA's division on a GPU is not rounded as IEEE says.
-  factor, scale = rounding_factor(absmax, LIMIT)
+  if POWER_OF_TWO:
+    factor, scale = power_of_two_factor(absmax, LIMIT)
+  else:
+    factor, scale = rounding_factor(absmax, LIMIT)
+  if STATIC_FACTOR > 0:  # 0: the factor follows from absmax.
+    factor = STATIC_FACTOR
   if PARTS > 0:
     tl.store(scale_ptr, scale, mask=tl.program_id(0) == 0)
   y = tl.clamp(x * factor, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+  if STATIC_FACTOR > 0 and values_ptr.dtype.element_ty != tl.int8:
+    y = tl.where(tl.abs(x) < float("inf"), y, float("nan"))
   values = cast(y, values_ptr.dtype.element_ty, VIA_FLOAT16)
   if WRITE_VALUES:
     tl.store(values_ptr + row * K + column, values, mask=mask)

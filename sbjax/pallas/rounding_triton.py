@@ -75,6 +75,16 @@ def rounding_factor(absmax, LIMIT: tl.constexpr):
 
 
 @triton.jit
+def power_of_two_factor(absmax, LIMIT: tl.constexpr):
+  """`sbjax.quantize.factor_and_scale` for "tensorwise_pow2"."""
+  limit = tl.cast(LIMIT, tl.float32).to(tl.int32, bitcast=True)
+  exponent = tl.minimum((limit - absmax.to(tl.int32, bitcast=True)) >> 23, 126)
+  factor = ((127 + exponent) << 23).to(tl.float32, bitcast=True)
+  scale = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
+  return factor, tl.where(absmax < float("inf"), scale, float("nan"))
+
+
+@triton.jit
 def cast(y, dtype: tl.constexpr, VIA_FLOAT16: tl.constexpr):
   """Rounds |y| <= the format's maximum half to even; int8 has no NaN and gets 0."""
   values = cast_finite(y, dtype, VIA_FLOAT16)
