@@ -98,13 +98,8 @@ def compensated(
     steps, inner = optimizer.update(gradients, state.inner, value, **extra)
     halves = jax.tree.map(lambda p, v, d: _split(v + d, p, residual), params, value, steps)
     high, low = (jax.tree.map(lambda _, half, i=i: half[i], params, halves) for i in (0, 1))
-    updates = jax.tree.map(
-      # A float32 takes its update as it is: total - p could be rounded.
-      lambda p, d, hi: hi - p.astype(jnp.float32) if p.dtype == BFLOAT16 else d,
-      params,
-      steps,
-      high,
-    )
+    # p + (hi - p) rounds to hi.
+    updates = jax.tree.map(lambda p, hi: hi - p.astype(jnp.float32), params, high)
     measured = _quality(steps, value, jax.tree.map(_sum, high, low)) if measure else (None, None)
     return updates, CompensatedState(inner, low, *measured)
 

@@ -182,6 +182,8 @@ def test_a_step_in_collage_moves_sums_and_measures_edq():
   assert 0.99 < metrics["edq"] < 1.01 and 0 <= metrics["lost"] < 0.01
   assert all(value.dtype == jnp.float32 for value in metrics.values())
   assert 0 < np.abs(movement(new, old)).max() < 2e-3
+  norm = np.sqrt(sum(np.sum(np.float64(x) ** 2) for x in jax.tree.leaves(new.params)))
+  np.testing.assert_allclose(metrics["parameter_norm"], norm, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("accumulate", "fsdp"), [(2, 1), (1, 2)])
@@ -312,8 +314,10 @@ def equations(jaxpr, loops=()):
       yield from equations(inner, loops + scan)
 
 
-def test_microbatches_save_only_features_and_sum_gradients_in_float32():
+@pytest.mark.parametrize("matrices", [jnp.float32, jnp.bfloat16])
+def test_microbatches_save_only_features_and_sum_gradients_in_float32(matrices):
   _, step, state, mesh = accumulating(4, dtype=jnp.bfloat16, config=MICRO)
+  state = state._replace(params=cast_matrices(state.params, matrices))
   scans = [
     equation
     for equation, loops in equations(jax.make_jaxpr(step)(state, batch(mesh)).jaxpr)
