@@ -6,9 +6,9 @@
 For each seed, all variants start from the same parameters and see the same batches, crops and
 dropped patches. Another seed has other parameters and another order of batches. A variant is a
 recipe of sbjax.RECIPES, and after it may have "unfused", which uses benchmarks/flax_block.py, or a
-value of optimizer.states: --variants="switchback,switchback coat". Adds a line for each variant to
-benchmarks/results/loss_parity.jsonl. Prints the difference between the last losses of each variant
-and of the first, and the standard deviation over seeds.
+value of optimizer.states: --variants="switchback,switchback collage_light". Adds a line for each
+variant to benchmarks/results/loss_parity.jsonl. Prints the difference between the last losses of
+each variant and of the first, and the standard deviation over seeds.
 """
 
 import dataclasses

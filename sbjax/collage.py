@@ -41,8 +41,8 @@ class CompensatedState(NamedTuple):
 
   inner: Any  # the state of the inner optimizer, for float32 parameters
   residual: Any  # a tree like the parameters: bfloat16 or int16; None for those without
-  quality: jax.Array | None  # float32 []: EDQ of the last update; None: not measured
-  lost: jax.Array | None  # float32 []: the share of the numbers that it left as they were
+  quality: Any  # float32 []: EDQ of the last update; None: not measured
+  lost: Any  # float32 []: the share of the numbers that it left as they were
 
 
 def compensated(
