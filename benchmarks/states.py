@@ -24,7 +24,7 @@ from benchmarks.step import CASES, compiled, draw, task_of
 from benchmarks.timing import append, provenance
 from sbjax.models.sizes import SIZES
 from train.config import OptimizerConfig
-from train.optimizer import STATES, make_optimizer
+from train.optimizer import STATES, make_optimizer, matrix_dtype
 from train.step import TrainState, make_init
 
 _ALL = ("B/16", "L/14", "H/14", "bigG/14")
@@ -84,7 +84,7 @@ def measure(size: str, states: str, recipe: str, args) -> dict:
   """Memory, and unless `args.memory` the time, of the step and of the update of one choice."""
   (batch_size, remat), config = CASES[size], SIZES[size]
   optimizer, _ = make_optimizer(OptimizerConfig(states=states), steps=20_000)
-  task = task_of(recipe, config, remat)
+  task = task_of(recipe, config, remat)._replace(matrix_dtype=matrix_dtype(states))
   init = make_init(task, optimizer, seed=0)
   state = jax.eval_shape(init)
   batch = jax.eval_shape(lambda: draw(config, batch_size))

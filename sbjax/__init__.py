@@ -1,6 +1,7 @@
 """sbjax: 8-bit training of vision-language models in JAX."""
 
 from sbjax.attention import attention
+from sbjax.collage import compensated
 from sbjax.dot_general import quantized_dot_general
 from sbjax.formats import E4M3, E5M2, INT8
 from sbjax.fsdp import gather, gather_weight
@@ -37,6 +38,7 @@ __all__ = [
   "SwitchBackDense",
   "SwitchBackLinear",
   "attention",
+  "compensated",
   "compress_state",
   "dequantize",
   "dynamic_loss_scale",

@@ -55,7 +55,7 @@ from sbjax.pallas import scaled_matmul_sm90 as sm90
 from sbjax.recipes import SWITCHBACK
 from sbjax.split_k_matmul import split_k_matmul
 from train.config import OptimizerConfig
-from train.optimizer import STATES, make_optimizer
+from train.optimizer import STATES, make_optimizer, matrix_dtype
 
 M, K, N = 8192, 256, 512  # An eighth of an activation is as large as the weight or larger.
 
@@ -272,7 +272,7 @@ def update_bytes(capability):
       return optax.apply_updates(params, updates), state
 
     with _mesh(capability, (1,), ("data",)) as mesh:
-      params = {"blocks": {"w": jax.ShapeDtypeStruct(shape, jnp.float32)}}
+      params = {"blocks": {"w": jax.ShapeDtypeStruct(shape, matrix_dtype(states))}}
       arguments = params, jax.eval_shape(optimizer.init, params), params
       place = functools.partial(_argument, mesh)
       arguments = jax.tree.map(lambda x, place=place: place(x.shape, x.dtype, P()), arguments)

@@ -25,6 +25,7 @@ _STANDARD_PROMOTION = (
   "test_stable_adamw",
   "test_loss_scale",
   "test_state_formats",
+  "test_collage",
   "test_optimizer",
   "test_finetune",
   "test_step",

@@ -18,6 +18,7 @@ import pytest
 
 from benchmarks import (
   attention_report,
+  collage,
   each_kernel,
   kept_bytes,
   kernels,
@@ -363,3 +364,12 @@ def test_the_policies_that_auto_tries_save_the_bytes_on_record(recipe, saved):
   rows = {row["remat"]: row["bytes"] for row in read("kept_bytes") if row["recipe"] == recipe}
   found = {policy: remat.saved_bytes(entry, 4, False) for policy, entry in saved.items()}
   assert found == {policy: round(rows[policy]) for policy in saved}
+
+
+def test_collage_s_choices_stray_from_float64_in_the_order_of_their_bits():
+  with jax.numpy_dtype_promotion("standard"):  # optax mixes integer steps with floating rates.
+    rows = collage.measure(0.95, 30)
+  distances = [row["distance"] for row in rows.values()]
+  assert distances == sorted(distances, reverse=True)
+  assert distances[0] > 0.3 and distances[-1] < 1e-4
+  assert rows["bfloat16, no residual"]["edq"] < 0.8 < rows["collage_light"]["edq"]

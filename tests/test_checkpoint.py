@@ -13,7 +13,7 @@ from sbjax.models.clip import CLIP
 from train.checkpoint import Checkpointer
 from train.config import MeshConfig, OptimizerConfig
 from train.errors import RunError
-from train.optimizer import make_optimizer
+from train.optimizer import make_optimizer, matrix_dtype
 from train.sharding import batch_sharding, make_mesh, replicated, state_shardings
 from train.step import make_init
 from train.task import CLIPTask
@@ -137,11 +137,12 @@ def test_a_state_restored_on_another_mesh_is_bit_equal(tmp_path, before, after):
   assert (split > 20) == (after[1] > 1)
 
 
-@pytest.mark.parametrize("states", ["coat", "fp8_lm", "bfloat16"])
+@pytest.mark.parametrize("states", ["coat", "fp8_lm", "bfloat16", "collage_light", "collage_plus"])
 def test_training_goes_on_from_states_in_few_bits_with_the_same_bits(tmp_path, states):
   mesh = make_mesh(MeshConfig(fsdp=2), jax.devices()[:2])
   optimizer, _ = make_optimizer(OptimizerConfig(warmup_steps=1, states=states), 10)
-  abstract = jax.eval_shape(make_init(CLIPTask(CLIP(MICRO)), optimizer, 0))
+  task = CLIPTask(CLIP(MICRO), matrix_dtype=matrix_dtype(states))
+  abstract = jax.eval_shape(make_init(task, optimizer, 0))
   shardings = state_shardings(abstract, abstract.params, mesh)
   rng = np.random.default_rng(0)
 

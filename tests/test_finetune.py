@@ -28,7 +28,7 @@ from train.finetune import (
 from train.images import MEAN, STD
 from train.inference import load
 from train.loop import jit_train_step
-from train.optimizer import make_optimizer
+from train.optimizer import cast_matrices, make_optimizer, matrix_dtype
 from train.run import Run, make_run
 from train.tokenizer import make_tokenizer
 
@@ -246,27 +246,36 @@ def test_an_init_with_another_normalization_of_images_is_refused(tmp_path, file,
 
 
 @pytest.mark.program
-def test_a_locked_run_keeps_the_image_tower_of_init_and_resumes(tmp_path, monkeypatch):
+@pytest.mark.parametrize("states", ["float32", "collage_light"])
+def test_a_locked_run_keeps_the_image_tower_of_init_and_resumes(tmp_path, monkeypatch, states):
   one = jax.devices()[:1]
   monkeypatch.setattr(jax, "devices", lambda *_: one)
   loop_case.replace_model(monkeypatch.setattr, jit_train_step)
   monkeypatch.setattr(Run, "new_state", NEW_STATE)
   options = {"steps": 1, "model.backend": "xla", "model.remat": "none"}
+  options |= {"optimizer.states": states, "optimizer.measure_edq": states != "float32"}
   plain = make_run(loop_case.config(tmp_path / "data", **options), tmp_path)
   model, params = plain.task.model.config, drawn(plain.abstract_state.params)
   weights = state_dict(params, model)
   monkeypatch.setattr(convert, "read_file", lambda path: weights)
   (tmp_path / "init").mkdir()
   locked = {**options, "init": str(export(tmp_path / "init", model)), "freeze": ("image/.*",)}
-  workdir, before = tmp_path / "run", params
+  workdir, before = tmp_path / "run", cast_matrices(params, matrix_dtype(states))
+  image = before["image"]
   for step in (1, 2):
     loop.train(loop_case.config(tmp_path / "data", **{**locked, "steps": step}), workdir)
     run = load(workdir)
     assert run.step == step
-    jax.tree.map(np.testing.assert_array_equal, run.params["image"], params["image"])
+    jax.tree.map(np.testing.assert_array_equal, run.params["image"], image)
+    jax.tree.map(lambda x, own: np.testing.assert_equal(x.dtype, own.dtype), run.params, before)
     for name in ("token_embedding", "blocks", "ln_final"):
       leaves = zip(*(jax.tree.leaves(p["text"][name]) for p in (run.params, before)), strict=True)
       assert any(np.any(now != then) for now, then in leaves), name
+    exported = state_dict(run.params, model)["visual.proj"]
+    assert exported.dtype == np.float32
+    np.testing.assert_array_equal(exported, np.float32(run.params["image"]["proj"]))
+    edq = [0.9 < record["edq"] < 1.1 for record in loop_case.records(workdir) if "edq" in record]
+    assert edq == [True] * (step if states != "float32" else 0)
     before = run.params
     monkeypatch.setattr(convert, "read_file", lambda path: pytest.fail("init was read again."))
   scored = loop_case.config(tmp_path / "data", **{**locked, "init": "", "steps": 2})

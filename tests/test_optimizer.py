@@ -6,12 +6,21 @@ import numpy as np
 import optax
 import pytest
 
+from sbjax.collage import descent_quality, summed_parameters
 from sbjax.models.clip import CLIP
 from sbjax.models.sizes import SIZES, TextConfig, VisionConfig
 from sbjax.models.transformer import BlockOptions
 from sbjax.stable_adamw import tensor_rms
 from train.config import OptimizerConfig
-from train.optimizer import STATES, decays, make_optimizer, stacked, warmup_cosine
+from train.optimizer import (
+  STATES,
+  cast_matrices,
+  decays,
+  make_optimizer,
+  matrix_dtype,
+  stacked,
+  warmup_cosine,
+)
 
 LAYERS = 3
 
@@ -191,10 +200,36 @@ def test_every_choice_of_states_trains_like_float32_and_has_tensor_rms(name, sta
   params, *gradients = (random_like(shapes, seed) for seed in range(9))
   plain, _ = train(make_optimizer(config(name=name), 20)[0], params, gradients)
   optimizer, _ = make_optimizer(config(name=name, states=states, clip_norm=1e3), 20)
-  ours, state = train(optimizer, params, gradients)
+  ours, state = train(optimizer, cast_matrices(params, matrix_dtype(states)), gradients)
   assert set(tensor_rms(state)) == {"blocks/w", "proj"}
   for a, b, start in zip(*map(jax.tree.leaves, (ours, plain, params)), strict=True):
     assert np.linalg.norm(a - b) < 0.05 * np.linalg.norm(b - start)
+
+
+def test_collage_measures_what_is_left_after_rates_clipping_and_freezing():
+  """Rates of one in 1,000 make steps that bfloat16 cannot hold; a pair of them can."""
+  shapes = {"a": jnp.ones((64, 128)), "b": jnp.ones((64, 128))}
+  params, *gradients = (cast_matrices(random_like(shapes, s), jnp.bfloat16) for s in range(5))
+  c = config(states="collage_light", measure_edq=True, clip_norm=1.0, loss_scale="fixed")
+  c.initial_loss_scale, c.learning_rate_scale = 1.0, ("a=0.001",)
+  optimizer, _ = make_optimizer(c, 20, freeze=("b",))
+  ours, state = train(optimizer, params, gradients)
+  np.testing.assert_array_equal(ours["b"], params["b"])
+  assert np.mean(np.asarray(ours["a"] == params["a"])) > 0.5
+  moved = summed_parameters(ours, state)["a"] - params["a"].astype(jnp.float32)
+  assert np.mean(np.asarray(moved != 0)) > 0.99 and np.abs(moved).max() < 1e-3
+  found = descent_quality(state)
+  assert found["edq"] == pytest.approx(1, abs=0.1) and found["lost"] < 0.05
+
+
+def test_matrices_of_collage_are_bfloat16_and_its_vectors_float32():
+  params = jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), clip_parameters(scan=True))
+  for states in STATES:
+    cast = names(cast_matrices(params, matrix_dtype(states)))
+    narrow = {name for name, p in cast.items() if p.dtype == jnp.bfloat16}
+    matrices = {name for name, yes in names(decays(params)).items() if yes}
+    assert narrow == (matrices if states.startswith("collage") else set())
+    assert {p.dtype.name for name, p in cast.items() if name not in narrow} == {"float32"}
 
 
 def test_8_bit_states_train_stacked_layers_like_separate_layers():
@@ -222,6 +257,10 @@ def test_only_modules_named_blocks_are_stacked():
     ({"name": "sgd"}, r"optimizer.name='sgd' is none of stable_adamw, adamw"),
     ({"loss_scale": "fast"}, r"optimizer.loss_scale='fast' is none of none, fixed, dynamic"),
     ({"states": "int8"}, r"optimizer.states='int8' is none of float32, bfloat16, coat, fp8_lm"),
+    (
+      {"measure_edq": True},
+      r"needs optimizer.states .* collage_light, collage_plus, not 'float32'",
+    ),
     ({"decay_with": "eta"}, r"decay_with='eta'.*'clipped' or 'plain'"),
     ({"warmup_steps": 10}, r"warmup_steps=10 must be in \[0, steps=10\)"),
     ({"warmup_steps": -1}, r"warmup_steps=-1 must be"),

@@ -14,7 +14,7 @@ from sbjax.models.clip import CLIP
 from sbjax.models.sizes import SIZES
 from sbjax.models.transformer import BlockOptions
 from train.config import MeshConfig, OptimizerConfig
-from train.optimizer import make_optimizer
+from train.optimizer import make_optimizer, matrix_dtype
 from train.sharding import (
   batch_sharding,
   make_mesh,
@@ -109,14 +109,15 @@ def test_an_8_bit_state_is_sharded_as_its_parameters(state):
     assert state_specs[f"mu/{name}/scale"] == PartitionSpec(*(*spec[:-1], None)[: len(spec)]), name
 
 
-@pytest.mark.parametrize("states", ["coat", "fp8_lm", "bfloat16"])
+@pytest.mark.parametrize("states", ["coat", "fp8_lm", "bfloat16", "collage_plus"])
 def test_moments_in_few_bits_are_split_like_their_parameters(states):
   options = BlockOptions(zero_init_layer_scale=True, qk_norm=True)
   optimizer, _ = make_optimizer(OptimizerConfig(warmup_steps=1, states=states), 10)
-  state = jax.eval_shape(make_init(CLIPTask(CLIP(SIZES["tiny"], options)), optimizer, 0))
+  task = CLIPTask(CLIP(SIZES["tiny"], options), matrix_dtype=matrix_dtype(states))
+  state = jax.eval_shape(make_init(task, optimizer, 0))
   mesh = make_mesh(MeshConfig(data=2, fsdp=4))
   of_state = specs(state_shardings(state, state.params, mesh))
-  coded = 0
+  coded = residuals = 0
   for name, spec in specs(parameter_shardings(state.params, mesh)).items():
     for moment in ("mu", "nu"):
       ends = (f"/{moment}/{name}", f"/{moment}/{name}/values")
@@ -126,7 +127,11 @@ def test_moments_in_few_bits_are_split_like_their_parameters(states):
       coded += path.endswith("values")
       if states == "coat" and spec[-1:] == (None,):  # A number a group is split with its rows.
         assert all(s == spec for s in details), path
+    residual = [s for p, s in of_state.items() if p.endswith(f"/residual/{name}")]
+    assert all(s == spec for s in residual), name
+    residuals += len(residual)
   assert coded > 10
+  assert (residuals > 10) == (states == "collage_plus")
 
 
 @pytest.mark.program

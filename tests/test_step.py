@@ -13,10 +13,11 @@ from clip_case import compiled as jit
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding
 
+from sbjax.collage import summed_parameters
 from sbjax.models import SIZES
 from train.config import MeshConfig, OptimizerConfig
 from train.loss import LOSSES
-from train.optimizer import make_optimizer
+from train.optimizer import cast_matrices, make_optimizer, matrix_dtype
 from train.sharding import batch_sharding, make_mesh, path_name, replicated, state_shardings
 from train.step import make_init, make_train_step, tensor_names
 from train.task import CLIPTask
@@ -141,6 +142,61 @@ def test_a_step_whose_gradients_overflow_is_skipped(loss_scale, scale):
   np.testing.assert_array_equal(*kernels)
 
 
+@functools.cache
+def with_collage(accumulate, fsdp=1):
+  """The state after a step in Collage, its metrics, and the state before."""
+  mesh = make_mesh(MeshConfig(data=1, fsdp=fsdp), jax.devices()[:fsdp])
+  model = clip(SHALLOW, recipe="full", dtype=jnp.float32)
+  task = CLIPTask(model, matrix_dtype=matrix_dtype("collage_light"))
+  config = OptimizerConfig(
+    learning_rate=1e-3, warmup_steps=1, eps=1e-3, states="collage_light", measure_edq=True
+  )
+  optimizer, _ = make_optimizer(config, 10)
+  state, shardings = make_state(task, optimizer, mesh)
+  params = cast_matrices(state.params, task.matrix_dtype)
+  state = jax.device_put(state._replace(params=params), shardings)
+  step = jit(
+    make_train_step(task, optimizer, seed=0, accumulate=accumulate, mesh=mesh),
+    in_shardings=(shardings, batch_sharding(mesh)),
+    out_shardings=(shardings, replicated(mesh), replicated(mesh)),
+  )
+  new, metrics, finite = step(state, batch(mesh))
+  assert np.asarray(finite).all()
+  return new, metrics, state
+
+
+def movement(new, old):
+  """How far the sums hi + lo of all parameters moved, in one vector."""
+  after, before = (
+    np.concatenate([np.ravel(x) for x in jax.tree.leaves(summed_parameters(s.params, s.opt_state))])
+    for s in (new, old)
+  )
+  return after - before
+
+
+def test_a_step_in_collage_moves_sums_and_measures_edq():
+  new, metrics, old = with_collage(1)
+  kernel = new.params["image"]["blocks"]["fc1"]["kernel"]
+  assert kernel.dtype == jnp.bfloat16
+  assert new.params["image"]["blocks"]["fc1"]["bias"].dtype == jnp.float32
+  assert 0.99 < metrics["edq"] < 1.01 and 0 <= metrics["lost"] < 0.01
+  assert all(value.dtype == jnp.float32 for value in metrics.values())
+  assert 0 < np.abs(movement(new, old)).max() < 2e-3
+  norm = np.sqrt(sum(np.sum(np.float64(x) ** 2) for x in jax.tree.leaves(new.params)))
+  np.testing.assert_allclose(metrics["parameter_norm"], norm, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("accumulate", "fsdp"), [(2, 1), (1, 2)])
+def test_microbatches_and_shards_of_collage_give_the_same_update(accumulate, fsdp):
+  one, metrics, old = with_collage(1)
+  many, others, _ = with_collage(accumulate, fsdp)
+  expected, actual = movement(one, old), movement(many, old)
+  # Gradients are rounded to bfloat16, and the moments of one step follow.
+  assert np.linalg.norm(actual - expected) < 0.05 * np.linalg.norm(expected)
+  for name, value in metrics.items():
+    np.testing.assert_allclose(others[name], value, rtol=1e-2, atol=2e-2, err_msg=name)
+
+
 def test_a_step_names_the_first_non_finite_tensor():
   step, state, mesh, names = compiled(1, 1, "switchback", "softmax")
   broken = jax.tree_util.tree_map_with_path(
@@ -258,8 +314,10 @@ def equations(jaxpr, loops=()):
       yield from equations(inner, loops + scan)
 
 
-def test_microbatches_save_only_features_and_sum_gradients_in_float32():
+@pytest.mark.parametrize("matrices", [jnp.float32, jnp.bfloat16])
+def test_microbatches_save_only_features_and_sum_gradients_in_float32(matrices):
   _, step, state, mesh = accumulating(4, dtype=jnp.bfloat16, config=MICRO)
+  state = state._replace(params=cast_matrices(state.params, matrices))
   scans = [
     equation
     for equation, loops in equations(jax.make_jaxpr(step)(state, batch(mesh)).jaxpr)

@@ -25,7 +25,7 @@ ORDER = [
   ["sbjax.layers", "sbjax.quantize_model", "sbjax.quantized_einsum"],
   ["sbjax.stable_adamw"],
   ["sbjax.loss_scale"],
-  ["sbjax.state_formats"],
+  ["sbjax.state_formats", "sbjax.collage"],
   ["sbjax.models"],
   ["sbjax"],
   ["train"],
@@ -53,6 +53,7 @@ PUBLIC = [
   "fixed_loss_scale",
   "dynamic_loss_scale",
   "compress_state",
+  "compensated",
 ]
 
 

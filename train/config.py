@@ -26,7 +26,7 @@ class ModelConfig:
   recipe: str = "switchback"
   backend: str = ""  # "xla", "mosaic", "triton"; "" chooses
   attention_backend: str = ""  # "xla", "cudnn", "mosaic", "triton"; "" chooses
-  dtype: str = "bfloat16"  # compute dtype; parameters are float32
+  dtype: str = "bfloat16"  # compute dtype; parameters are float32, but see optimizer.states
   zero_init_layer_scale: bool = False  # blocks with a learned scale that starts at 0
   qk_norm: bool = False  # layer norm of queries and keys
   patch_dropout: float = 0.0  # fraction of patches dropped in training
@@ -80,8 +80,11 @@ class OptimizerConfig:
   b2: float = 0.98  # decay of the second moment
   eps: float = 1e-6  # added to the root of the second moment
   weight_decay: float = 0.2  # of parameters with two or more dimensions
-  # How both moments are kept: "float32", "bfloat16", "coat" or "fp8_lm" (8 bits, 8 and 16 bits)
+  # How both moments are kept: "float32", "bfloat16", "coat" or "fp8_lm" (8 bits, 8 and 16 bits).
+  # "collage_light" and "collage_plus" also split each matrix into two bfloat16, and the model
+  # computes with the first
   states: str = "float32"
+  measure_edq: bool = False  # for Collage: record how much of each update survives its rounding
   decay_with: str = "clipped"  # StableAdamW: "clipped" (the paper) or "plain" rate (its code)
   clip_norm: float = 0.0  # global gradient norm; 0: off
   # For model.dtype="float16". "fixed" skips tensors whose gradient is not finite (the paper 3.6);

@@ -12,12 +12,15 @@ import operator
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import optax
 
+from sbjax.collage import compensated
 from sbjax.loss_scale import dynamic_loss_scale, fixed_loss_scale
 from sbjax.stable_adamw import stable_adamw
 from sbjax.state_formats import (
   BFLOAT16,
+  BFLOAT16_PAIR,
   E4M3_EXPANDED,
   E4M3_SCALED,
   FLOAT16_SCALED,
@@ -39,6 +42,11 @@ def make_optimizer(
   for field, known in ("name", OPTIMIZERS), ("states", STATES), ("loss_scale", LOSS_SCALES):
     if (value := getattr(config, field)) not in known:
       raise ValueError(f"optimizer.{field}={value!r} is none of {', '.join(known)}.")
+  if config.measure_edq and config.states not in RESIDUALS:
+    raise ValueError(
+      f"optimizer.measure_edq needs optimizer.states to be one of {', '.join(RESIDUALS)}, not"
+      f" {config.states!r}: other parameters are float32."
+    )
   schedule = warmup_cosine(config.learning_rate, config.warmup_steps, steps)
   optimizer = OPTIMIZERS[config.name](config, schedule)
   if formats := STATES[config.states]:
@@ -47,6 +55,8 @@ def make_optimizer(
     optimizer = optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
   if rates := parse_rates(config.learning_rate_scale):
     optimizer = optax.chain(optimizer, scale_by_path(rates))
+  if config.states in RESIDUALS:  # Around all that changes an update.
+    optimizer = compensated(optimizer, RESIDUALS[config.states], config.measure_edq)
   if freeze:
     still = functools.partial(frozen, freeze)
     trained = optax.masked(optimizer, lambda params: jax.tree.map(operator.not_, still(params)))
@@ -79,7 +89,12 @@ STATES = {  # How the moments are kept; COAT's and FP8-LM's choices are in sbjax
   "bfloat16": {"mu": BFLOAT16, "nu": BFLOAT16},
   "coat": {"mu": E4M3_EXPANDED, "nu": E4M3_EXPANDED},
   "fp8_lm": {"mu": E4M3_SCALED, "nu": FLOAT16_SCALED},
+  "collage_light": {"mu": BFLOAT16, "nu": BFLOAT16},
+  "collage_plus": {"mu": BFLOAT16, "nu": BFLOAT16_PAIR},
 }
+
+# The choices of states whose matrices are bfloat16, with the residual of sbjax/collage.py.
+RESIDUALS = {"collage_light": True, "collage_plus": True}
 
 LOSS_SCALES = {  # Functions of an optimizer and a scale.
   "none": lambda optimizer, scale: optimizer,
@@ -102,6 +117,16 @@ def warmup_cosine(peak: float, warmup_steps: int, steps: int) -> optax.Schedule:
 def decays(params):
   """True for tensors with two or more axes, not counting the layer axis of a stack."""
   return jax.tree.map(lambda p, axes: p.ndim - axes >= 2, params, stacked(params))
+
+
+def matrix_dtype(states: str) -> jnp.dtype:
+  """The dtype that a choice of STATES trains matrices in; other parameters are float32."""
+  return jnp.dtype(jnp.bfloat16 if states in RESIDUALS else jnp.float32)
+
+
+def cast_matrices(params, dtype: jnp.dtype):
+  """The parameters, with those that decay in another dtype."""
+  return jax.tree.map(lambda p, yes: p.astype(dtype) if yes else p, params, decays(params))
 
 
 def stacked(params):

@@ -66,7 +66,7 @@ class Run(NamedTuple):
     return state._replace(
       params=jax.tree.map(
         lambda x, sharding: jax.make_array_from_callback(x.shape, sharding, lambda i: x[i]),
-        jax.tree.map(np.asarray, params),
+        jax.tree.map(lambda x, own: np.asarray(x, own.dtype), params, state.params),
         shardings.params,
       )
     )

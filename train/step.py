@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
+from sbjax.collage import descent_quality
 from sbjax.loss_scale import loss_scale, skipped_updates
 from sbjax.models.transformer import quantize_weights
 from sbjax.stable_adamw import tensor_rms
@@ -71,8 +72,9 @@ def make_train_step(
     metrics = {
       "loss": value,
       **metrics,
-      "gradient_norm": optax.tree.norm(gradients) / (1 if scale is None else scale),
-      "parameter_norm": optax.tree.norm(params),
+      "gradient_norm": _norm(gradients) / (1 if scale is None else scale),
+      "parameter_norm": _norm(params),
+      **descent_quality(opt_state),
       # RMS of the patch embedding: it rises 1 to 8 steps before the loss does (the paper's 3.4).
       **{
         f"rms/{name}": rms
@@ -118,6 +120,8 @@ def _differentiate(task, accumulate, mesh, gradient_dtype, freeze, params, batch
 
   def loss_of(params):
     options, params = task.model.options, stop_gradients(freeze, params)
+    if accumulate > 1:  # The gradients of microbatches are summed in the parameters' dtype.
+      params = _in_float32(params)
     if mesh is None:
       quantized = quantize_weights(params, options.recipe, backend=options.backend)
       variables = {"params": params, "quantized": quantized}
@@ -137,6 +141,14 @@ def _differentiate(task, accumulate, mesh, gradient_dtype, freeze, params, batch
     return scaled, (value, features, blocks, metrics)
 
   return jax.value_and_grad(loss_of, has_aux=True)(params)
+
+
+def _in_float32(tree):
+  return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+
+def _norm(tree) -> jax.Array:
+  return optax.tree.norm(_in_float32(tree))
 
 
 def _on_each_device(differentiate, params, mesh: Mesh):

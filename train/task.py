@@ -20,6 +20,7 @@ from train.config import Config, ModelConfig
 from train.flops import model_flops
 from train.images import normalize
 from train.loss import LOSSES
+from train.optimizer import cast_matrices, matrix_dtype
 from train.zero_shot import Sample, evaluate, make_encoders, nearest_captions
 
 
@@ -28,6 +29,7 @@ class CLIPTask(NamedTuple):
 
   model: CLIP
   contrast: Callable = LOSSES["softmax"]  # or another of LOSSES
+  matrix_dtype: jnp.dtype = jnp.dtype(jnp.float32)  # of parameters that decay (train/optimizer.py)
 
   name = "CLIP"
 
@@ -62,7 +64,8 @@ class CLIPTask(NamedTuple):
       jnp.zeros((1, vision.image_size, vision.image_size, 3), jnp.float32),
       jnp.zeros((1, text.context_length), jnp.int32),
     )["params"]
-    return params if self.model.options.scan else unstack_blocks(params)
+    params = params if self.model.options.scan else unstack_blocks(params)
+    return cast_matrices(params, self.matrix_dtype)
 
   def apply(self, variables: dict, batch: dict, key: jax.Array, first_example) -> dict:
     """The training outputs of CLIP: a tower's "_features", "block_outputs", and scalars.
@@ -98,7 +101,7 @@ def make_task(config: Config, tokenizer) -> CLIPTask:
   size = dataclasses.replace(size, text=text)
   options = block_options(config.model)
   model = CLIP(size, options, patch_dropout=config.model.patch_dropout, **siglip)
-  return CLIPTask(model, LOSSES[config.loss])
+  return CLIPTask(model, LOSSES[config.loss], matrix_dtype(config.optimizer.states))
 
 
 def clip_config(c: ModelConfig) -> CLIPConfig:

@@ -4,8 +4,8 @@ The architecture is open_clip's (https://github.com/mlfoundations/open_clip) or 
 al. 2023, https://arxiv.org/abs/2303.15343), so that weights go both ways (sbjax/models/convert.py).
 The four linear layers of a block (qkv, out, fc1, fc2) follow a recipe. Layer norms and the two
 final projections compute in float32, everything else in `BlockOptions.dtype`. Parameters are
-float32. Their tree depends on the config, `scan`, `zero_init_layer_scale` and `qk_norm`, never on
-the recipe.
+float32; a caller may cast matrices to 16 bits. Their tree depends on the config, `scan`,
+`zero_init_layer_scale` and `qk_norm`, never on the recipe.
 
 Letters in shapes: B batch, L length (patches or tokens), D width, H heads, E embedding.
 """
@@ -182,7 +182,7 @@ class VisionTower(nn.Module):
     x_BD = x_BLD[:, 0] if c.pool == "class" else _mean(x_BLD[:, 1:])
     x_BD = layer_norm(x_BD, "ln_post", c.norm_epsilon)
     proj = self.param("proj", normal, (c.width, self.embed_dim), jnp.float32)
-    return x_BD.astype(jnp.float32) @ proj, outputs
+    return x_BD.astype(jnp.float32) @ proj.astype(jnp.float32), outputs
 
 
 class AttentionPool(nn.Module):
@@ -237,7 +237,7 @@ class TextTower(nn.Module):
     position_LD = self.param(
       "positional_embedding", normal(0.01), (c.context_length, c.width), jnp.float32
     )
-    x_BLD = (x_BLD + position_LD[None]).astype(self.options.dtype)
+    x_BLD = (x_BLD + position_LD.astype(jnp.float32)[None]).astype(self.options.dtype)
     inits = _text_inits(c.width, c.layers)
     x_BLD, outputs = blocks(x_BLD, c, self.options, block=self.block, causal=c.causal, inits=inits)
     if c.pool == "last":
@@ -249,6 +249,7 @@ class TextTower(nn.Module):
     if c.projection == "none":
       return x_BD, outputs
     proj = self.param("proj", normal(c.width**-0.5), (c.width, self.embed_dim), jnp.float32)
+    proj = proj.astype(jnp.float32)
     if c.projection == "matrix":
       return x_BD @ proj, outputs
     bias = self.param("proj_bias", nn.initializers.zeros, (self.embed_dim,), jnp.float32)

@@ -1,0 +1,208 @@
+"""Collage: parameters in bfloat16, and beside them what their rounding loses.
+
+bfloat16 has 8 significant bits. An update smaller than 1/512 of its weight is rounded away. Collage
+(Yu et al. 2024, https://arxiv.org/abs/2405.03637) stores a parameter as a sum hi + lo. The model
+computes with hi, a bfloat16, and the residual lo collects the updates that hi cannot hold:
+
+  value = hi + lo
+  total = value + D            D is the update that the inner optimizer makes at `value`
+  hi    = total to bfloat16
+  lo    = total - hi
+
+`residual` is how lo is stored:
+
+  residual  bytes  hi + lo holds
+  None      0      8 bits: nothing is kept (the paper's option A)
+  True      2      16 bits or more: lo is a bfloat16 (the paper's Collage)
+  "exact"   2      24 bits: lo is an int16, the lower half of total's bits as a float32
+
+The paper computes in bfloat16. Here all is float32, and each stored number is rounded once. The
+paper's Collage-light also keeps both moments in bfloat16, and Collage-plus keeps the second one as
+the sum of two; `compress_state` does that.
+
+The paper measures the loss by the effective descent quality, of the update D and the change of the
+stored parameters: `EDQ = <D, change> / <D, D>`, over all parameters. It is 1 if nothing is lost.
+Here the change is that of hi + lo; the authors' code takes that of hi.
+"""
+
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from sbjax.quantize import as_floating
+
+BFLOAT16 = jnp.dtype(jnp.bfloat16)
+
+
+class CompensatedState(NamedTuple):
+  """The state of `compensated`."""
+
+  inner: Any  # the state of the inner optimizer, for float32 parameters
+  residual: Any  # a tree like the parameters: bfloat16 or int16; None for those without
+  quality: Any  # float32 []: EDQ of the last update; None: not measured
+  lost: Any  # float32 []: the share of the numbers that it left as they were
+
+
+def compensated(
+  optimizer: optax.GradientTransformation,
+  residual: Literal[True, "exact"] | None = True,
+  measure: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+  """An optimizer for parameters in bfloat16, which keeps what their rounding loses.
+
+  The inner optimizer gets gradients in float32, and as parameters the float32 sums hi + lo. So it
+  decays the sums, and has moments of float32 unless it says otherwise. `optax.apply_updates` must
+  get the updates as they are: put clipping and learning rates inside. A loss scale and
+  `optax.masked` go around it.
+
+  Parameters in float32, such as norms and biases beside bfloat16 matrices, are trained as without.
+
+  Args:
+    optimizer: any optax transformation.
+    residual: True stores lo as bfloat16, "exact" as the int16 that makes hi + lo the float32 value;
+      None stores none.
+    measure: compute EDQ and the share of lost updates; see `descent_quality`.
+
+  Raises:
+    ValueError: another residual; in `init` and `update`, parameters that are neither bfloat16 nor
+      float32, or all float32; in `update`, no parameters.
+
+  >>> params = jnp.ones(2, jnp.bfloat16)
+  >>> optimizer = compensated(optax.sgd(1e-4))  # A step of bfloat16 below 1 is 0.0039.
+  >>> state = optimizer.init(params)
+  >>> for _ in range(20):
+  ...   updates, state = optimizer.update(jnp.ones(2), state, params)
+  ...   params = optax.apply_updates(params, updates)
+  >>> params, state.residual
+  (Array([0.996094, 0.996094], dtype=bfloat16), Array([0.00191498, 0.00191498], dtype=bfloat16))
+  """
+  if not (residual is True or residual is None or residual == "exact"):
+    raise ValueError(f"{residual=} must be True, 'exact' or None.")
+  optimizer = optax.with_extra_args_support(optimizer)
+
+  def init(params):
+    _check(params)
+    nothing = jax.tree.map(lambda p: _split(jnp.zeros_like(p, jnp.float32), p, residual)[1], params)
+    inner = optimizer.init(jax.tree.map(_sum, params, nothing))
+    measured = (jnp.float32(1), jnp.float32(0)) if measure else (None, None)
+    return CompensatedState(inner, nothing, *measured)
+
+  def update(updates, state, params=None, **extra):
+    if params is None:
+      raise ValueError("compensated needs the parameters: update(gradients, state, params).")
+    _check(params)
+    value = jax.tree.map(_sum, params, state.residual)
+    gradients = jax.tree.map(lambda g: g.astype(jnp.float32), updates)
+    steps, inner = optimizer.update(gradients, state.inner, value, **extra)
+    halves = jax.tree.map(lambda p, v, d: _split(v + d, p, residual), params, value, steps)
+    high, low = (jax.tree.map(lambda _, half, i=i: half[i], params, halves) for i in (0, 1))
+    # p + (hi - p) rounds to hi.
+    updates = jax.tree.map(lambda p, hi: hi - p.astype(jnp.float32), params, high)
+    measured = _quality(steps, value, jax.tree.map(_sum, high, low)) if measure else (None, None)
+    return updates, CompensatedState(inner, low, *measured)
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+def descent_quality(opt_state) -> dict[str, jax.Array]:
+  """{"edq", "lost"} of the last update, float32 []; empty if none in `opt_state` is measured.
+
+  edq: the effective descent quality, 1 before the first update.
+  lost: the share of the numbers whose update is not zero and changed nothing.
+
+  Raises:
+    ValueError: several are measured.
+  """
+  states = [state for state in _states(opt_state) if state.quality is not None]
+  if len(states) > 1:
+    raise ValueError(f"{len(states)} optimizers measure EDQ; only one may.")
+  return {"edq": states[0].quality, "lost": states[0].lost} if states else {}
+
+
+def summed_parameters(params, opt_state):
+  """The parameters as float32 sums hi + lo, with the residuals in `opt_state`.
+
+  >>> params, optimizer = jnp.ones(2, jnp.bfloat16), compensated(optax.sgd(1e-4))
+  >>> _, state = optimizer.update(jnp.ones(2), optimizer.init(params), params)
+  >>> summed_parameters(params, state).round(6)
+  Array([0.9999, 0.9999], dtype=float32)
+  """
+  params = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+  for state in _states(opt_state):
+    params = jax.tree.map(_sum, params, state.residual)
+  return params
+
+
+def _states(opt_state) -> list[CompensatedState]:
+  def is_ours(x):
+    return isinstance(x, CompensatedState)
+
+  return list(filter(is_ours, jax.tree.leaves(opt_state, is_leaf=is_ours)))
+
+
+def _check(params) -> None:
+  """Raises a ValueError unless some parameters are bfloat16, and the others float32."""
+  dtypes = {as_floating("a parameter", p).dtype for p in jax.tree.leaves(params)}
+  if others := dtypes - {BFLOAT16, jnp.dtype(jnp.float32)}:
+    raise ValueError(
+      f"Parameters are {', '.join(sorted(d.name for d in others))}: compensated takes bfloat16, and"
+      " float32 for those that it leaves as they are."
+    )
+  if dtypes and BFLOAT16 not in dtypes:
+    raise ValueError(
+      "bfloat16 parameters wanted and float32 given: cast them, as in jax.tree.map(lambda p:"
+      " p.astype(jnp.bfloat16), params), or take the optimizer without compensated."
+    )
+
+
+def _split(total, like, residual) -> tuple[jax.Array, jax.Array | None]:
+  """A float32 array as (hi, lo); hi is float32, and a number of the dtype of the parameter `like`.
+
+  Rounds by `reduce_precision`, since XLA may drop a cast to bfloat16 and back.
+  """
+  if like.dtype != BFLOAT16:
+    return total, None
+  if residual == "exact":
+    return _split_bits(total)
+  high = jax.lax.reduce_precision(total, 8, 7)
+  if residual is None:
+    return high, None
+  return high, jax.lax.reduce_precision(total - high, 8, 7).astype(jnp.bfloat16)
+
+
+def _split_bits(total) -> tuple[jax.Array, jax.Array]:
+  """The lower half of the bits of a float32, as a signed number, and the float32 without it.
+
+  The second one is the nearest bfloat16. Of two, it is the larger: an int16 reaches -32768, and not
+  32768. What is not finite has a lower half of 0.
+  """
+  bits = jax.lax.bitcast_convert_type(total, jnp.int32)
+  low = ((bits + 0x8000) & 0xFFFF) - 0x8000
+  low = jnp.where(jnp.isfinite(total), low, 0)
+  high = jax.lax.bitcast_convert_type(bits - low, jnp.float32)
+  return jnp.where(jnp.isfinite(total), high, total), low.astype(jnp.int16)
+
+
+def _sum(p, low) -> jax.Array:
+  """hi + lo in float32; hi if there is no lo."""
+  high = p.astype(jnp.float32)
+  if not hasattr(low, "dtype"):
+    return high
+  if low.dtype != jnp.int16:
+    return high + low.astype(jnp.float32)
+  bits = jax.lax.bitcast_convert_type(high, jnp.int32) + low.astype(jnp.int32)
+  return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _quality(steps, before, after) -> tuple[jax.Array, jax.Array]:
+  """EDQ, and the share of the numbers that their update did not change."""
+  moved = jax.tree.map(jnp.subtract, after, before)
+  pairs = list(zip(*map(jax.tree.leaves, (steps, moved)), strict=True))
+  zero = jnp.float32(0)
+  wanted = sum((jnp.sum(d * d) for d, _ in pairs), zero)
+  made = sum((jnp.sum(d * m) for d, m in pairs), zero)
+  still = sum((jnp.sum((d != 0) & (m == 0), dtype=jnp.float32) for d, m in pairs), zero)
+  count = sum(d.size for d, _ in pairs)
+  return jnp.where(wanted == 0, 1.0, made / wanted), still / max(count, 1)
