@@ -99,7 +99,8 @@ def compress_state(
     for name in formats:
       if name not in names:
         raise ValueError(f"No state of the optimizer has a field {name!r}: {', '.join(names)}.")
-    return encode(state)
+    # The moments are zeros. XLA would encode them while it compiles, number by number.
+    return encode(jax.tree.map(jax.lax.optimization_barrier, state))
 
   def update(updates, state, params=None, **extra):
     updates, state = optimizer.update(updates, decode(state), params, **extra)

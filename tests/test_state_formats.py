@@ -1,4 +1,5 @@
 import functools
+import timeit
 
 import jax
 import jax.numpy as jnp
@@ -316,6 +317,11 @@ def test_both_moments_of_a_clip_take_at_most_2_19_bytes_a_parameter(size):
   held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
   count = sum(x.size for x in jax.tree.leaves(params))
   assert held <= 2.19 * count
+
+
+def test_init_does_not_encode_its_zeros_while_it_compiles():
+  lowered = jax.jit(compress_state(optax.adam(1e-3), **COAT).init).lower(jnp.zeros((2048, 4096)))
+  assert timeit.timeit(lowered.compile, number=1) < 20
 
 
 def test_a_donated_state_is_reused():
