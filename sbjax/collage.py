@@ -32,6 +32,7 @@ import jax.numpy as jnp
 import optax
 
 from sbjax.quantize import as_floating
+from sbjax.stable_adamw import states_of
 
 BFLOAT16 = jnp.dtype(jnp.bfloat16)
 
@@ -94,7 +95,7 @@ def compensated(
       raise ValueError("compensated needs the parameters: update(gradients, state, params).")
     _check(params)
     value = jax.tree.map(_sum, params, state.residual)
-    gradients = jax.tree.map(lambda g: g.astype(jnp.float32), updates)
+    gradients = optax.tree.cast(updates, jnp.float32)
     steps, inner = optimizer.update(gradients, state.inner, value, **extra)
     halves = jax.tree.map(lambda p, v, d: _split(v + d, p, residual), params, value, steps)
     high, low = (jax.tree.map(lambda _, half, i=i: half[i], params, halves) for i in (0, 1))
@@ -115,7 +116,7 @@ def descent_quality(opt_state) -> dict[str, jax.Array]:
   Raises:
     ValueError: several are measured.
   """
-  states = [state for state in _states(opt_state) if state.quality is not None]
+  states = [state for state in states_of(CompensatedState, opt_state) if state.quality is not None]
   if len(states) > 1:
     raise ValueError(f"{len(states)} optimizers measure EDQ; only one may.")
   return {"edq": states[0].quality, "lost": states[0].lost} if states else {}
@@ -129,17 +130,10 @@ def summed_parameters(params, opt_state):
   >>> summed_parameters(params, state).round(6)
   Array([0.9999, 0.9999], dtype=float32)
   """
-  params = jax.tree.map(lambda p: p.astype(jnp.float32), params)
-  for state in _states(opt_state):
+  params = optax.tree.cast(params, jnp.float32)
+  for state in states_of(CompensatedState, opt_state):
     params = jax.tree.map(_sum, params, state.residual)
   return params
-
-
-def _states(opt_state) -> list[CompensatedState]:
-  def is_ours(x):
-    return isinstance(x, CompensatedState)
-
-  return list(filter(is_ours, jax.tree.leaves(opt_state, is_leaf=is_ours)))
 
 
 def _check(params) -> None:

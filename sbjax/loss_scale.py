@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from sbjax.stable_adamw import leading_axes
+from sbjax.stable_adamw import leading_axes, states_of
 
 
 class LossScaleState(NamedTuple):
@@ -135,10 +135,7 @@ def skipped_updates(opt_state) -> jax.Array | None:
 
 
 def _state_in(opt_state) -> LossScaleState | None:
-  def is_ours(x):
-    return isinstance(x, LossScaleState)
-
-  found = list(filter(is_ours, jax.tree.leaves(opt_state, is_leaf=is_ours)))
+  found = states_of(LossScaleState, opt_state)
   if len(found) > 1:
     raise ValueError(f"{len(found)} optimizers scale the loss; only one, the outermost, may.")
   return found[0] if found else None

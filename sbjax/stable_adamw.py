@@ -173,15 +173,20 @@ def tensor_rms(opt_state) -> dict[str, jax.Array]:
   The StableAdamW may sit anywhere in `opt_state`, several times too (`optax.multi_transform`);
   without one the dict is empty. A stack of layers has its RMS in one array, [layers].
   """
-
-  def is_ours(x):
-    return isinstance(x, ScaleByStableAdamState)
-
   return {
     jax.tree_util.keystr(path, simple=True, separator="/"): rms
-    for state in filter(is_ours, jax.tree.leaves(opt_state, is_leaf=is_ours))
+    for state in states_of(ScaleByStableAdamState, opt_state)
     for path, rms in jax.tree_util.tree_leaves_with_path(state.rms)
   }
+
+
+def states_of(kind: type, opt_state) -> list:
+  """The states of a kind, a NamedTuple, anywhere in an optimizer's state."""
+
+  def is_one(x):
+    return isinstance(x, kind)
+
+  return list(filter(is_one, jax.tree.leaves(opt_state, is_leaf=is_one)))
 
 
 def _check(name: str, value, range_: str, fits: Callable) -> None:

@@ -121,7 +121,7 @@ def _differentiate(task, accumulate, mesh, gradient_dtype, freeze, params, batch
   def loss_of(params):
     options, params = task.model.options, stop_gradients(freeze, params)
     if accumulate > 1:  # The gradients of microbatches are summed in the parameters' dtype.
-      params = _in_float32(params)
+      params = optax.tree.cast(params, jnp.float32)
     if mesh is None:
       quantized = quantize_weights(params, options.recipe, backend=options.backend)
       variables = {"params": params, "quantized": quantized}
@@ -143,12 +143,8 @@ def _differentiate(task, accumulate, mesh, gradient_dtype, freeze, params, batch
   return jax.value_and_grad(loss_of, has_aux=True)(params)
 
 
-def _in_float32(tree):
-  return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
-
-
 def _norm(tree) -> jax.Array:
-  return optax.tree.norm(_in_float32(tree))
+  return optax.tree.norm(optax.tree.cast(tree, jnp.float32))
 
 
 def _on_each_device(differentiate, params, mesh: Mesh):
