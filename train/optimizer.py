@@ -42,9 +42,9 @@ def make_optimizer(
   for field, known in ("name", OPTIMIZERS), ("states", STATES), ("loss_scale", LOSS_SCALES):
     if (value := getattr(config, field)) not in known:
       raise ValueError(f"optimizer.{field}={value!r} is none of {', '.join(known)}.")
-  if config.measure_edq and config.states not in RESIDUALS:
+  if config.measure_edq and config.states not in COLLAGE:
     raise ValueError(
-      f"optimizer.measure_edq needs optimizer.states to be one of {', '.join(RESIDUALS)}, not"
+      f"optimizer.measure_edq needs optimizer.states to be one of {', '.join(COLLAGE)}, not"
       f" {config.states!r}: other parameters are float32."
     )
   schedule = warmup_cosine(config.learning_rate, config.warmup_steps, steps)
@@ -55,8 +55,8 @@ def make_optimizer(
     optimizer = optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
   if rates := parse_rates(config.learning_rate_scale):
     optimizer = optax.chain(optimizer, scale_by_path(rates))
-  if config.states in RESIDUALS:  # Around all that changes an update.
-    optimizer = compensated(optimizer, RESIDUALS[config.states], config.measure_edq)
+  if config.states in COLLAGE:  # Around all that changes an update.
+    optimizer = compensated(optimizer, measure=config.measure_edq)
   if freeze:
     still = functools.partial(frozen, freeze)
     trained = optax.masked(optimizer, lambda params: jax.tree.map(operator.not_, still(params)))
@@ -93,8 +93,8 @@ STATES = {  # How the moments are kept; COAT's and FP8-LM's choices are in sbjax
   "collage_plus": {"mu": BFLOAT16, "nu": BFLOAT16_PAIR},
 }
 
-# The choices of states whose matrices are bfloat16, with the residual of sbjax/collage.py.
-RESIDUALS = {"collage_light": True, "collage_plus": True}
+# The choices of states whose matrices are bfloat16, with a residual.
+COLLAGE = ("collage_light", "collage_plus")
 
 LOSS_SCALES = {  # Functions of an optimizer and a scale.
   "none": lambda optimizer, scale: optimizer,
@@ -121,7 +121,7 @@ def decays(params):
 
 def matrix_dtype(states: str) -> jnp.dtype:
   """The dtype that a choice of STATES trains matrices in; other parameters are float32."""
-  return jnp.dtype(jnp.bfloat16 if states in RESIDUALS else jnp.float32)
+  return jnp.dtype(jnp.bfloat16 if states in COLLAGE else jnp.float32)
 
 
 def cast_matrices(params, dtype: jnp.dtype):
