@@ -84,22 +84,27 @@ def forward(ops: Backend, recipe: Recipe, x, w, bias, dtype, residual=None, mult
   x may be quantized, w a QuantizedWeight.
   """
   if recipe.fwd is None:
-    y = _times(full_dot(x, master_weight(w).astype(x.dtype), ((1,), (0,)), dtype), multiplier)
+    y = times(full_dot(x, master_weight(w).astype(x.dtype), ((1,), (0,)), dtype), multiplier)
     y = y if bias is None else y + bias.astype(dtype)[None, :]
     return y if residual is None else residual + y
   x_spec, w_spec = recipe.fwd
   x_q = x if isinstance(x, Quantized) else ops.quantize(x, x_spec)
   w_q = w.fwd if isinstance(w, QuantizedWeight) else ops.quantize_transposed(w, w_spec)
-  return ops.scaled_matmul(x_q, _times(w_q, multiplier), dtype, bias=bias, residual=residual)
+  return ops.scaled_matmul(x_q, times(w_q, multiplier), dtype, bias=bias, residual=residual)
 
 
-def _times(x, multiplier: float):
-  """x times a constant. Of a Quantized it is the scale: the matmul's epilogue multiplies."""
+def times(x, multiplier: float):
+  """x times a constant, rounded once. Of a Quantized it is the scale: the epilogue multiplies."""
   if multiplier == 1:
     return x
   if isinstance(x, Quantized):
     return dataclasses.replace(x, scale=x.scale * multiplier)
-  return (x.astype(jnp.float32) * multiplier).astype(x.dtype)
+  return (wide(x) * multiplier).astype(x.dtype)
+
+
+def wide(x):
+  """x in float32, or wider if it is."""
+  return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
 
 
 def split_columns(ops: Backend, recipe: Recipe, w, bias, num_outputs: int) -> list[tuple]:
@@ -169,11 +174,11 @@ def dgrad(ops: Backend, recipe: Recipe, dy, w, dtype, out_sharding, multiplier=1
     )
   if recipe.dgrad is None:
     w = master_weight(w).astype(dy.dtype)
-    return _times(full_dot(dy, w, ((1,), (1,)), dtype, out_sharding), multiplier)
+    return times(full_dot(dy, w, ((1,), (1,)), dtype, out_sharding), multiplier)
   dy_spec, w_spec = recipe.dgrad
   dy_q = dy if isinstance(dy, Quantized) else ops.quantize(dy, dy_spec)
   w_q = w.dgrad if isinstance(w, QuantizedWeight) else ops.quantize(w, w_spec)
-  return ops.scaled_matmul(dy_q, _times(w_q, multiplier), dtype, out_sharding=out_sharding)
+  return ops.scaled_matmul(dy_q, times(w_q, multiplier), dtype, out_sharding=out_sharding)
 
 
 def wgrad(ops: Backend, recipe: Recipe, x, dy, w, multiplier=1.0):
@@ -183,10 +188,10 @@ def wgrad(ops: Backend, recipe: Recipe, x, dy, w, multiplier=1.0):
   )
   dtype, sharding = master_weight(w).dtype, jax.typeof(values).sharding
   if recipe.wgrad is None:
-    return _times(split_k_matmul(x, dy, dtype, sharding), multiplier)
+    return times(split_k_matmul(x, dy, dtype, sharding), multiplier)
   x_spec, dy_spec = recipe.wgrad
   x_q, dy_q = ops.quantize_transposed(x, x_spec), ops.quantize_transposed(dy, dy_spec)
-  return ops.scaled_matmul(x_q, _times(dy_q, multiplier), dtype, out_sharding=sharding)
+  return ops.scaled_matmul(x_q, times(dy_q, multiplier), dtype, out_sharding=sharding)
 
 
 def gradients(arrays, *recipes: Recipe):

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import optax
 
 from sbjax.attention import attention as plain_attention
+from sbjax.linear import times, wide
 from sbjax.quantize import as_floating
 from sbjax.quantized_dot import quantized_dot
 from sbjax.recipes import Recipe
@@ -46,28 +47,18 @@ def scaled(x: jax.Array, forward: float = 1.0, backward: float = 1.0) -> jax.Arr
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _scaled(forward, backward, x):
-  return _times(x, forward)
+  return times(x, forward)
 
 
 def _scaled_fwd(forward, backward, x):
-  return _times(x, forward), None
+  return times(x, forward), None
 
 
 def _scaled_bwd(forward, backward, _, gradient):
-  return (_times(gradient, backward),)
+  return (times(gradient, backward),)
 
 
 _scaled.defvjp(_scaled_fwd, _scaled_bwd)
-
-
-def _times(x, factor):
-  """x times a constant that is not rounded to 16 bits first."""
-  return x if factor == 1 else (_wide(x) * factor).astype(x.dtype)
-
-
-def _wide(x):
-  """x in float32, or wider if it is."""
-  return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
 
 
 def linear(
@@ -154,7 +145,7 @@ def silu_glu(x: jax.Array, gate: jax.Array, *, mult: float = 1.0) -> jax.Array:
   """`x * silu(gate)` at unit variance."""
   scale = _between(_share(1, mult), 2, 2**0.5)
   x, gate = as_floating("x", x), as_floating("gate", gate)
-  product = scaled(_wide(x), 1, scale) * _silu(scaled(_wide(gate), 1, scale), mult)
+  product = scaled(wide(x), 1, scale) * _silu(scaled(wide(gate), 1, scale), mult)
   return scaled(product, scale).astype(x.dtype)
 
 
@@ -204,7 +195,7 @@ def cross_entropy(
       f" {logits.shape} and {labels.shape}."
     )
   classes = logits.shape[-1]
-  logits = scaled(_wide(logits), mult, classes / (classes - 1) ** 0.5)
+  logits = scaled(wide(logits), mult, classes / (classes - 1) ** 0.5)
   losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
   return _reduced(losses, reduction)
 
@@ -217,7 +208,7 @@ def mse_loss(x: jax.Array, target: jax.Array, *, reduction: str = "mean") -> jax
   x, target = as_floating("x", x), as_floating("target", target)
   if x.shape != target.shape:
     raise ValueError(f"x and target must have one shape, not {x.shape} and {target.shape}.")
-  x, target = (scaled(_wide(a), 1, 8**-0.5) for a in (x, target))
+  x, target = (scaled(wide(a), 1, 8**-0.5) for a in (x, target))
   return _reduced(jnp.square(x - target), reduction)
 
 
@@ -229,14 +220,14 @@ def layer_norm(
   epsilon: float = 1e-5,
 ) -> jax.Array:
   """Layer norm over the last axis of x [..., K]; scale [K] and bias [K] have unit gradients."""
-  wide = _wide(as_floating("x", x))
-  centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+  centred = wide(as_floating("x", x))
+  centred -= jnp.mean(centred, axis=-1, keepdims=True)
   return _affine(centred, epsilon, scale, bias).astype(x.dtype)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array | None = None, *, epsilon: float = 1e-5) -> jax.Array:
   """x [..., K] over its root mean square along the last axis; scale [K] has a unit gradient."""
-  return _affine(_wide(as_floating("x", x)), epsilon, scale, None).astype(x.dtype)
+  return _affine(wide(as_floating("x", x)), epsilon, scale, None).astype(x.dtype)
 
 
 def embedding(ids: jax.Array, table: jax.Array) -> jax.Array:
@@ -351,7 +342,7 @@ def _constrained(constraint: str | None, *scales: float) -> tuple[float, ...]:
 def _elementwise(function, x, output, gradient, constraint):
   output, gradient = _constrained(constraint, output, gradient)
   x = as_floating("x", x)
-  return scaled(function(scaled(_wide(x), 1, gradient)), output).astype(x.dtype)
+  return scaled(function(scaled(wide(x), 1, gradient)), output).astype(x.dtype)
 
 
 def _silu(x, mult):
