@@ -12,6 +12,7 @@ time, images a second, memory, compile time, MFU, time by kernel groups, and who
 """
 
 import argparse
+import math
 import random
 import statistics
 import time
@@ -27,10 +28,11 @@ from benchmarks.kernels import Kernel, grouped, idle, kernels, origins_of
 from benchmarks.timing import append, provenance
 from sbjax.attention import fastest_backend
 from sbjax.models.clip import CLIP
-from sbjax.models.sizes import SIZES, CLIPConfig
+from sbjax.models.sizes import SIZES, CLIPConfig, kept_patches
 from sbjax.models.transformer import Block, BlockOptions
 from train.config import OptimizerConfig
 from train.flops import BF16_PEAK, model_flops
+from train.memory import is_out_of_memory
 from train.optimizer import make_optimizer
 from train.step import make_init, make_train_step
 from train.task import CLIPTask
@@ -55,10 +57,14 @@ class Contender(NamedTuple):
 CONTENDERS = {
   "flax": Contender("full", FlaxBlock, attention="cudnn"),
   "flax_loop": Contender("full", FlaxBlock, unroll=1, attention="cudnn"),
+  "flax_no_remat": Contender("full", FlaxBlock, attention="cudnn", remat="none"),
   "full": Contender("full"),
   "switchback": Contender("switchback"),
   "switchback_loop": Contender("switchback", unroll=1),
   "switchback_no_remat": Contender("switchback", remat="none"),
+  "switchback_dots": Contender("switchback", remat="dots"),
+  "switchback_attention_dots": Contender("switchback", remat="attention_dots"),
+  "switchback_block": Contender("switchback", remat="block"),
   "switchback_unfused": Contender("switchback", FlaxBlock),
   "switchback_cudnn": Contender("switchback", attention="cudnn"),
   "switchback_m": Contender("switchback_m"),
@@ -68,7 +74,7 @@ CONTENDERS = {
   "llm_int8": Contender("llm_int8"),
   "fp8_switchback": Contender("fp8_switchback"),
 }
-BASES = ("flax", "flax_loop")
+BASES = ("flax", "flax_loop", "flax_no_remat")
 
 
 def main() -> None:
@@ -78,16 +84,24 @@ def main() -> None:
   default = ["flax", "flax_loop", "full", "switchback", "switchback_m"]
   parser.add_argument("--contenders", nargs="+", default=default, choices=CONTENDERS)
   parser.add_argument("--rounds", type=int, default=5)
+  parser.add_argument("--patch_dropout", type=float, default=0.0, help="fraction of patches")
   parser.add_argument("--profile", action=argparse.BooleanOptionalAction, default=True)
   parser.add_argument("--kernels", help="a folder for the list of each contender's kernels")
   args = parser.parse_args()
   for size in args.sizes:
-    line = measure(size, args.contenders, args.rounds, args.kernels, args.profile)
+    how = {"folder": args.kernels, "profiled": args.profile, "patch_dropout": args.patch_dropout}
+    line = measure(size, args.contenders, args.rounds, **how)
     append(args.out, [line | provenance()])
 
 
 def measure(
-  size: str, names: list[str], rounds: int, folder: str | None, profiled: bool = True
+  size: str,
+  names: list[str],
+  rounds: int,
+  *,
+  folder: str | None = None,
+  profiled: bool = True,
+  patch_dropout: float = 0.0,
 ) -> dict:
   batch_size, remat = CASES[size]
   config, peak = SIZES[size], BF16_PEAK.get(jax.devices()[0].device_kind)
@@ -96,18 +110,16 @@ def measure(
   optimizer, _ = make_optimizer(OptimizerConfig(), steps=20_000)
   tasks = {}
   for name in names:
-    tasks[name] = task_of(name, config, remat)
+    tasks[name] = task_of(name, config, remat, patch_dropout=patch_dropout)
   # All tasks have the same parameter tree, so they can share one state.
   state = jax.jit(make_init(tasks[names[0]], optimizer, seed=0))()
   batch = draw(config, batch_size)
-  steps, found = {}, {}
-  for name, task in tasks.items():
-    steps[name], found[name] = compiled(task, optimizer, state, batch)
-    print(f"{size:8} {name:18} compiled in {found[name]['compile_seconds']:3.0f} s", flush=True)
+  steps, found = fitting(size, tasks, optimizer, state, batch)
   times, state, losses = race(steps, state, batch, rounds)
-  medians = {name: statistics.median(times[name]) for name in names}
-  base = min((medians[name] for name in BASES if name in names), default=medians[names[0]])
-  flops = model_flops(config, batch_size)
+  medians = {name: statistics.median(times[name]) for name in steps}
+  bases = [medians[name] for name in BASES if name in steps]
+  base = min(bases, default=next(iter(medians.values())))
+  flops = model_flops(config, batch_size, patch_dropout)
   for name, seconds in medians.items():
     mfu = round(flops / seconds / peak, 4) if peak else None
     found[name] |= {
@@ -137,6 +149,7 @@ def measure(
     "size": size,
     "batch_size": batch_size,
     "remat": remat,
+    "patch_dropout": patch_dropout,
     "optimizer": "stable_adamw",
     "model_teraflops": round(flops / 1e12, 2),
     "contenders": found,
@@ -144,7 +157,13 @@ def measure(
   }
 
 
-def task_of(name: str, config: CLIPConfig, remat: str, backend: str | None = None) -> CLIPTask:
+def task_of(
+  name: str,
+  config: CLIPConfig,
+  remat: str,
+  backend: str | None = None,
+  patch_dropout: float = 0.0,
+) -> CLIPTask:
   """The contender of that name."""
   one = CONTENDERS[name]
   options = BlockOptions(
@@ -154,7 +173,27 @@ def task_of(name: str, config: CLIPConfig, remat: str, backend: str | None = Non
     backend=backend,
     attention_backend=one.attention,
   )
-  return CLIPTask(CLIP(config, options, block=one.block))
+  return CLIPTask(CLIP(config, options, patch_dropout, block=one.block))
+
+
+def fitting(size: str, tasks: dict[str, CLIPTask], optimizer, state, batch):
+  """Compiles all steps: those that fit the device's memory, and what is known of every step."""
+  limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", math.inf) / 1e9
+  steps, found = {}, {}
+  for name, task in tasks.items():
+    try:
+      step, found[name] = compiled(task, optimizer, state, batch)
+    except jax.errors.JaxRuntimeError as error:
+      if not is_out_of_memory(error):
+        raise
+      found[name] = {"does_not_fit": "XLA ran out of memory when it compiled"}
+    else:
+      if found[name]["peak_gigabytes"] <= limit:
+        steps[name] = step
+      else:
+        found[name]["does_not_fit"] = f"JAX has {limit:.1f} GB on the device"
+    print(f"{size:8} {name:18} compiled: {found[name]}", flush=True)
+  return steps, found
 
 
 def compiled(task, optimizer, state, batch):
@@ -174,8 +213,9 @@ def compiled(task, optimizer, state, batch):
 def attention_backend(model: CLIP) -> str:
   """The name of the backend that computes the image tower's attention."""
   vision, options = model.config.vision, model.options
+  length = vision.tokens - vision.patches + kept_patches(vision.patches, model.patch_dropout)
   head_dim = vision.width // vision.heads
-  return options.attention_backend or fastest_backend(options.dtype, vision.tokens, head_dim)
+  return options.attention_backend or fastest_backend(options.dtype, length, head_dim)
 
 
 def draw(config: CLIPConfig, batch_size: int):

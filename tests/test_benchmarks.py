@@ -280,16 +280,18 @@ def test_remat_values_of_older_rows_are_renamed():
   assert {row["remat"] for row in read("step") + read("open_clip")} == {"none", "block"}
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize("pool", ["class", "map"])
-def test_a_step_s_row_names_the_attention_of_its_image_tower(monkeypatch, pool):
+def test_a_step_s_row_names_the_attention_of_its_image_tower(monkeypatch, pool, dropout):
   asked, tiny = [], SIZES["tiny"]
   for module in (importlib.import_module("sbjax.attention"), step):
     monkeypatch.setattr(module, "fastest_backend", lambda *args: asked.append(args) or "xla")
   vision = dataclasses.replace(tiny.vision, pool=pool, pre_norm=pool == "class")
   config = dataclasses.replace(tiny, vision=vision, embed_dim=vision.width)
-  model = step.task_of("full", config, "none").model
+  model = step.task_of("full", config, "none", patch_dropout=dropout).model
   image = jnp.zeros((2, vision.image_size, vision.image_size, 3))
-  jax.eval_shape(functools.partial(model.init, method="encode_image"), jax.random.key(0), image)
+  init = functools.partial(model.init, method="encode_image", train=True)
+  jax.eval_shape(init, dict.fromkeys(("params", "dropout"), jax.random.key(0)), image)
   by_the_model = set(asked)
   asked.clear()
   assert step.attention_backend(model) == "xla"

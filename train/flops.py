@@ -1,6 +1,6 @@
 """Floating-point operations of a training step, and the peak rates of GPUs."""
 
-from sbjax.models.sizes import CLIPConfig
+from sbjax.models.sizes import CLIPConfig, kept_patches
 
 # Dense bfloat16 operations a second, from NVIDIA's data sheets. Other devices get no MFU.
 BF16_PEAK = {
@@ -18,7 +18,7 @@ def model_flops(config: CLIPConfig, batch_size: int, patch_dropout: float = 0.0)
   count.
   """
   vision, text = config.vision, config.text
-  kept = max(1, int(vision.patches * (1 - patch_dropout))) + 1
+  kept = kept_patches(vision.patches, patch_dropout) + 1
   total = 0.0
   for tower, length in ((vision, kept), (text, text.context_length)):
     weights = tower.width**2 * 4 + 2 * tower.width * int(tower.width * tower.mlp_ratio)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from sbjax.fused_ops import activate
 from sbjax.layers import Embedding, SwitchBackDense
-from sbjax.models.sizes import CLIPConfig, TextConfig, VisionConfig
+from sbjax.models.sizes import CLIPConfig, TextConfig, VisionConfig, kept_patches
 from sbjax.models.transformer import (
   BLOCK_LINEARS,
   Block,
@@ -269,7 +269,7 @@ def patch_dropout(
   class_tokens: 0 if there is no class token.
   """
   batch, patches = x_BLD.shape[0], x_BLD.shape[1] - class_tokens
-  kept = max(1, int(patches * (1 - rate)))
+  kept = kept_patches(patches, rate)
   keys = jax.vmap(functools.partial(jax.random.fold_in, key))(first_example + jnp.arange(batch))
   uniform_BL = jax.vmap(lambda key: jax.random.uniform(key, (patches,)))(keys)
   _, drawn_BL = jax.lax.top_k(uniform_BL, kept)

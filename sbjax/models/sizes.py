@@ -54,6 +54,11 @@ class VisionConfig:
     return int(self.width * self.mlp_ratio)
 
 
+def kept_patches(patches: int, dropout: float) -> int:
+  """How many of an image's patches a training step keeps."""
+  return max(1, int(patches * (1 - dropout)))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextConfig:
   """A transformer over tokens.
