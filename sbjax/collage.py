@@ -136,6 +136,44 @@ def summed_parameters(params, opt_state):
   return params
 
 
+def split_parameters(values, params, opt_state):
+  """`params` and `opt_state` whose sums hi + lo are float32 `values`; see `summed_parameters`.
+
+  For parameters that were cast: without it training starts from the numbers rounded to bfloat16,
+  which no small update of the first steps can move.
+
+  Args:
+    values: a tree like the parameters, float32.
+    params: in the dtypes that they are trained in.
+    opt_state: of an optimizer that was initialized with them.
+
+  >>> values, optimizer = jnp.float32([1.001]), compensated(optax.sgd(1e-4))
+  >>> params = values.astype(jnp.bfloat16)
+  >>> params, state = split_parameters(values, params, optimizer.init(params))
+  >>> params, state.residual
+  (Array([1], dtype=bfloat16), Array([0.000999451], dtype=bfloat16))
+  """
+
+  def halves(value, p, low):
+    if not hasattr(low, "dtype"):
+      return value.astype(p.dtype), low
+    high, low = _split(value, p, "exact" if low.dtype == jnp.int16 else True)
+    return high.astype(p.dtype), low
+
+  def split(state):
+    nonlocal params
+    if not isinstance(state, CompensatedState):
+      return state
+    pairs = jax.tree.map(halves, values, params, state.residual)
+    params, low = (jax.tree.map(lambda _, pair, i=i: pair[i], values, pairs) for i in (0, 1))
+    return state._replace(residual=low)
+
+  params = jax.tree.map(lambda value, p: value.astype(p.dtype), values, params)
+  is_compensated = lambda x: isinstance(x, CompensatedState)  # noqa: E731
+  opt_state = jax.tree.map(split, opt_state, is_leaf=is_compensated)
+  return params, opt_state
+
+
 def _check(params) -> None:
   """Raises a ValueError unless some parameters are bfloat16, and the others float32."""
   dtypes = {as_floating("a parameter", p).dtype for p in jax.tree.leaves(params)}

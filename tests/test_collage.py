@@ -10,7 +10,13 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sbjax.collage import CompensatedState, compensated, descent_quality, summed_parameters
+from sbjax.collage import (
+  CompensatedState,
+  compensated,
+  descent_quality,
+  split_parameters,
+  summed_parameters,
+)
 from sbjax.loss_scale import fixed_loss_scale
 from sbjax.stable_adamw import stable_adamw, tensor_rms
 from sbjax.state_formats import BFLOAT16, BFLOAT16_PAIR, compress_state
@@ -155,6 +161,19 @@ def test_a_pair_holds_16_bits():
   new, state = step(compensated(optax.identity()), jnp.zeros(x.shape, jnp.bfloat16), x)
   error = np.abs(np.float64(summed_parameters(new, state)) - np.float64(x))
   assert (error <= 2.0**-17 * np.abs(x)).all() and error.max() > 0
+
+
+@pytest.mark.parametrize(("residual", "bits"), [(True, 16), ("exact", 24), (None, 8)])
+def test_split_parameters_keep_what_a_cast_loses(residual, bits):
+  w = jnp.float32([1 + 2**-8, -3 - 3 * 2**-7, *np.random.default_rng(0).normal(size=4096)])  # Ties.
+  values = {"w": w, "b": w[2:]}
+  params = {**values, "w": w.astype(jnp.bfloat16)}
+  optimizer = optax.masked(compensated(optax.sgd(1e-3), residual), {"w": True, "b": True})
+  new, state = split_parameters(values, params, optimizer.init(params))
+  assert {k: p.dtype for k, p in new.items()} == {k: p.dtype for k, p in params.items()}
+  summed = jax.tree.map(np.float64, summed_parameters(new, state))
+  np.testing.assert_array_equal(summed["b"], values["b"])
+  np.testing.assert_allclose(summed["w"], np.float64(w), rtol=0 if bits == 24 else 2.0**-bits)
 
 
 @pytest.mark.parametrize("residual", RESIDUALS)

@@ -4,6 +4,7 @@ Training and evaluation both use this, so they cannot disagree.
 """
 
 import contextlib
+import functools
 import sys
 import zlib
 from pathlib import Path
@@ -22,7 +23,7 @@ from train.finetune import check_init, check_patterns, check_vocabulary, initial
 from train.loss import LOSSES
 from train.optimizer import make_optimizer
 from train.sharding import make_mesh, path_name, state_shardings
-from train.step import TrainState, make_init
+from train.step import TrainState, make_init, started
 from train.task import CLIPTask, block_options, clip_config, make_task
 from train.tokenizer import Tokenizer, make_tokenizer
 from train.workdir import newest_step, read_config
@@ -57,19 +58,19 @@ class Run(NamedTuple):
     if self.config.init:
       check_vocabulary(self.config, self.tokenizer)
     shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state)
-    init = make_init(self.task, self.optimizer, self.config.seed)
-    state = jax.jit(init, out_shardings=shardings)()
     if not self.config.init:
-      return state
-    params = initial_params(self.config, self.task.model.config, state.params)
+      init = make_init(self.task, self.optimizer, self.config.seed)
+      return jax.jit(init, out_shardings=shardings)()
+    drawn = jax.jit(self.task.init)(jax.random.key(self.config.seed))
+    params = initial_params(self.config, self.task.model.config, drawn)
     # Every process has all of the arrays, and makes its shards.
-    return state._replace(
-      params=jax.tree.map(
-        lambda x, sharding: jax.make_array_from_callback(x.shape, sharding, lambda i: x[i]),
-        jax.tree.map(lambda x, own: np.asarray(x, own.dtype), params, state.params),
-        shardings.params,
-      )
+    params = jax.tree.map(
+      lambda x, sharding: jax.make_array_from_callback(x.shape, sharding, lambda i: x[i]),
+      jax.tree.map(np.asarray, params),
+      shardings.params,
     )
+    start = functools.partial(started, self.task, self.optimizer)
+    return jax.jit(start, out_shardings=shardings)(params)
 
   def evaluate(self, params) -> dict[str, float]:
     """The scores of parameters on the evaluation split."""

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from sbjax.collage import descent_quality
+from sbjax.collage import descent_quality, split_parameters
 from sbjax.loss_scale import loss_scale, skipped_updates
 from sbjax.models.transformer import quantize_weights
 from sbjax.stable_adamw import tensor_rms
 from train.finetune import stop_gradients
 from train.gather import gather_parameters
+from train.optimizer import cast_matrices
 from train.sharding import BATCH_AXES, parameter_specs, path_name
 from train.task import CLIPTask
 
@@ -31,10 +32,16 @@ def make_init(task: CLIPTask, optimizer: optax.GradientTransformation, seed: int
   """A function without arguments that makes the state at step 0."""
 
   def init() -> TrainState:
-    params = task.init(jax.random.key(seed))
-    return TrainState(jnp.zeros([], jnp.int32), params, optimizer.init(params))
+    return started(task, optimizer, task.init(jax.random.key(seed)))
 
   return init
+
+
+def started(task: CLIPTask, optimizer: optax.GradientTransformation, values) -> TrainState:
+  """The state at step 0 of float32 parameters; a residual keeps what a cast of them loses."""
+  params = cast_matrices(values, task.matrix_dtype)
+  params, opt_state = split_parameters(values, params, optimizer.init(params))
+  return TrainState(jnp.zeros([], jnp.int32), params, opt_state)
 
 
 def make_train_step(

@@ -20,7 +20,7 @@ from train.config import Config, ModelConfig
 from train.flops import model_flops
 from train.images import normalize
 from train.loss import LOSSES
-from train.optimizer import cast_matrices, matrix_dtype
+from train.optimizer import matrix_dtype
 from train.zero_shot import Sample, evaluate, make_encoders, nearest_captions
 
 
@@ -54,7 +54,7 @@ class CLIPTask(NamedTuple):
     }
 
   def init(self, key: jax.Array) -> dict:
-    """The parameters at step 0."""
+    """The parameters at step 0, in float32."""
     vision, text = self.model.config.vision, self.model.config.text
     # Always stacked: drawing all layers at once compiles faster, and a run starts from the same
     # parameters with and without scan.
@@ -64,8 +64,7 @@ class CLIPTask(NamedTuple):
       jnp.zeros((1, vision.image_size, vision.image_size, 3), jnp.float32),
       jnp.zeros((1, text.context_length), jnp.int32),
     )["params"]
-    params = params if self.model.options.scan else unstack_blocks(params)
-    return cast_matrices(params, self.matrix_dtype)
+    return params if self.model.options.scan else unstack_blocks(params)
 
   def apply(self, variables: dict, batch: dict, key: jax.Array, first_example) -> dict:
     """The training outputs of CLIP: a tower's "_features", "block_outputs", and scalars.
