@@ -2,9 +2,10 @@
 
   python -m benchmarks.report
 
-Reads benchmarks/results/{step,kept_bytes,open_clip,matmul,quantize,linear,scaling,models,attention,
-attention_lengths,serving}.jsonl. If a case was measured more than once on a chip, the last line
-counts. Writes the tables between markers, and a plot of CHIP's results for each file.
+Reads benchmarks/results/{step,step_patch_dropout,remat,kept_bytes,open_clip,matmul,quantize,linear,
+scaling,models,attention,attention_lengths,serving}.jsonl. If a case was measured more than once on
+a chip, the last line counts. Writes the tables between markers, and a plot of CHIP's results for
+each file.
 """
 
 import math
@@ -45,6 +46,9 @@ def main() -> None:
   steps_report.plot(step, open_clip, RESULTS / "steps.png")
   write("steps", steps_report.short_table(step, open_clip), README)
   write("steps", step_table(step, steps_elsewhere))
+  dropout, _ = by_chip(last(read("step_patch_dropout"), "chip", "size"))
+  write("patch_dropout", dropout_table(sorted(dropout, key=largest_first)))
+  write("remat", remat_table(last(read("remat"), "chip", "size")))
   write("kept", kept_table(last(read("kept_bytes"), "recipe", "remat")))
   write("open_clip", steps_report.open_clip_table(open_clip))
   write("speeds", table(matmul, matmuls_elsewhere, raced, quantize, linear))
@@ -149,6 +153,39 @@ def step_line(row, ours, remat: str) -> str:
     f" {ours['images_per_second']:,.0f} | {'' if mfu is None else f'{mfu:.0%}'} |"
     f" {flax['peak_gigabytes']:.0f}, {ours['peak_gigabytes']:.0f} GB |"
   )
+
+
+def dropout_table(rows) -> list[str]:
+  """The steps of benchmarks/step.py with --patch_dropout; neither side is rematerialised."""
+  lines = [
+    f"| a whole training step on one {name_of(CHIP)} | images a batch | patches dropped |"
+    " plain Flax, bf16 | `switchback` | over plain Flax | its images/s | memory |",
+    "|---|---|---|---|---|---|---|---|",
+  ]
+  for row in rows:
+    flax, ours = (
+      best(row["contenders"], (name, f"{name}_no_remat")) for name in ("flax", "switchback")
+    )
+    lines.append(
+      f"| ViT-{row['size']} | {row['batch_size']} | {row['patch_dropout']:.0%} |"
+      f" {flax['milliseconds']:.0f} ms | {ours['milliseconds']:.0f} ms |"
+      f" **{ours['speedup']:.2f}x** | {ours['images_per_second']:,.0f} |"
+      f" {flax['peak_gigabytes']:.0f}, {ours['peak_gigabytes']:.0f} GB |"
+    )
+  return lines
+
+
+def remat_table(rows) -> list[str]:
+  """A line for each policy of `switchback`, the contenders of benchmarks/step.py by that name."""
+  lines = ["| | images a batch | `remat` | step | memory |", "|---|---|---|---|---|"]
+  for row in rows:
+    for name, one in row["contenders"].items():
+      policy, where = name.removeprefix("switchback_"), f"on one {name_of(row['chip'])}"
+      lines.append(
+        f"| ViT-{row['size']}, {where} | {row['batch_size']} | `{policy}` |"
+        f" {one['milliseconds']:.0f} ms | {one['peak_gigabytes']:.0f} GB |"
+      )
+  return lines
 
 
 def serving_table(rows) -> list[str]:
