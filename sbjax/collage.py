@@ -156,7 +156,7 @@ def split_parameters(values, params, opt_state):
 
   def halves(value, p, low):
     if not hasattr(low, "dtype"):
-      return value.astype(p.dtype), low
+      return p, low
     high, low = _split(value, p, "exact" if low.dtype == jnp.int16 else True)
     return high.astype(p.dtype), low
 
@@ -169,8 +169,7 @@ def split_parameters(values, params, opt_state):
     return state._replace(residual=low)
 
   params = jax.tree.map(lambda value, p: value.astype(p.dtype), values, params)
-  is_compensated = lambda x: isinstance(x, CompensatedState)  # noqa: E731
-  opt_state = jax.tree.map(split, opt_state, is_leaf=is_compensated)
+  opt_state = jax.tree.map(split, opt_state, is_leaf=lambda x: isinstance(x, CompensatedState))
   return params, opt_state
 
 

@@ -246,6 +246,22 @@ def test_an_init_with_another_normalization_of_images_is_refused(tmp_path, file,
 
 
 @pytest.mark.program
+def test_a_siglip_run_from_weights_without_a_logit_bias_starts_with_its_own(tmp_path, monkeypatch):
+  monkeypatch.setattr(Run, "new_state", NEW_STATE)
+  options = {"loss": "siglip", "model.backend": "xla", "model.remat": "none"}
+  plain = make_run(loop_case.config(tmp_path / "data", **options), tmp_path)
+  model, params = plain.task.model.config, drawn(plain.abstract_state.params)
+  params.pop("logit_bias")
+  weights = state_dict(params, model)
+  monkeypatch.setattr(convert, "read_file", lambda path: weights)
+  (tmp_path / "init").mkdir()
+  options["init"] = str(export(tmp_path / "init", model))
+  state = make_run(loop_case.config(tmp_path / "data", **options), tmp_path).new_state()
+  assert state.params["logit_bias"] == -10
+  np.testing.assert_array_equal(state.params["image"]["proj"], params["image"]["proj"])
+
+
+@pytest.mark.program
 @pytest.mark.parametrize("states", ["float32", "collage_light"])
 def test_a_locked_run_keeps_the_image_tower_of_init_and_resumes(tmp_path, monkeypatch, states):
   one = jax.devices()[:1]

@@ -23,7 +23,7 @@ from train.finetune import check_init, check_patterns, check_vocabulary, initial
 from train.loss import LOSSES
 from train.optimizer import make_optimizer
 from train.sharding import make_mesh, path_name, state_shardings
-from train.step import TrainState, make_init, started
+from train.step import TrainState, initial_state, make_init
 from train.task import CLIPTask, block_options, clip_config, make_task
 from train.tokenizer import Tokenizer, make_tokenizer
 from train.workdir import newest_step, read_config
@@ -61,15 +61,17 @@ class Run(NamedTuple):
     if not self.config.init:
       init = make_init(self.task, self.optimizer, self.config.seed)
       return jax.jit(init, out_shardings=shardings)()
-    drawn = jax.jit(self.task.init)(jax.random.key(self.config.seed))
-    params = initial_params(self.config, self.task.model.config, drawn)
+    model, like = self.task.model, {**self.abstract_state.params}
+    if "logit_bias" in like:
+      like["logit_bias"] = np.float32(model.init_logit_bias)
+    params = initial_params(self.config, model.config, like)
     # Every process has all of the arrays, and makes its shards.
     params = jax.tree.map(
       lambda x, sharding: jax.make_array_from_callback(x.shape, sharding, lambda i: x[i]),
       jax.tree.map(np.asarray, params),
       shardings.params,
     )
-    start = functools.partial(started, self.task, self.optimizer)
+    start = functools.partial(initial_state, self.task, self.optimizer)
     return jax.jit(start, out_shardings=shardings)(params)
 
   def evaluate(self, params) -> dict[str, float]:

@@ -32,12 +32,12 @@ def make_init(task: CLIPTask, optimizer: optax.GradientTransformation, seed: int
   """A function without arguments that makes the state at step 0."""
 
   def init() -> TrainState:
-    return started(task, optimizer, task.init(jax.random.key(seed)))
+    return initial_state(task, optimizer, task.init(jax.random.key(seed)))
 
   return init
 
 
-def started(task: CLIPTask, optimizer: optax.GradientTransformation, values) -> TrainState:
+def initial_state(task: CLIPTask, optimizer: optax.GradientTransformation, values) -> TrainState:
   """The state at step 0 of float32 parameters; a residual keeps what a cast of them loses."""
   params = cast_matrices(values, task.matrix_dtype)
   params, opt_state = split_parameters(values, params, optimizer.init(params))
