@@ -9,10 +9,10 @@ one batch of random pixels and tokens. The baseline is recipe "full" in plain Fl
 (benchmarks/flax_block.py), compiled by XLA, with cuDNN's attention. Like all contenders it uses
 split_k_matmul. Its layers are in a loop or unrolled, whichever is faster. Adds a line for each row:
 time, images a second, memory, compile time, MFU, time by kernel groups, and who computes attention.
+A contender that does not fit the device's memory is listed apart, with the reason.
 """
 
 import argparse
-import math
 import random
 import statistics
 import time
@@ -34,6 +34,7 @@ from train.config import OptimizerConfig
 from train.flops import BF16_PEAK, model_flops
 from train.memory import is_out_of_memory
 from train.optimizer import make_optimizer
+from train.remat import bytes_limit
 from train.step import make_init, make_train_step
 from train.task import CLIPTask
 
@@ -114,7 +115,7 @@ def measure(
   # All tasks have the same parameter tree, so they can share one state.
   state = jax.jit(make_init(tasks[names[0]], optimizer, seed=0))()
   batch = draw(config, batch_size)
-  steps, found = fitting(size, tasks, optimizer, state, batch)
+  steps, found, too_large = fitting(size, tasks, optimizer, state, batch)
   times, state, losses = race(steps, state, batch, rounds)
   medians = {name: statistics.median(times[name]) for name in steps}
   bases = [medians[name] for name in BASES if name in steps]
@@ -153,6 +154,7 @@ def measure(
     "optimizer": "stable_adamw",
     "model_teraflops": round(flops / 1e12, 2),
     "contenders": found,
+    "do_not_fit": too_large,
     "data": "uniform random pixels and tokens, one batch",
   }
 
@@ -177,23 +179,29 @@ def task_of(
 
 
 def fitting(size: str, tasks: dict[str, CLIPTask], optimizer, state, batch):
-  """Compiles all steps: those that fit the device's memory, and what is known of every step."""
-  limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", math.inf) / 1e9
-  steps, found = {}, {}
+  """Compiles all steps: those that fit the devices, what is known of them, and why others do not.
+
+  Raises:
+    SystemExit: none fits.
+  """
+  limit, steps, found, too_large = bytes_limit() / 1e9, {}, {}, {}
   for name, task in tasks.items():
     try:
-      step, found[name] = compiled(task, optimizer, state, batch)
+      step, row = compiled(task, optimizer, state, batch)
     except jax.errors.JaxRuntimeError as error:
       if not is_out_of_memory(error):
         raise
-      found[name] = {"does_not_fit": "XLA ran out of memory when it compiled"}
+      too_large[name] = "XLA ran out of memory when it compiled"
     else:
-      if found[name]["peak_gigabytes"] <= limit:
-        steps[name] = step
+      if row["peak_gigabytes"] > limit:
+        too_large[name] = f"{row['peak_gigabytes']} GB, and JAX has {limit:.1f} GB on the device"
       else:
-        found[name]["does_not_fit"] = f"JAX has {limit:.1f} GB on the device"
-    print(f"{size:8} {name:18} compiled: {found[name]}", flush=True)
-  return steps, found
+        steps[name], found[name] = step, row
+    said = too_large.get(name) or f"compiled in {found[name]['compile_seconds']:.0f} s"
+    print(f"{size:8} {name:18} {said}", flush=True)
+  if not steps:
+    raise SystemExit(f"No contender fits the device: {too_large}.")
+  return steps, found, too_large
 
 
 def compiled(task, optimizer, state, batch):

@@ -18,6 +18,9 @@ from pathlib import Path
 
 import jax
 
+# Environment variables that a command is recorded with.
+_SETTINGS = ("XLA_FLAGS", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+
 # Some of these may not be installed.
 _PACKAGES = ("jaxlib", "jax-cuda13-plugin", "triton", "jax-triton")
 
@@ -66,7 +69,7 @@ def _timed(one: Contender, calls: int) -> float:
 
 def provenance() -> dict:
   """The chip, versions and command, for every result line."""
-  flags = [f"XLA_FLAGS='{os.environ['XLA_FLAGS']}'"] if os.environ.get("XLA_FLAGS") else []
+  flags = [f"{name}='{value}'" for name in _SETTINGS if (value := os.environ.get(name))]
   module = sys.modules["__main__"].__spec__.name
   return {
     "chip": jax.devices()[0].device_kind,

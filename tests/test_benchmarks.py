@@ -299,6 +299,23 @@ def test_a_step_s_row_names_the_attention_of_its_image_tower(monkeypatch, pool, 
   assert step.attention_backend(step.task_of("switchback_cudnn", tiny, "none").model) == "cudnn"
 
 
+def test_a_contender_that_does_not_fit_is_listed_apart(monkeypatch):
+  def compiled(name, *_):
+    if name == "compiler":
+      raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate")
+    return name, {"peak_gigabytes": {"small": 10, "large": 90}[name], "compile_seconds": 1}
+
+  monkeypatch.setattr(step, "compiled", compiled)
+  monkeypatch.setattr(step, "bytes_limit", lambda: 80e9)
+  tasks = {name: name for name in ("small", "large", "compiler")}
+  steps, found, too_large = step.fitting("B/16", tasks, None, None, None)
+  assert list(steps) == list(found) == ["small"]
+  assert "90 GB, and JAX has 80.0 GB" in too_large["large"]
+  assert "compiled" in too_large["compiler"]
+  with pytest.raises(SystemExit, match="No contender fits"):
+    step.fitting("B/16", {"large": "large"}, None, None, None)
+
+
 def attention_row(**milliseconds):
   row = {"case": "L/14 text", "causal": True, "head_dim": 64}
   shape = {"batch": 256, "length": 77, "heads": 12}
