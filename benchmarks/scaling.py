@@ -41,6 +41,7 @@ class Case:
   fused: bool = True  # False: plain Flax
   remat: str = "none"
   gradient_dtype: str = "float32"
+  gradient_exchange: str = "float32"
   flags: str = ""  # further XLA_FLAGS
   gpus: str = ""  # numbers of the GPUs; "" takes the first
   listing: str = ""  # a file for the list of kernels
@@ -206,7 +207,8 @@ def measure(case: Case) -> None:
   shardings, rows = state_shardings(state, state.params, mesh), batch_sharding(mesh)
   make_batch = jax.jit(lambda: draw(config, batch_size), out_shardings=rows)
   dtype = jax.numpy.dtype(case.gradient_dtype)
-  step = make_train_step(task, optimizer, 0, mesh=mesh, gradient_dtype=dtype)
+  sums = {"gradient_dtype": dtype, "gradient_exchange": case.gradient_exchange}
+  step = make_train_step(task, optimizer, 0, mesh=mesh, **sums)
   step = jax.jit(
     step,
     in_shardings=(shardings, rows),

@@ -40,6 +40,8 @@ def table(rows: list[dict]) -> list[str]:
         recipe += ", blocks rematerialised"
       if case["gradient_dtype"] != "float32":
         recipe += f", {case['gradient_dtype']} gradients"
+      if (exchange := case.get("gradient_exchange", "float32")) != "float32":
+        recipe += f", gradients sent in {exchange}"
       several = case["data"] * case["fsdp"] > 1
       efficiency = f"**{case['efficiency']:.3f}**" if several and case["fused"] else ""
       gain = _over_flax(case, cases)

@@ -3,6 +3,7 @@
 from sbjax.attention import attention
 from sbjax.collage import compensated
 from sbjax.dot_general import quantized_dot_general
+from sbjax.exchange import quantized_pmean, quantized_psum, quantized_psum_scatter
 from sbjax.formats import E4M3, E5M2, INT8
 from sbjax.fsdp import gather, gather_weight
 from sbjax.fused import layer_norm_dense, layer_norm_mlp
@@ -54,6 +55,9 @@ __all__ = [
   "quantized_dot",
   "quantized_dot_general",
   "quantized_einsum",
+  "quantized_pmean",
+  "quantized_psum",
+  "quantized_psum_scatter",
   "scale_by_stable_adam",
   "scaled_matmul",
   "stable_adamw",

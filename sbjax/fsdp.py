@@ -6,7 +6,8 @@ of a maximum is exact, so that shards quantized with the global absmax are the s
 quantized weight. And SwitchBack gives a weight one scale, which serves w and w.T: one gather of
 one byte a parameter feeds the forward pass and the input gradient.
 
-The gradient goes the other way: devices sum their shares and keep their shard.
+The gradient goes the other way: devices sum their shares and keep their shard. With a
+`gradient_exchange` the shares travel in few bits (sbjax/exchange.py).
 """
 
 import functools
@@ -14,12 +15,12 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from sbjax.exchange import Axes, check_exchange, quantized_psum, quantized_psum_scatter
 from sbjax.formats import floating_dtype
 from sbjax.linear import QuantizedWeight, as_kernel, quantize_weight
+from sbjax.partition import is_bound
 from sbjax.quantize import Quantized, Spec, as_floating, largest, round_to
 from sbjax.recipes import Recipe, as_recipe
-
-Axes = str | tuple[str, ...]
 
 
 def gather_weight(
@@ -30,6 +31,7 @@ def gather_weight(
   reduce_axes: Axes = (),
   dtype: jnp.dtype = jnp.bfloat16,
   gradient_dtype: jnp.dtype = jnp.float32,
+  gradient_exchange: str = "float32",
   backend: str | None = None,
 ) -> QuantizedWeight | jax.Array:
   """A linear layer's kernel [K, N] from the shards [K / n, N] that n devices keep.
@@ -52,10 +54,12 @@ def gather_weight(
       with `check_vma=True`, which sums over these axes by itself.
     dtype: the compute dtype, for a weight that stays in 16 bits.
     gradient_dtype: in which devices add up the gradient; bfloat16 moves half of the bytes.
+    gradient_exchange: the format in which it travels to float32 sums; see `quantized_pmean`.
     backend: quantizes a kernel that is not split; None chooses.
 
   Raises:
-    ValueError: w is not [K / n, N], an unknown recipe, or an axis that no shard_map has.
+    ValueError: w is not [K / n, N], an unknown recipe or exchange, an axis that no shard_map has,
+      or both a gradient_dtype and a gradient_exchange.
 
   >>> mesh = jax.make_mesh((1,), ("fsdp",), (jax.sharding.AxisType.Auto,))
   >>> def layer(x, w):
@@ -66,7 +70,7 @@ def gather_weight(
   """
   recipe, w, dtype = as_recipe(recipe), as_kernel("w", w), floating_dtype("dtype", dtype)
   _check_axes(axis_name, reduce_axes)
-  how = (axis_name, 0, reduce_axes, floating_dtype("gradient_dtype", gradient_dtype))
+  how = (axis_name, 0, reduce_axes, _sums(gradient_dtype, gradient_exchange))
   if not recipe.rounds_w:
     return _gather(*how, dtype, w)
   if recipe.fwd is None or recipe.dgrad is None:
@@ -82,6 +86,7 @@ def gather(
   reduce_axes: Axes = (),
   dtype: jnp.dtype | None = None,
   gradient_dtype: jnp.dtype = jnp.float32,
+  gradient_exchange: str = "float32",
 ) -> jax.Array:
   """An array from the shards that devices keep, in x's dtype; its gradient is summed and split.
 
@@ -92,6 +97,7 @@ def gather(
     reduce_axes: further mesh axes to sum the gradient over; see `gather_weight`.
     dtype: in which x travels; None is its own.
     gradient_dtype: in which devices add up the gradient.
+    gradient_exchange: the format in which it travels; see `gather_weight`.
 
   >>> mesh = jax.make_mesh((1,), ("fsdp",), (jax.sharding.AxisType.Auto,))
   >>> specs = {"in_specs": P("fsdp"), "out_specs": P(), "check_vma": False}
@@ -103,41 +109,43 @@ def gather(
   if not isinstance(axis, int) or not 0 <= axis < max(x.ndim, 1):
     raise ValueError(f"{axis=} must be an axis of x {x.shape}, counted from 0.")
   dtype = x.dtype if dtype is None else floating_dtype("dtype", dtype)
-  gradient_dtype = floating_dtype("gradient_dtype", gradient_dtype)
-  return _gather(axis_name, axis, reduce_axes, gradient_dtype, dtype, x)
+  sums = _sums(gradient_dtype, gradient_exchange)
+  return _gather(axis_name, axis, reduce_axes, sums, dtype, x)
+
+
+def _sums(gradient_dtype, gradient_exchange: str) -> tuple[jnp.dtype, str]:
+  """How devices sum a gradient: the dtype of the sums, and the format that travels."""
+  dtype = floating_dtype("gradient_dtype", gradient_dtype)
+  if check_exchange(gradient_exchange) != "float32" and dtype != jnp.float32:
+    raise ValueError(
+      f"{gradient_exchange=} sums in float32: leave gradient_dtype at float32, not {dtype.name}."
+    )
+  return dtype, gradient_exchange
 
 
 def _check_axes(axis_name, reduce_axes) -> None:
   """Raises unless the names are those of mesh axes that this code runs over."""
   names = reduce_axes if isinstance(reduce_axes, tuple) else (reduce_axes,)
   for name in names if axis_name is None else (axis_name, *names):
-    if not isinstance(name, str) or not _is_bound(name):
+    if not isinstance(name, str) or not is_bound(name):
       raise ValueError(
         f"{name!r} is no mesh axis here; gather within a jax.shard_map over that axis."
       )
 
 
-def _is_bound(axis_name: str) -> bool:
-  try:
-    jax.lax.axis_size(axis_name)
-  except NameError:
-    return False
-  return True
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
-def _gather(axis_name, axis, reduce_axes, gradient_dtype, dtype, x):
+def _gather(axis_name, axis, reduce_axes, sums, dtype, x):
   if axis_name is None:
     return x
   return _all_gather(x.astype(dtype), axis_name, axis).astype(x.dtype)
 
 
-def _gather_fwd(axis_name, axis, reduce_axes, gradient_dtype, dtype, x):
-  return _gather(axis_name, axis, reduce_axes, gradient_dtype, dtype, x), None
+def _gather_fwd(axis_name, axis, reduce_axes, sums, dtype, x):
+  return _gather(axis_name, axis, reduce_axes, sums, dtype, x), None
 
 
-def _gather_bwd(axis_name, axis, reduce_axes, gradient_dtype, dtype, _, gradient):
-  return (_reduce_scatter(gradient, axis_name, axis, reduce_axes, gradient_dtype),)
+def _gather_bwd(axis_name, axis, reduce_axes, sums, dtype, _, gradient):
+  return (_reduce_scatter(gradient, axis_name, axis, reduce_axes, sums),)
 
 
 _gather.defvjp(_gather_fwd, _gather_bwd)
@@ -192,8 +200,13 @@ def _all_gather(x, axis_name, axis):
   return jax.lax.all_gather(x, axis_name, axis=axis, tiled=True)
 
 
-def _reduce_scatter(gradient, axis_name, axis, reduce_axes, dtype):
+def _reduce_scatter(gradient, axis_name, axis, reduce_axes, sums):
   """A gradient summed over devices; this device's shard where the parameter is split."""
+  dtype, exchange = sums
+  if exchange != "float32":
+    if axis_name is not None:
+      gradient = quantized_psum_scatter(gradient, axis_name, axis=axis, format=exchange)
+    return quantized_psum(gradient, reduce_axes, format=exchange) if reduce_axes else gradient
   total = gradient.astype(dtype)
   if axis_name is not None:
     total = jax.lax.psum_scatter(total, axis_name, scatter_dimension=axis, tiled=True)

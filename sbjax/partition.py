@@ -74,6 +74,15 @@ def is_manual() -> bool:
   return AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
 
 
+def is_bound(axis_name: str) -> bool:
+  """Whether this code runs over a mesh axis of that name (jax.shard_map)."""
+  try:
+    jax.lax.axis_size(axis_name)
+  except NameError:
+    return False
+  return True
+
+
 def arrays_of(args, options, kinds=(jax.Array, np.ndarray)) -> tuple[list, Callable]:
   """The arrays among arguments, and `call(function, *arrays)`.
 

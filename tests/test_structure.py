@@ -15,7 +15,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 ORDER = [
   ["sbjax.formats", "sbjax.device"],
   ["sbjax.quantize", "sbjax.partition"],
-  ["sbjax.recipes", "sbjax.matmul", "sbjax.fused_ops", "sbjax.attention_ops"],
+  ["sbjax.recipes", "sbjax.exchange", "sbjax.matmul", "sbjax.fused_ops", "sbjax.attention_ops"],
   ["sbjax.operations", "sbjax.pallas", "sbjax.split_k_matmul"],
   ["sbjax.backends"],
   ["sbjax.linear", "sbjax.attention"],
@@ -54,6 +54,8 @@ PUBLIC = [
   "dynamic_loss_scale",
   "compress_state",
   "compensated",
+  "quantized_pmean",
+  "quantized_psum_scatter",
 ]
 
 

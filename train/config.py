@@ -100,6 +100,8 @@ class MeshConfig:
   data: int = -1  # -1: all devices divided by fsdp
   fsdp: int = 1  # parameters and optimizer state are split over this axis
   gradient_dtype: str = "float32"  # or "bfloat16": dtype of kernels' gradients between devices
+  # "bfloat16", "e4m3" or "int8": format in which gradients of matrices travel to float32 sums
+  gradient_exchange: str = "float32"
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -165,6 +167,12 @@ class Config:
           raise ValueError(f"{path}={value!r} must be {words}.")
     if not self.init and self.init_model:
       raise ValueError(f"init_model={self.init_model!r} is the model of init, which is not set.")
+    dtype, exchange = self.mesh.gradient_dtype, self.mesh.gradient_exchange
+    if dtype != "float32" and exchange != "float32":
+      raise ValueError(
+        f"mesh.gradient_exchange={exchange!r} sums in float32, mesh.gradient_dtype={dtype!r} does"
+        " not: leave one of them at 'float32'."
+      )
     self.profiled()
 
   def get(self, path: str) -> Any:
@@ -214,6 +222,8 @@ LIMITS = (  # What the fields' values must be, in words and as a test that nan f
   ("'bfloat16', 'float16' or 'float32'", lambda x: x in ("bfloat16", "float16", "float32"),
    "model.dtype"),
   ("'bfloat16' or 'float32'", lambda x: x in ("bfloat16", "float32"), "mesh.gradient_dtype"),
+  ("'float32', 'bfloat16', 'e4m3' or 'int8'",
+   lambda x: x in ("float32", "bfloat16", "e4m3", "int8"), "mesh.gradient_exchange"),
   ("the name of a feature", bool, "data.image_key"),
   ("at least one text, each with {} for the name of a class",
    lambda x: x and all("{}" in text for text in x), "data.templates"),

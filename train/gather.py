@@ -17,7 +17,11 @@ from train.sharding import BATCH_AXES, parameter_axes
 
 
 def gather_parameters(
-  params: dict, options: BlockOptions, mesh: Mesh, gradient_dtype: jnp.dtype = jnp.float32
+  params: dict,
+  options: BlockOptions,
+  mesh: Mesh,
+  gradient_dtype: jnp.dtype = jnp.float32,
+  gradient_exchange: str = "float32",
 ) -> dict:
   """The variables of a model's `apply` from this device's shards of its parameters.
 
@@ -29,6 +33,8 @@ def gather_parameters(
     options: those of the model.
     gradient_dtype: dtype in which gradients of the blocks' kernels are summed over devices; other
       gradients are summed in float32.
+    gradient_exchange: format in which gradients of all matrices travel between devices; those of
+      biases, norms and scalars travel in float32.
   """
   gathered, quantized = {}, {}
   for path, x in flatten_dict(params).items():
@@ -37,12 +43,14 @@ def gather_parameters(
     others = tuple(a for a in BATCH_AXES if mesh.shape[a] > 1 and a != split)
     if not is_block_kernel(path):
       axis = x.ndim - len(axes) + axes.index("fsdp") if split else 0
-      gathered[path] = gather(x, split, axis=axis, reduce_axes=others)
+      exchange = gradient_exchange if "fsdp" in axes else "float32"  # RULES names the matrices.
+      gathered[path] = gather(x, split, axis=axis, reduce_axes=others, gradient_exchange=exchange)
       continue
+    sums = {"gradient_dtype": gradient_dtype, "gradient_exchange": gradient_exchange}
     # One sum for a stack of layers: two H200s sum 400 MB at 281 GB/s and 17 MB at 120.
-    x = gather(x, None, reduce_axes=others, gradient_dtype=gradient_dtype)
+    x = gather(x, None, reduce_axes=others, **sums)
     recipe = options.recipe_at("/".join(path[:-1]))
-    how = {"dtype": options.dtype, "gradient_dtype": gradient_dtype, "backend": options.backend}
+    how = {"dtype": options.dtype, "backend": options.backend, **sums}
     kernels = [gather_weight(w, recipe, split, **how) for w in (x if x.ndim == 3 else [x])]
     kernel = jax.tree.map(lambda *a: jnp.stack(a), *kernels) if x.ndim == 3 else kernels[0]
     if isinstance(kernel, QuantizedWeight):

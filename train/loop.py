@@ -192,6 +192,7 @@ def jit_train_step(run: Run):
     config.accumulate,
     mesh=run.mesh,
     gradient_dtype=jnp.dtype(config.mesh.gradient_dtype),
+    gradient_exchange=config.mesh.gradient_exchange,
     freeze=config.freeze,
   )
   shardings = jax.tree.map(lambda x: x.sharding, run.abstract_state)

@@ -162,6 +162,7 @@ def _conditions(run: Run, limit: float) -> dict:
     "gigabytes": round(limit / 1e9, 1),
     "mesh": dict(run.mesh.shape),
     "gradient_dtype": run.config.mesh.gradient_dtype,
+    "gradient_exchange": run.config.mesh.gradient_exchange,
     "accumulate": run.config.accumulate,
     "backend": run.config.model.backend,
     "attention_backend": run.config.model.attention_backend,

@@ -52,6 +52,7 @@ def make_train_step(
   *,
   mesh: Mesh | None = None,
   gradient_dtype: jnp.dtype = jnp.float32,
+  gradient_exchange: str = "float32",
   freeze: Sequence[str] = (),
 ):
   """`train_step(state, batch) -> (state, metrics, finite)`, pure and ready for `jax.jit`.
@@ -60,13 +61,16 @@ def make_train_step(
   mesh: each of its devices computes its rows of the batch, and the state is split as
     `train.sharding.state_shardings` says. None, or a mesh of one device: no `shard_map`.
   gradient_dtype: dtype in which gradients of kernels are summed over devices.
+  gradient_exchange: format in which gradients of matrices travel between devices, to sums in
+    float32 (sbjax/exchange.py): "float32", "bfloat16", "e4m3" or "int8".
   freeze: patterns of parameters that get no gradient; those of `make_optimizer`.
   batch: the examples of all devices.
   metrics: float32 scalars by name.
   finite: a bool for each of `tensor_names`; the first False is the first tensor not finite.
   """
   mesh = None if mesh is None or mesh.size == 1 else mesh
-  differentiate = functools.partial(_differentiate, task, accumulate, mesh, gradient_dtype, freeze)
+  sums = {"gradient_dtype": gradient_dtype, "gradient_exchange": gradient_exchange}
+  differentiate = functools.partial(_differentiate, task, accumulate, mesh, sums, freeze)
 
   def train_step(state: TrainState, batch):
     key = jax.random.fold_in(jax.random.key(seed), state.step)
@@ -111,10 +115,11 @@ def make_train_step(
   return train_step
 
 
-def _differentiate(task, accumulate, mesh, gradient_dtype, freeze, params, batch, key, scale):
+def _differentiate(task, accumulate, mesh, sums, freeze, params, batch, key, scale):
   """The loss and its gradients, from one device's examples and its shards of the parameters.
 
   Args:
+    sums: how gradients are summed over devices: keyword arguments of `gather_parameters`.
     scale: what multiplies the gradients, by way of the loss; None: nothing.
 
   Returns:
@@ -133,7 +138,7 @@ def _differentiate(task, accumulate, mesh, gradient_dtype, freeze, params, batch
       quantized = quantize_weights(params, options.recipe, backend=options.backend)
       variables = {"params": params, "quantized": quantized}
     else:
-      variables = gather_parameters(params, options, mesh, gradient_dtype)
+      variables = gather_parameters(params, options, mesh, **sums)
 
     def apply(batch, key):
       return task.apply(variables, batch, key, first)
