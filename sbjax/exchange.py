@@ -194,7 +194,7 @@ def _is_small(x, n: int, format: str, tile: int, min_size: int) -> bool:
 
 
 def _sum_dtype(x):
-  return jnp.promote_types(x.dtype, jnp.float32)
+  return x.dtype if x.dtype.itemsize > 4 else jnp.float32
 
 
 def _buckets(indices: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:

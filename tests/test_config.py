@@ -48,6 +48,7 @@ REFUSED = [
   ("mesh.fsdp", -2, "must be -1 (what the other leaves) or at least 1"),
   ("mesh.fsdp", 3, "does not make"),
   ("mesh.gradient_dtype", "int8", "must be 'bfloat16' or 'float32'"),
+  ("mesh.gradient_exchange", "e5m2", "must be 'float32', 'bfloat16', 'e4m3' or 'int8'"),
   ("init_model", "ViT-B-32", "init_model='ViT-B-32' is the model of init, which is not set"),
   ("freeze", ("image/.*",), "freeze=('image/.*',) would freeze random parameters: set init"),
   ("loss", "hinge", "loss='hinge' is none of softmax, siglip"),
