@@ -209,6 +209,21 @@ def test_a_scattered_sum_is_each_device_s_part(form, axis):
   assert got.shape == expected.shape and snr(got, expected) > least
 
 
+@pytest.mark.parametrize("form", EXCHANGES)
+def test_sums_are_float32(form):
+  x = np.ones((N, N * TILE * 2), np.float32)
+  x[0] = 2**14
+  got = np.asarray(on_devices(lambda g, a: quantized_psum_scatter(g, a, format=form))(x))
+  np.testing.assert_allclose(got, 2**14 + 7, rtol=2e-6)  # bfloat16 would have 16,384 or 16,512.
+
+
+@pytest.mark.parametrize("size", [4096 - 1, 2 * 4096 - 1])
+def test_a_leaf_with_less_than_a_tile_a_device_is_summed_in_float32(size):
+  x, options = heavy_tails(size), {"tile": 1024, "min_size": 0}
+  got = np.asarray(on_devices(lambda g, a: quantized_pmean(g, a, **options))(x))[0]
+  np.testing.assert_allclose(got, x.mean(0), rtol=1e-4, atol=1e-5)
+
+
 def test_a_small_sum_is_scattered_in_float32():
   x = heavy_tails(64).reshape(N, 16, 4)
   got = on_devices(quantized_psum_scatter)(x)

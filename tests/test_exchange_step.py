@@ -3,15 +3,20 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from clip_case import clip, compiled
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import PartitionSpec as P
 from test_step import SHALLOW, batch, make_state
 
 from benchmarks.scaling import collectives
 from sbjax.exchange import EXCHANGES
+from sbjax.models.transformer import BlockOptions
 from train.config import Config, MeshConfig, ModelConfig, OptimizerConfig
+from train.gather import gather_parameters
 from train.optimizer import make_optimizer
 from train.sharding import batch_sharding, make_mesh, parameter_axes, path_name, replicated
 from train.step import make_train_step
@@ -61,6 +66,25 @@ def test_exchanged_gradients_are_near_those_of_float32(form, ways):
       assert error <= (0.01 if form == "bfloat16" else TOLERANCE[ways]), name
       changed += bool(error > 1e-3)
   assert changed >= 8
+
+
+def test_stacked_biases_travel_in_float32():
+  mesh = make_mesh(MeshConfig(data=8), jax.devices())
+  path = ("image", "blocks", "mlp", "fc1", "bias")
+  weights = np.random.default_rng(0).standard_t(3, size=(8, 4, 4096)).astype(np.float32)
+
+  def gradient(x, weights):
+    def loss(x):
+      variables = gather_parameters(
+        unflatten_dict({path: x}), BlockOptions(), mesh, gradient_exchange="int8"
+      )
+      return jnp.sum(flatten_dict(variables["params"])[path] * weights[0])
+
+    return jax.grad(loss)(x)
+
+  specs = {"in_specs": (P(), P("data")), "out_specs": P(), "check_vma": False}
+  got = jax.jit(jax.shard_map(gradient, mesh=mesh, **specs))(jnp.zeros((4, 4096)), weights)
+  np.testing.assert_allclose(got, weights.sum(0), rtol=1e-4, atol=1e-4)
 
 
 def moved(**options):
