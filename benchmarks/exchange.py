@@ -1,7 +1,8 @@
 """How long does the exchange of a model's gradients take in each format, and how exact is it?
 
   python -m benchmarks.exchange                # all GPUs of the machine
-  python -m benchmarks.exchange --tiny         # eight CPU devices and a tiny CLIP: no timing to cite
+  python -m benchmarks.exchange --no_p2p       # through host memory: imitates GPUs on PCIe
+  python -m benchmarks.exchange --tiny         # eight CPU devices, a tiny CLIP: no timing to cite
 
 Each device draws heavy-tailed gradients of a CLIP, and `quantized_pmean` averages them. Each format
 has its own process. Adds a line to results/exchange.jsonl: milliseconds, signal to noise against
@@ -36,6 +37,7 @@ def main() -> None:
   parser.add_argument("--formats", nargs="+", default=FORMATS, choices=FORMATS)
   parser.add_argument("--tile", type=int, default=512)
   parser.add_argument("--tiny", action="store_true", help="eight CPU devices and a tiny CLIP")
+  parser.add_argument("--no_p2p", action="store_true", help="NCCL uses host memory, not NVLink")
   parser.add_argument("--case", help=argparse.SUPPRESS)  # JSON: this process measures it.
   args = parser.parse_args()
   if args.case:
@@ -44,11 +46,30 @@ def main() -> None:
   if args.tiny:
     args.size = "tiny"
     os.environ.update(_TINY)
+  if args.no_p2p:
+    os.environ["NCCL_P2P_DISABLE"] = "1"
   found = [run(form, args.size, args.tile) for form in args.formats]
-  line = {"benchmark": "exchange", "size": args.size, "tile": args.tile, "formats": found}
+  line = {"benchmark": "exchange", "size": args.size, "tile": args.tile, "p2p": not args.no_p2p}
+  line |= {"formats": found}
+  print(table(line), flush=True)
   from benchmarks.timing import append, provenance  # Imports JAX, which takes the GPUs.
 
   append(args.out, [line | provenance()])
+
+
+def table(line: dict) -> str:
+  """A line for each format: time, and what it takes and loses."""
+  rows = [f"{'format':9} {'ms':>8} {'over float32':>13} {'bytes a value':>14} {'decibels':>9}"]
+  found = [row for row in line["formats"] if "milliseconds" in row]
+  base = next((row["milliseconds"] for row in found if row["format"] == "float32"), None)
+  for row in found:
+    gain = f"{base / row['milliseconds']:.2f}x" if base else ""
+    exact = "" if row["decibels"] is None else f"{row['decibels']:.1f}"
+    rows.append(
+      f"{row['format']:9} {row['milliseconds']:8.2f} {gain:>13} {row['bytes_a_value']:14.2f}"
+      f" {exact:>9}"
+    )
+  return "\n".join(rows)
 
 
 def run(form: str, size: str, tile: int) -> dict:
@@ -61,7 +82,8 @@ def run(form: str, size: str, tile: int) -> dict:
     result = json.loads(lines[0].partition(" ")[2]) if lines else {"error": ended.stderr[-1500:]}
   except subprocess.TimeoutExpired:
     result = {"error": f"no result in {_SECONDS} s"}
-  print(form, result, flush=True)
+  if "error" in result:
+    print(form, result["error"], flush=True)
   return {"format": form, **result}
 
 

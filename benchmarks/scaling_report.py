@@ -16,12 +16,17 @@ from train.task import CLIPTask
 # Bytes a second that a device sends. NVLink: measured on two H200s that sum 400 MB. PCIe 4.0 x16:
 # as users report it.
 LINKS = {"NVLink": 281e9, "PCIe": 20e9}
-WAYS = {  # name: (bytes to sum a kernel's parameter, bytes to gather it; None: not gathered)
-  "data, float32": (4, None),
-  "data, bfloat16": (2, None),
-  "fsdp, int8 gathered, float32 summed": (4, 1),
-  "fsdp, int8, bfloat16": (2, 1),
-  "fsdp, bfloat16, float32 (16-bit recipes)": (4, 2),
+TILED = 1 + 4 / 512  # Bytes of a value in `mesh.gradient_exchange=e4m3` or int8.
+# name: bytes to sum a parameter of the blocks' kernels, and of another matrix; bytes to gather one
+# of the kernels, None: not gathered.
+WAYS = {
+  "data, float32": (4, 4, None),
+  "data, bfloat16": (2, 4, None),
+  "data, exchanged in 8 bits": (TILED, TILED, None),
+  "fsdp, int8 gathered, float32 summed": (4, 4, 1),
+  "fsdp, int8, bfloat16": (2, 4, 1),
+  "fsdp, int8, exchanged in 8 bits": (TILED, TILED, 1),
+  "fsdp, bfloat16, float32 (16-bit recipes)": (4, 4, 2),
 }
 
 
@@ -125,18 +130,17 @@ def parameters(size: str) -> dict[str, int]:
   return found
 
 
-def sent(size: str, devices: int, summed: int, gathered: int | None) -> float:
+def sent(size: str, devices: int, summed: float, others: float, gathered: int | None) -> float:
   """Bytes that each device sends in a step.
 
   To gather an array of S bytes, or to sum and scatter it, takes S (n - 1) / n; to sum it on all
-  devices takes twice that. All parameters but the blocks' kernels are summed and gathered in
-  float32.
+  devices takes twice that. Parameters other than matrices are summed, and all but the blocks'
+  kernels gathered, in float32.
   """
   count, share = parameters(size), (devices - 1) / devices
-  others = count["split"] + count["whole"]
   if gathered is None:
-    return 2 * share * (summed * count["kernels"] + 4 * others)
-  split = (summed + gathered) * count["kernels"] + (4 + 4) * count["split"]
+    return 2 * share * (summed * count["kernels"] + others * count["split"] + 4 * count["whole"])
+  split = (summed + gathered) * count["kernels"] + (others + 4) * count["split"]
   return share * (split + 2 * 4 * count["whole"])
 
 
