@@ -56,7 +56,7 @@ def make_optimizer(
   if rates := parse_rates(config.learning_rate_scale):
     optimizer = optax.chain(optimizer, scale_by_path(rates))
   if config.states in COLLAGE:  # Around all that changes an update.
-    optimizer = compensated(optimizer, measure=config.measure_edq)
+    optimizer = compensated(optimizer, COLLAGE[config.states], measure=config.measure_edq)
   if freeze:
     still = functools.partial(frozen, freeze)
     trained = optax.masked(optimizer, lambda params: jax.tree.map(operator.not_, still(params)))
@@ -93,8 +93,8 @@ STATES = {  # How the moments are kept; COAT's and FP8-LM's choices are in sbjax
   "collage_plus": {"mu": BFLOAT16, "nu": BFLOAT16_PAIR},
 }
 
-# The choices of states whose matrices are bfloat16, with a residual.
-COLLAGE = ("collage_light", "collage_plus")
+# The choices of states whose matrices are bfloat16, and their residual in `compensated`.
+COLLAGE = {"collage_light": True, "collage_plus": True}
 
 LOSS_SCALES = {  # Functions of an optimizer and a scale.
   "none": lambda optimizer, scale: optimizer,
