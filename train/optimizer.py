@@ -94,6 +94,7 @@ OPTIMIZERS = {  # Functions of a config and a schedule.
   "adamw": functools.partial(_stable_adamw, clip_threshold=math.inf),
 }
 
+
 def munit(
   config: OptimizerConfig, schedule: optax.Schedule, steps: int
 ) -> optax.GradientTransformationExtraArgs:

@@ -87,8 +87,8 @@ class CLIPTask(NamedTuple):
     """CLIP's outputs; the loss's gradient of the projected features has unit variance at the start.
 
     The mean over B pairs, the factor s on dot products and the normalisation of E features leave a
-    gradient of s / (B E). We multiply by the inverse, with s of the first step. It is a constant, so
-    the towers' gradients stay those of one function. The gradient of the logit scale stays as it is.
+    gradient of s / (B E). We multiply by the inverse, with s of the first step: a constant, so the
+    towers' gradients stay those of one function. The logit scale keeps its own gradient.
     """
     devices = math.prod(jax.lax.axis_size(axis) for axis in axes)
     batch = out["image_features"].shape[0] * devices
