@@ -32,6 +32,7 @@ _STANDARD_PROMOTION = (
   "test_main",
   "test_distributed",
   "test_remat",
+  "test_unit_training",
 )
 
 # Each test is of one tier or needs an extra; README's command runs the core, .ci/run all.
