@@ -30,7 +30,10 @@ def optimizer_of(parametrization="unit", steps=STEPS, **changes):
 
 
 def params_and_gradients():
+  """Of the text tower, 32 wide, and of some of the image tower, 48 wide."""
   params = drawn(shapes())
+  image = {name: params["image"][name] for name in ("patch_embedding", "proj", "ln_post")}
+  params = {"image": image, "text": params["text"], "logit_scale": params["logit_scale"]}
   return params, jax.tree.map(lambda p: 1e-2 * jnp.cos(37.0 * p), params)
 
 
@@ -56,7 +59,7 @@ def test_hidden_kernels_learn_at_a_rate_by_the_width_of_their_tower():
     width = {"image": 48, "text": 32}.get(tower)
     factor = (12 / width) ** 0.5 if is_hidden else 1.0
     np.testing.assert_allclose(got[name], factor * update, rtol=1e-5, err_msg=name)
-  assert sum(hidden.values()) == 10
+  assert sum(hidden.values()) == 6
 
 
 def test_without_a_base_width_every_rate_is_the_learning_rate():
@@ -66,8 +69,7 @@ def test_without_a_base_width_every_rate_is_the_learning_rate():
   jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-@pytest.mark.parametrize("rate", [1e-3, 1.0])
-@pytest.mark.parametrize("base_width", [0, 12])
+@pytest.mark.parametrize(("rate", "base_width"), [(1e-3, 0), (1.0, 12)])
 def test_decay_depends_on_neither_the_rate_nor_the_width(rate, base_width):
   params, gradients = params_and_gradients()
   how = {"learning_rate": rate, "base_width": base_width}
@@ -120,8 +122,7 @@ def loss_gradients(task, projected, axes=()):
   return jax.grad(loss, (0, 1))(projected, jnp.float32(task.model.init_logit_scale))
 
 
-@pytest.mark.parametrize("batch", [32, 256])
-@pytest.mark.parametrize("width", [64, 512])
+@pytest.mark.parametrize(("batch", "width"), [(32, 512), (256, 64)])
 @pytest.mark.parametrize("loss", ["softmax", "siglip"])
 def test_the_losss_gradient_of_projected_features_has_unit_variance(batch, width, loss):
   siglip = {"init_logit_scale": 10.0, "init_logit_bias": -10.0} if loss == "siglip" else {}
@@ -188,7 +189,6 @@ def trained(steps=30, **options):
 def test_static_fp8_trains_like_float32():
   float32, fp8 = (trained(recipe=recipe, **UNIT) for recipe in ("full", "fp8_static"))
   assert float32[-10:].mean() < 0.5 * float32[:2].mean()
-  print(float32, fp8, float32.mean(), fp8.mean())
   np.testing.assert_allclose(fp8.mean(), float32.mean(), rtol=0.05)
 
 

@@ -42,7 +42,8 @@ _uniform = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 _VISION_INITS = Inits(nn.initializers.xavier_uniform(), _uniform, _uniform, _uniform)
 
 
-def _text_inits(width: int, layers: int) -> Inits:
+def text_inits(width: int, layers: int) -> Inits:
+  """The initializers of a standard text tower's blocks, open_clip's."""
   normal = nn.initializers.normal
   residual = normal(width**-0.5 * (2 * layers) ** -0.5)
   return Inits(normal(width**-0.5), residual, normal((2 * width) ** -0.5), residual)
@@ -261,7 +262,7 @@ class TextTower(nn.Module):
       "positional_embedding", positions, (c.context_length, c.width), jnp.float32
     )
     x_BLD = _sum(x_BLD, position_LD.astype(jnp.float32)[None], unit).astype(self.options.dtype)
-    inits = UNIT_INITS if unit else _text_inits(c.width, c.layers)
+    inits = UNIT_INITS if unit else text_inits(c.width, c.layers)
     x_BLD, outputs = blocks(x_BLD, c, self.options, block=self.block, causal=c.causal, inits=inits)
     if c.pool == "last":
       x_BD = x_BLD[:, -1]
