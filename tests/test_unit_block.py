@@ -198,21 +198,27 @@ def test_initial_kernels_and_embeddings_have_unit_variance():
       assert abs(rms(leaf) - 1) < 0.2, name
 
 
-def test_embeddings_and_projected_features_have_unit_variance():
-  model = clip(**UNIT)
+def test_embeddings_blocks_and_projected_features_have_unit_variance():
+  config = dataclasses.replace(
+    MICRO,
+    vision=dataclasses.replace(MICRO.vision, layers=1),
+    text=dataclasses.replace(MICRO.text, layers=1),
+  )
+  model, (image, text) = clip(config, scan=False, **UNIT), pairs(32)
   key = jax.random.key(0, impl="unsafe_rbg")
-  params = compiled(model.init)(key, *pairs(32))["params"]
 
   @compiled
-  def apply(params, *batch):
+  def run(image, text):
+    params = model.init(key, image, text)["params"]
     how = {"capture_intermediates": lambda _, method: method == "__call__"}
-    return model.apply({"params": params}, *batch, mutable=["intermediates"], **how)[1]
+    return model.apply({"params": params}, image, text, mutable=["intermediates"], **how)[1]
 
-  image, text = pairs(32)
-  seen = apply(params, image, text)["intermediates"]
-  for tower in ("image", "text"):
-    assert abs(rms(seen[tower]["__call__"][0][0]) - 1) < 0.2  # Before they are normalised.
+  seen = run(image, text)["intermediates"]
   assert abs(rms(seen["image"]["patch_embedding"]["__call__"][0]) - 1) < 0.2
+  for tower in ("image", "text"):
+    stream, _ = seen[tower]["block_0"]["__call__"][0]
+    assert abs(rms(stream) - 1) < 0.15, tower
+    assert abs(rms(seen[tower]["__call__"][0][0]) - 1) < 0.2, tower  # Before normalisation.
 
 
 def test_weights_quantized_once_give_the_same_features(recipe="fp8_static"):
