@@ -8,7 +8,11 @@ CHIP = "NVIDIA H200"  # The chip that most was measured on.
 
 
 def read(name: str) -> list[dict]:
-  rows = [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
+  return read_file(RESULTS / f"{name}.jsonl")
+
+
+def read_file(path: Path) -> list[dict]:
+  rows = [json.loads(line) for line in path.read_text().splitlines()]
   for row in rows:
     if row.get("remat") == "full":  # The name in older rows.
       row["remat"] = "block"

@@ -93,7 +93,7 @@ def forward(ops: Backend, recipe: Recipe, x, w, bias, dtype, residual=None, mult
   return ops.scaled_matmul(x_q, times(w_q, multiplier), dtype, bias=bias, residual=residual)
 
 
-def times(x, multiplier: float):
+def times(x, multiplier: float) -> Any:
   """x times a constant, rounded once. Of a Quantized it is the scale: the epilogue multiplies."""
   if multiplier == 1:
     return x

@@ -33,6 +33,8 @@ _STANDARD_PROMOTION = (
   "test_main",
   "test_distributed",
   "test_remat",
+  "test_unit_training",
+  "test_width_transfer",
 )
 
 # Each test is of one tier or needs an extra; README's command runs the core, .ci/run all.

@@ -29,6 +29,10 @@ class ModelConfig:
   dtype: str = "bfloat16"  # compute dtype; parameters are float32, but see optimizer.states
   zero_init_layer_scale: bool = False  # blocks with a learned scale that starts at 0
   qk_norm: bool = False  # layer norm of queries and keys
+  # "standard", or "unit": munit scaling, kernels of unit variance, whose learning rate holds at all
+  # widths; for the recipe "fp8_static" (docs/unit_scaling.md)
+  parametrization: str = "standard"
+  tau: float = 0.0  # for "unit": the share of a residual branch; 0: by the number of layers
   patch_dropout: float = 0.0  # fraction of patches dropped in training
   scan: bool = True  # one compiled block, scanned over the layers
   # How many layers of a scan are compiled together; 0: all; -1: all on a GPU, else one by one.
@@ -79,7 +83,12 @@ class OptimizerConfig:
   b1: float = 0.9  # decay of the first moment
   b2: float = 0.98  # decay of the second moment
   eps: float = 1e-6  # added to the root of the second moment
-  weight_decay: float = 0.2  # of parameters with two or more dimensions
+  # Of parameters with two or more dimensions: times the rate. With model.parametrization="unit" it
+  # does not depend on the rate: the share of a parameter that a step takes away, such as 1e-4
+  weight_decay: float = 0.2
+  # For model.parametrization="unit": the width at which learning_rate was found. Kernels of a tower
+  # of width d learn at learning_rate * sqrt(base_width / d). 0: at learning_rate
+  base_width: int = 0
   # How both moments are kept: "float32", "bfloat16", "coat" or "fp8_lm" (8 bits, 8 and 16 bits).
   # "collage_light" and "collage_plus" also split each matrix into two bfloat16, and the model
   # computes with the first
@@ -173,7 +182,35 @@ class Config:
         f"mesh.gradient_exchange={exchange!r} sums in float32, mesh.gradient_dtype={dtype!r} does"
         " not: leave one of them at 'float32'."
       )
+    self._check_parametrization()
     self.profiled()
+
+  def _check_parametrization(self) -> None:
+    """Raises a ValueError for fields that do not go with `model.parametrization`."""
+    optimizer, is_unit = self.optimizer, self.model.parametrization == "unit"
+    if optimizer.base_width and not is_unit:
+      raise ValueError(
+        f"optimizer.base_width={optimizer.base_width} needs model.parametrization='unit': the best"
+        " learning rate of other models depends on the width in other ways. Set it to 0."
+      )
+    if not is_unit:
+      return
+    if self.init:
+      raise ValueError(
+        f"init={self.init!r} has the weights of a standard model, which model.parametrization="
+        "'unit' computes differently: set model.parametrization='standard' to fine-tune it."
+      )
+    if optimizer.weight_decay > MAX_UNIT_DECAY:
+      raise ValueError(
+        f"optimizer.weight_decay={optimizer.weight_decay} is the share of its size that a parameter"
+        f" loses at each step with model.parametrization='unit': at most {MAX_UNIT_DECAY}, such as"
+        " 1e-4."
+      )
+    if optimizer.loss_scale != "none":
+      raise ValueError(
+        f"optimizer.loss_scale={optimizer.loss_scale!r} must be 'none' with model.parametrization="
+        "'unit', whose gradients have unit variance without it."
+      )
 
   def get(self, path: str) -> Any:
     """The value of a field or the group of that path, such as "optimizer.b1"."""
@@ -184,6 +221,8 @@ class Config:
     """The inverse of `to_dict`: a missing field takes its default, an unknown one is ignored."""
     return _from_dict(cls, values)
 
+
+MAX_UNIT_DECAY = 0.01  # More than that in each step leaves nothing of what was learned.
 
 TYPES = {  # What a value of a field's type must be.
   str: "a text",
@@ -207,6 +246,8 @@ LIMITS = (  # What the fields' values must be, in words and as a test that nan f
   (*_off_or_more("only at the end"), "eval_every checkpoint_every"),
   (*_off_or_more("no limit"), "step_timeout_seconds pause_timeout_seconds"),
   (*_off_or_more("the size's own"), "model.image_size model.patch_size"),
+  ("between 0 (by the number of layers) and 1", lambda x: 0 <= x < 1, "model.tau"),
+  (*_off_or_more("learning_rate for all widths"), "optimizer.base_width"),
   ("-1 (all layers on a GPU), 0 (all layers) or more", lambda x: x >= -1, "model.unroll"),
   (*_off_or_more("threads of this process"), "data.workers"),
   (*_off_or_more("no thread"), "data.prefetch"),

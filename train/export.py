@@ -37,6 +37,11 @@ def export(workdir: str | Path, format: str, out: str | Path | None = None) -> P
   if format not in FORMATS:
     raise ValueError(f"--format={format!r} must be one of {', '.join(FORMATS)}.")
   run = load(workdir)
+  if run.task.model.options.is_unit:
+    raise ValueError(
+      f"{format} has no place for model.parametrization='unit': its blocks compute otherwise."
+      " Use the run with train.inference.load, or train with 'standard'."
+    )
   out = Path(workdir).expanduser() / format if out is None else Path(out).expanduser()
   files = _open_clip(run) if format == "open_clip" else _hf(run)
   out.mkdir(parents=True, exist_ok=True)

@@ -154,7 +154,8 @@ def _run(workdir: Path, size: str, tokenizer: str):
   config.model.backend = config.model.attention_backend = ""  # The run's device may be another.
   made = Tokenizer.load(workdir / "tokenizer.json")
   task, mesh = make_task(config, made), make_mesh(MeshConfig(), jax.devices()[:1])
-  optimizer, _ = make_optimizer(config.optimizer, config.steps, config.freeze)
+  how = config.optimizer, config.steps, config.freeze, config.model.parametrization
+  optimizer, _ = make_optimizer(*how)
   like = abstract_state(task, optimizer, config.seed, mesh)
   checkpoints = Checkpointer(workdir / "checkpoints", read_only=True)
   with contextlib.closing(checkpoints):

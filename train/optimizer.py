@@ -1,4 +1,4 @@
-"""The optax chain of a run: clipping, StableAdamW or AdamW, warm-up and cosine.
+"""The optax chain of a run: clipping, StableAdamW or AdamW, warm-up and cosine; munit's rules.
 
 Two rules depend on the shape of a tensor: vectors and scalars (biases, norms, layer-scale, the
 logit scale) do not decay, and StableAdamW's RMS is one number a tensor. A scanned model stacks the
@@ -6,6 +6,7 @@ tensors of its layers, [layers, ...] under a module named "blocks". Both rules a
 of a stack, so a run trains the same with and without scan.
 """
 
+import dataclasses
 import functools
 import math
 import operator
@@ -17,6 +18,7 @@ import optax
 
 from sbjax.collage import compensated
 from sbjax.loss_scale import dynamic_loss_scale, fixed_loss_scale
+from sbjax.models.transformer import is_block_kernel
 from sbjax.stable_adamw import stable_adamw
 from sbjax.state_formats import (
   BFLOAT16,
@@ -28,16 +30,21 @@ from sbjax.state_formats import (
 )
 from train.config import OptimizerConfig
 from train.finetune import frozen, parse_rates, scale_by_path
+from train.sharding import path_name
 
 STACK = "blocks"  # The module of sbjax.models.clip whose parameters are [layers, ...].
 
 
 def make_optimizer(
-  config: OptimizerConfig, steps: int, freeze: Sequence[str] = ()
+  config: OptimizerConfig,
+  steps: int,
+  freeze: Sequence[str] = (),
+  parametrization: str = "standard",
 ) -> tuple[optax.GradientTransformationExtraArgs, optax.Schedule]:
   """The optimizer of a run of `steps`, and its learning rate as a function of the step.
 
   freeze: patterns of parameters that get no update, and have no state.
+  parametrization: the model's; for "unit" the optimizer is that of `munit`.
   """
   for field, known in ("name", OPTIMIZERS), ("states", STATES), ("loss_scale", LOSS_SCALES):
     if (value := getattr(config, field)) not in known:
@@ -48,7 +55,10 @@ def make_optimizer(
       f" {config.states!r}: other parameters are float32."
     )
   schedule = warmup_cosine(config.learning_rate, config.warmup_steps, steps)
-  optimizer = OPTIMIZERS[config.name](config, schedule)
+  if parametrization == "unit":
+    optimizer = munit(config, schedule, steps)
+  else:
+    optimizer = OPTIMIZERS[config.name](config, schedule)
   if formats := STATES[config.states]:
     optimizer = compress_state(optimizer, stacked=stacked, **formats)
   if config.clip_norm:
@@ -83,6 +93,58 @@ OPTIMIZERS = {  # Functions of a config and a schedule.
   # AdamW is StableAdamW that never clips; the paper plots its RMS.
   "adamw": functools.partial(_stable_adamw, clip_threshold=math.inf),
 }
+
+
+def munit(
+  config: OptimizerConfig, schedule: optax.Schedule, steps: int
+) -> optax.GradientTransformationExtraArgs:
+  """The optimizer of munit scaling (Narayan et al. 2025, https://arxiv.org/abs/2502.05967).
+
+  A step takes `rate * width_factor * update + decay * p` from a parameter p. The rate is the
+  schedule's, the update that of `config.name`. The decay is `config.weight_decay` times the same
+  warm-up and cosine: it depends neither on the learning rate nor on the width (Loshchilov and
+  Hutter 2019, https://arxiv.org/abs/1711.05101), and StableAdamW does not clip it.
+  """
+  plain = dataclasses.replace(config, weight_decay=0.0)
+  parts = [OPTIMIZERS[config.name](plain, schedule)]
+  if config.base_width:
+    parts.append(scale_by_width(config.base_width))
+  if config.weight_decay:
+    decay = warmup_cosine(config.weight_decay, config.warmup_steps, steps)
+    parts.append(optax.add_decayed_weights(lambda step: -decay(step), mask=decays))
+  return optax.chain(*parts)
+
+
+def scale_by_width(base: int) -> optax.GradientTransformation:
+  """Multiplies the updates of hidden kernels by (base / width)**0.5; see `width_factor`."""
+
+  def scale(updates, _=None):
+    return jax.tree_util.tree_map_with_path(
+      lambda path, u: u * width_factor(path_name(path), u.shape, base), updates
+    )
+
+  return optax.stateless(scale)
+
+
+def width_factor(name: str, shape: Sequence[int], base: int) -> float:
+  """The factor on Adam's learning rate for the parameter of that path and shape.
+
+  (base / width)**0.5 for the kernels of blocks, and 1 for embeddings, norms and biases, as in
+  munit. A tower's projection [width, E] has a kernel's factor: features are normalised after it, so
+  it does not shrink with the width as munit's last layer does.
+
+  >>> width_factor("image/blocks/fc2/kernel", (12, 4096, 1024), base=256)
+  0.5
+  """
+  path = tuple(name.split("/"))
+  if is_block_kernel(path):
+    width = shape[-1] if path[-2] == "fc2" else shape[-2]
+  elif path[-1] == "proj":
+    width = shape[-2]
+  else:
+    return 1.0
+  return (base / width) ** 0.5
+
 
 STATES = {  # How the moments are kept; COAT's and FP8-LM's choices are in sbjax/state_formats.py.
   "float32": {},

@@ -132,6 +132,8 @@ def _compiled(run: Run, make_step: Callable) -> tuple[Callable, Memory]:
 
 def _shares(model) -> dict[str, float]:
   """What each policy saves for the backward pass of a CLIP, over what "none" does, at least."""
+  if model.options.is_unit:  # Not counted; no policy is left out.
+    return dict.fromkeys(_SAVED, 0.0)
   layer_scale = model.options.zero_init_layer_scale
   in_8_bits = all(recipe.saved == "quantized" for recipe in recipes_of(model.options.recipe))
   table = _SAVED_IN_8_BITS if in_8_bits else _SAVED

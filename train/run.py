@@ -137,7 +137,9 @@ def make_run(config: Config, workdir: Path, read_only: bool = False) -> Run:
   if config.loss not in LOSSES:
     raise ValueError(f"loss={config.loss!r} is none of {', '.join(LOSSES)}.")
   mesh = make_mesh(config.mesh)
-  optimizer, schedule = make_optimizer(config.optimizer, config.steps, config.freeze)
+  optimizer, schedule = make_optimizer(
+    config.optimizer, config.steps, config.freeze, config.model.parametrization
+  )
   if config.batch_size % (mesh.size * config.accumulate):
     raise ValueError(
       f"batch_size={config.batch_size} must be a multiple of {mesh.size} devices"

@@ -5,6 +5,7 @@ like CLIPTask, and rules for its parameters in train/sharding.py.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from sbjax.models.clip import CLIP
 from sbjax.models.config_files import read_config
 from sbjax.models.sizes import CLIPConfig
 from sbjax.models.transformer import BlockOptions, unstack_blocks
+from sbjax.unit_scaling import scaled
 from train.config import Config, ModelConfig
 from train.flops import model_flops
 from train.images import normalize
@@ -76,8 +78,23 @@ class CLIPTask(NamedTuple):
 
   def loss(self, out: dict, axes: tuple[str, ...]) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The mean loss of an example, and metrics; `axes` are the mesh axes that split the batch."""
+    if self.model.options.is_unit:
+      out = self._with_unit_gradients(out, axes)
     value, metrics = self.contrast(out, axes)
     return value, {**metrics, "logit_scale": out["logit_scale"]}
+
+  def _with_unit_gradients(self, out: dict, axes: tuple[str, ...]) -> dict:
+    """CLIP's outputs; the loss's gradient of the projected features has unit variance at the start.
+
+    The mean over B pairs, the factor s on dot products and the normalisation of E features leave a
+    gradient of s / (B E). We multiply by the inverse, with s of the first step: a constant, so the
+    towers' gradients stay those of one function. The logit scale keeps its own gradient.
+    """
+    devices = math.prod(jax.lax.axis_size(axis) for axis in axes)
+    batch = out["image_features"].shape[0] * devices
+    backward = batch * self.model.config.embed_dim / self.model.init_logit_scale
+    names = [f"{tower}_features" for tower in self.layers]
+    return out | {name: scaled(out[name], 1.0, backward) for name in names}
 
   def flops(self, batch_size: int) -> float:
     """Floating-point operations of a step."""
@@ -136,7 +153,7 @@ def block_options(config: ModelConfig) -> BlockOptions:
   remat="auto" is "none" here: train/remat.py replaces it before a step is compiled.
   """
   values = dataclasses.asdict(config)
-  values |= {name: values[name] or None for name in ("backend", "attention_backend")}
+  values |= {name: values[name] or None for name in ("backend", "attention_backend", "tau")}
   if config.remat == "auto":
     values["remat"] = "none"
   if config.unroll == -1:

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from sbjax.fused_ops import activate
 from sbjax.layers import Embedding, SwitchBackDense
+from sbjax.linear import times
 from sbjax.models.sizes import CLIPConfig, TextConfig, VisionConfig, kept_patches
 from sbjax.models.transformer import (
   BLOCK_LINEARS,
@@ -30,6 +31,7 @@ from sbjax.models.transformer import (
   layer_norm,
   split_heads,
 )
+from sbjax.models.unit_block import UNIT_INITS, UnitBlock
 from sbjax.recipes import FULL, RecipeRules
 
 MAX_LOG_LOGIT_SCALE = math.log(100)
@@ -40,7 +42,8 @@ _uniform = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 _VISION_INITS = Inits(nn.initializers.xavier_uniform(), _uniform, _uniform, _uniform)
 
 
-def _text_inits(width: int, layers: int) -> Inits:
+def text_inits(width: int, layers: int) -> Inits:
+  """The initializers of a standard text tower's blocks, open_clip's."""
   normal = nn.initializers.normal
   residual = normal(width**-0.5 * (2 * layers) ** -0.5)
   return Inits(normal(width**-0.5), residual, normal((2 * width) ** -0.5), residual)
@@ -58,7 +61,8 @@ class CLIP(nn.Module):
       https://arxiv.org/abs/2212.00794).
     init_logit_scale, init_logit_bias: initial values of the learned factor on the features' dot
       products and of the learned bias added to them (None: no bias). SigLIP needs 10 and -10.
-    block: `Block`, or another module with its fields and parameters (benchmarks/flax_block.py).
+    block: `Block`, or another module with its fields and parameters (benchmarks/flax_block.py);
+      only `Block` for the parametrization "unit", which puts `UnitBlock` in its place.
   """
 
   config: CLIPConfig
@@ -73,7 +77,7 @@ class CLIP(nn.Module):
       raise ValueError(f"patch_dropout={self.patch_dropout} must be in [0, 1).")
     if isinstance(self.options.recipe, RecipeRules):
       self.options.recipe.check(self._linears())
-    c, shared = self.config, (self.config.embed_dim, self.options, self.block)
+    c, shared = self.config, (self.config.embed_dim, self.options, self._block())
     self.image = VisionTower(c.vision, *shared, self.patch_dropout)
     self.text = TextTower(c.text, *shared)
     constant = nn.initializers.constant
@@ -81,6 +85,22 @@ class CLIP(nn.Module):
     self.logit_scale = self.param("logit_scale", constant(log_scale), (), jnp.float32)
     if self.init_logit_bias is not None:
       self.logit_bias = self.param("logit_bias", constant(self.init_logit_bias), (), jnp.float32)
+
+  def _block(self) -> type[nn.Module]:
+    """The block that computes the parametrization."""
+    if not self.options.is_unit:
+      return self.block
+    if self.block is not Block:
+      raise ValueError(
+        f"block={self.block.__name__} needs parametrization='standard': 'unit' has a block of its"
+        " own; leave block unset."
+      )
+    if self.config.vision.pool == "map":
+      raise ValueError(
+        "parametrization='unit' has no pooling by attention (pool='map', SigLIP); take a size whose"
+        " image tower has pool='class' or 'average'."
+      )
+    return UnitBlock
 
   def _linears(self) -> list[str]:
     """The paths of the blocks' linear layers."""
@@ -149,7 +169,8 @@ class VisionTower(nn.Module):
   def __call__(self, image: jax.Array, *, train: bool, first_example: jax.typing.ArrayLike = 0):
     c, dtype = self.config, self.options.dtype
     has_class = c.pool != "map"
-    normal = nn.initializers.normal(c.width**-0.5)
+    unit, pixels = self.options.is_unit, 3 * c.patch_size**2
+    normal = nn.initializers.normal(1.0 if unit else c.width**-0.5)
     if image.shape[1:] != (c.image_size, c.image_size, 3):
       raise ValueError(f"Images must be [B, {c.image_size}, {c.image_size}, 3], not {image.shape}.")
     # A convolution whose stride is its size is a matmul over patches.
@@ -157,8 +178,9 @@ class VisionTower(nn.Module):
       c.width,
       use_bias=not has_class,
       dtype=dtype,
-      kernel_init=_uniform,
+      kernel_init=normal if unit else _uniform,
       recipe=FULL,
+      multiplier=pixels**-0.5 if unit else 1.0,
       name="patch_embedding",
     )
     x_BLD = embed(_patches(image.astype(dtype), c.patch_size))
@@ -167,22 +189,22 @@ class VisionTower(nn.Module):
       class_B1D = jnp.broadcast_to(class_D.astype(dtype), (x_BLD.shape[0], 1, c.width))
       x_BLD = jnp.concatenate([class_B1D, x_BLD], axis=1)
     position_LD = self.param("positional_embedding", normal, (c.tokens, c.width), jnp.float32)
-    x_BLD = x_BLD + position_LD.astype(dtype)[None]
+    x_BLD = _sum(x_BLD, position_LD.astype(dtype)[None], unit)
     if train and self.patch_dropout:
       key = self.make_rng("dropout")
       x_BLD = patch_dropout(x_BLD, self.patch_dropout, key, first_example, int(has_class))
     if c.pre_norm:
       x_BLD = layer_norm(x_BLD, "ln_pre", c.norm_epsilon)
-    x_BLD, outputs = blocks(
-      x_BLD, c, self.options, block=self.block, causal=False, inits=_VISION_INITS
-    )
+    inits = UNIT_INITS if unit else _VISION_INITS
+    x_BLD, outputs = blocks(x_BLD, c, self.options, block=self.block, causal=False, inits=inits)
     if c.pool == "map":
       x_BLD = layer_norm(x_BLD, "ln_post", c.norm_epsilon)
       return AttentionPool(c, dtype, name="pool")(x_BLD), outputs
     x_BD = x_BLD[:, 0] if c.pool == "class" else _mean(x_BLD[:, 1:])
     x_BD = layer_norm(x_BD, "ln_post", c.norm_epsilon)
     proj = self.param("proj", normal, (c.width, self.embed_dim), jnp.float32)
-    return x_BD.astype(jnp.float32) @ proj.astype(jnp.float32), outputs
+    y_BE = x_BD.astype(jnp.float32) @ proj.astype(jnp.float32)
+    return times(y_BE, c.width**-0.5 if unit else 1), outputs
 
 
 class AttentionPool(nn.Module):
@@ -227,18 +249,20 @@ class TextTower(nn.Module):
 
   @nn.compact
   def __call__(self, text: jax.Array):
-    c, normal = self.config, nn.initializers.normal
+    c, unit, normal = self.config, self.options.is_unit, nn.initializers.normal
     if text.shape[1:] != (c.context_length,):
       raise ValueError(f"Texts must be [B, {c.context_length}], not {text.shape}.")
     # The look-up is in float32, since its gradient sums over all occurrences of a token.
+    deviations = (1.0, 1.0) if unit else (0.02, 0.01)
+    tokens, positions = (normal(deviation) for deviation in deviations)
     x_BLD = Embedding(
-      c.vocab_size, c.width, dtype=jnp.float32, embedding_init=normal(0.02), name="token_embedding"
+      c.vocab_size, c.width, dtype=jnp.float32, embedding_init=tokens, name="token_embedding"
     )(text)
     position_LD = self.param(
-      "positional_embedding", normal(0.01), (c.context_length, c.width), jnp.float32
+      "positional_embedding", positions, (c.context_length, c.width), jnp.float32
     )
-    x_BLD = (x_BLD + position_LD.astype(jnp.float32)[None]).astype(self.options.dtype)
-    inits = _text_inits(c.width, c.layers)
+    x_BLD = _sum(x_BLD, position_LD.astype(jnp.float32)[None], unit).astype(self.options.dtype)
+    inits = UNIT_INITS if unit else text_inits(c.width, c.layers)
     x_BLD, outputs = blocks(x_BLD, c, self.options, block=self.block, causal=c.causal, inits=inits)
     if c.pool == "last":
       x_BD = x_BLD[:, -1]
@@ -248,12 +272,13 @@ class TextTower(nn.Module):
     x_BD = layer_norm(x_BD, "ln_final", c.norm_epsilon).astype(jnp.float32)
     if c.projection == "none":
       return x_BD, outputs
-    proj = self.param("proj", normal(c.width**-0.5), (c.width, self.embed_dim), jnp.float32)
-    proj = proj.astype(jnp.float32)
+    init = normal(1.0 if unit else c.width**-0.5)
+    proj = self.param("proj", init, (c.width, self.embed_dim), jnp.float32)
+    y_BE = times(x_BD @ proj.astype(jnp.float32), c.width**-0.5 if unit else 1)
     if c.projection == "matrix":
-      return x_BD @ proj, outputs
+      return y_BE, outputs
     bias = self.param("proj_bias", nn.initializers.zeros, (self.embed_dim,), jnp.float32)
-    return x_BD @ proj + bias[None], outputs
+    return y_BE + bias[None], outputs
 
 
 def patch_dropout(
@@ -275,6 +300,11 @@ def patch_dropout(
   _, drawn_BL = jax.lax.top_k(uniform_BL, kept)
   patches_BLD = jnp.take_along_axis(x_BLD[:, class_tokens:], drawn_BL[:, :, None], axis=1)
   return jnp.concatenate([x_BLD[:, :class_tokens], patches_BLD], axis=1)
+
+
+def _sum(x_BLD: jax.Array, position_1LD: jax.Array, unit: bool) -> jax.Array:
+  """x + position; with `unit` over the root of 2, so that their variance stays."""
+  return times(x_BLD + position_1LD, 2**-0.5 if unit else 1)
 
 
 def _mean(x_BLD: jax.Array) -> jax.Array:

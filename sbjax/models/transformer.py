@@ -62,6 +62,9 @@ class BlockOptions:
       REMAT_POLICIES.
     activation_sharding: of the blocks' [B, L, D] inputs and outputs. None: XLA chooses. It may
       follow the sharding of a split embedding table, which splits widths and gathers tokens.
+    parametrization: "standard", or "unit" for munit scaling (sbjax/models/unit_block.py).
+    tau: of "unit": the share of a residual branch, between 0 and 1; None: `residual_share` of the
+      tower's layers.
 
   Raises:
     ValueError, NotImplementedError: a value is unknown, or the backend does not run here.
@@ -77,6 +80,8 @@ class BlockOptions:
   unroll: int = 1
   remat: str = "none"
   activation_sharding: jax.sharding.Sharding | None = None
+  parametrization: str = "standard"
+  tau: float | None = None
 
   def __post_init__(self):
     if isinstance(self.recipe, str):
@@ -100,10 +105,33 @@ class BlockOptions:
         f"remat={self.remat!r} must be 'none', 'block' (once called 'full': keeps a block's input"
         f" only) or a policy: {', '.join(REMAT_POLICIES)}."
       )
+    check_parametrization(self.parametrization, self.tau, self.zero_init_layer_scale)
+
+  @property
+  def is_unit(self) -> bool:
+    return self.parametrization == "unit"
 
   def recipe_at(self, path: str) -> Recipe:
     """The recipe of the linear layer at a path."""
     return self.recipe.at(path) if isinstance(self.recipe, RecipeRules) else as_recipe(self.recipe)
+
+
+PARAMETRIZATIONS = ("standard", "unit")
+
+
+def check_parametrization(name: str, tau: float | None, layer_scale: bool) -> None:
+  """Raises a ValueError for an unknown parametrization, or options that do not go with it."""
+  if name not in PARAMETRIZATIONS:
+    raise ValueError(f"parametrization={name!r} must be one of {', '.join(PARAMETRIZATIONS)}.")
+  if tau is not None and not 0 < tau < 1:
+    raise ValueError(f"{tau=} must be between 0 and 1; None: by the number of layers.")
+  if tau is not None and name != "unit":
+    raise ValueError(f"{tau=} needs parametrization='unit': other blocks add their branches.")
+  if name == "unit" and layer_scale:
+    raise ValueError(
+      "zero_init_layer_scale=True needs parametrization='standard': with 'unit' a layer norm ends"
+      " each branch, and tau is its share."
+    )
 
 
 class Inits(NamedTuple):
