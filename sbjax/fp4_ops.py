@@ -129,4 +129,4 @@ def _interval(magnitude) -> jax.Array:
 
 
 def _wide(x) -> jax.Array:
-  return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+  return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
