@@ -20,6 +20,7 @@ ORDER = [
   ["sbjax.backends"],
   ["sbjax.linear", "sbjax.attention"],
   ["sbjax.quantized_dot", "sbjax.fsdp"],
+  ["sbjax.grouped"],
   ["sbjax.fused", "sbjax.dot_general", "sbjax.rewrite", "sbjax.unit_scaling", "sbjax.fp4"],
   ["sbjax.products"],
   ["sbjax.layers", "sbjax.quantize_model", "sbjax.quantized_einsum"],
