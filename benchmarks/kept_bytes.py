@@ -4,7 +4,7 @@
 
 Counts the arrays that JAX saves when it traces a ViT-L/14 for an NVIDIA GPU that is absent, with
 cuDNN's attention, in bfloat16: bytes for each token and unit of width. Nothing is compiled. Adds
-lines to the results.
+lines to the results. "switchback+grouped" is the recipe with keep="grouped" (sbjax/grouped.py).
 """
 
 import argparse
@@ -23,7 +23,7 @@ from sbjax.models import CLIP, SIZES, BlockOptions
 from sbjax.models.transformer import REMAT_POLICIES
 
 SIZE = "L/14"
-RECIPES = ("full", "switchback", "switchback_m")
+CASES = ("full", "switchback", "switchback_m", "switchback+grouped", "switchback_m+grouped")
 POLICIES = ("none", *REMAT_POLICIES, "block")
 LAYERS, IMAGES = 5, 3  # No weight [LAYERS, ...] has a multiple of the tokens of so many images.
 
@@ -36,21 +36,25 @@ class _Device(AbstractDevice):
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--out", default="benchmarks/results/kept_bytes.jsonl")
+  parser.add_argument("--cases", nargs="+", default=CASES, choices=CASES)
   args = parser.parse_args()
   lines = []
-  for recipe in RECIPES:
+  for case in args.cases:
     for remat in POLICIES:
-      row = measure(recipe, remat)
-      print(f"{recipe:12} {remat:18} {row['bytes']:6.2f}  {row['arrays']}", flush=True)
+      row = measure(case, remat)
+      print(f"{case:21} {remat:18} {row['bytes']:6.2f}  {row['arrays']}", flush=True)
       lines.append(row | provenance())
   append(args.out, lines)
 
 
-def measure(recipe: str, remat: str) -> dict:
+def measure(case: str, remat: str) -> dict:
   """The bytes of the vision tower's blocks, and the arrays by dtype and size."""
   size = SIZES[SIZE]
   vision = dataclasses.replace(size.vision, layers=LAYERS)
-  options = BlockOptions(recipe=recipe, remat=remat, backend="xla", attention_backend="cudnn")
+  recipe, _, keep = case.partition("+")
+  keep = keep or "original"
+  how = {"backend": "xla", "attention_backend": "cudnn", "remat": remat, "keep": keep}
+  options = BlockOptions(recipe=recipe, **how)
   model = CLIP(dataclasses.replace(size, vision=vision), options)
   pixels, tokens = (IMAGES, vision.image_size, vision.image_size, 3), (1, size.text.context_length)
   image, text = jax.ShapeDtypeStruct(pixels, jnp.float32), jax.ShapeDtypeStruct(tokens, jnp.int32)
@@ -80,7 +84,7 @@ def measure(recipe: str, remat: str) -> dict:
   return {
     "benchmark": "kept_bytes",
     "size": SIZE,
-    "recipe": recipe,
+    "recipe": case,
     "remat": remat,
     "bytes": round(total / vision.width, 3),
     "arrays": {

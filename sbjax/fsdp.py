@@ -72,7 +72,7 @@ def gather_weight(
   _check_axes(axis_name, reduce_axes)
   how = (axis_name, 0, reduce_axes, _sums(gradient_dtype, gradient_exchange))
   if not recipe.rounds_w:
-    return _gather(*how, dtype, w)
+    return _gather(*how, w.dtype if recipe.fp4 else dtype, w)
   if recipe.fwd is None or recipe.dgrad is None:
     return quantize_weight(_gather(*how, w.dtype, w), recipe, backend=backend)
   return _gather_weight(how, recipe, backend, w)

@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from sbjax import linear
 from sbjax.backends import get_backend
 from sbjax.fused_ops import ACTIVATIONS, NORM_EPSILON, LayerNormParams
+from sbjax.grouped import check_keep, kept, restored
 from sbjax.linear import QuantizedWeight
 from sbjax.partition import vary_alike
 from sbjax.quantize import Quantized, as_floating
@@ -42,6 +43,7 @@ def layer_norm_dense(
   backend: str | None = None,
   num_outputs: int | None = None,
   epsilon: float = NORM_EPSILON,
+  keep: str = "original",
 ) -> tuple[jax.Array, jax.Array | tuple[jax.Array, ...]]:
   """(x, layer_norm(x) @ w + bias) for x [..., K], w [K, N] and bias [N].
 
@@ -53,6 +55,9 @@ def layer_norm_dense(
   added to the variance) and quantized from there. Otherwise as `quantized_dot`, but for
   saved="quantized": the layer norm is made again from x, so that the weight gradient sees it before
   it was rounded.
+
+  keep: "original" saves x as it is for the backward pass; "grouped" saves it in e4m3 with a scale
+    for each 16 numbers, 1.125 bytes a number (COAT, see `sbjax.grouped`).
 
   Raises:
     NotImplementedError: `backend` is "mosaic" or "triton", and K (of `layer_norm_mlp` also H) is
@@ -73,7 +78,7 @@ def layer_norm_dense(
   ):
     raise ValueError(f"{num_outputs=} must divide the {columns} columns of w.")
   x_rows, norm, w, bias = vary_alike(as_rows(x), norm, w, bias)
-  how = recipe, backend, num_outputs or 1, _as_epsilon(epsilon)
+  how = recipe, backend, num_outputs or 1, _as_epsilon(epsilon), check_keep(keep)
   results: Any = _layer_norm_dense(*how, x_rows, norm, w, bias)
   x_rows, ys = results
   ys = tuple(named_dot(y, x) for y in ys)
@@ -93,6 +98,7 @@ def layer_norm_mlp(
   add_residual: bool = False,
   activation: str = "gelu",
   epsilon: float = NORM_EPSILON,
+  keep: str = "original",
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
   """(x, gelu(layer_norm(x) @ w1 + b1) @ w2 + b2) for x [..., K], w1 [K, H] and w2 [H, N].
 
@@ -104,9 +110,9 @@ def layer_norm_mlp(
   activation: "gelu", the exact one, or an approximation: "gelu_tanh" or "quick_gelu"
     (`sbjax.fused_ops.gelu_quantize`).
 
-  The forward pass saves x and the input of GELU [..., H], which is in x's
-  dtype, or in 8 bits if the recipe of w2 has saved="quantized". For the rest see
-  `layer_norm_dense`.
+  The forward pass saves x and the input of GELU [..., H], which is in x's dtype, or in 8 bits if
+  the recipe of w2 has saved="quantized". keep="grouped" saves x in 8 bits, and the input of GELU
+  where the recipe does not. For the rest see `layer_norm_dense`.
 
   >>> norm = LayerNormParams(jnp.ones(32), jnp.zeros(32))
   >>> w1, w2 = jnp.ones((32, 128)), jnp.ones((128, 32))
@@ -128,7 +134,7 @@ def layer_norm_mlp(
   if activation not in ACTIVATIONS:
     raise ValueError(f"{activation=} must be one of {', '.join(ACTIVATIONS)}.")
   x_rows, norm, w1, b1, w2, b2 = vary_alike(as_rows(x), norm, w1, b1, w2, b2)
-  how = recipes, backend, add_residual, activation, _as_epsilon(epsilon)
+  how = recipes, backend, add_residual, activation, _as_epsilon(epsilon), check_keep(keep)
   results: Any = _layer_norm_mlp(*how, x_rows, norm, w1, b1, w2, b2)
   x_rows, y = results
   return named_dot(y, x) if add_residual else (from_rows(x_rows, x), named_dot(y, x))
@@ -156,23 +162,24 @@ def _spec(pair):
   return pair and pair[0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _layer_norm_dense(recipe, backend, num_outputs, epsilon, x, norm, w, bias):
-  return _layer_norm_dense_fwd(recipe, backend, num_outputs, epsilon, x, norm, w, bias)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
+def _layer_norm_dense(recipe, backend, num_outputs, epsilon, keep, x, norm, w, bias):
+  return _layer_norm_dense_fwd(recipe, backend, num_outputs, epsilon, keep, x, norm, w, bias)[0]
 
 
-def _layer_norm_dense_fwd(recipe, backend, num_outputs, epsilon, x, norm, w, bias):
+def _layer_norm_dense_fwd(recipe, backend, num_outputs, epsilon, keep, x, norm, w, bias):
   ops = get_backend(backend)
   n = ops.norm_quantize(x, norm, _spec(recipe.fwd), epsilon=epsilon)
   columns = linear.split_columns(ops, recipe, w, bias, num_outputs)
   ys = tuple(linear.forward(ops, recipe, n, w, bias, x.dtype) for w, bias in columns)
-  return (x, ys), (x, norm, linear.saved_weight(w), bias)
+  return (x, ys), (kept(x, keep), norm, linear.saved_weight(w), bias)
 
 
-def _layer_norm_dense_bwd(recipe, backend, num_outputs, epsilon, saved, gradients):
+def _layer_norm_dense_bwd(recipe, backend, num_outputs, epsilon, keep, saved, gradients):
   ops = get_backend(backend)
   x, norm, w, bias = saved
   dx, dys = gradients
+  x = restored(x, dx.dtype)
   dy, dy_q, d_bias = linear.quantize_output_grad(ops, recipe, dys, bias)
   dn = linear.dgrad(ops, recipe, dy_q, w, dy.dtype, jax.typeof(x).sharding)
   dx, d_norm, n = ops.norm_backward(x, norm, dn, dx, epsilon=epsilon)
@@ -184,31 +191,35 @@ def _layer_norm_dense_bwd(recipe, backend, num_outputs, epsilon, saved, gradient
 _layer_norm_dense.defvjp(_layer_norm_dense_fwd, _layer_norm_dense_bwd)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
-def _layer_norm_mlp(recipes, backend, add_residual, activation, epsilon, *operands):
-  return _layer_norm_mlp_fwd(recipes, backend, add_residual, activation, epsilon, *operands)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4, 5))
+def _layer_norm_mlp(recipes, backend, add_residual, activation, epsilon, keep, *operands):
+  how = recipes, backend, add_residual, activation, epsilon, keep
+  return _layer_norm_mlp_fwd(*how, *operands)[0]
 
 
 def _layer_norm_mlp_fwd(
-  recipes, backend, add_residual, activation, epsilon, x, norm, w1, b1, w2, b2
+  recipes, backend, add_residual, activation, epsilon, keep, x, norm, w1, b1, w2, b2
 ):
   ops = get_backend(backend)
   first, second = recipes
   n = ops.norm_quantize(x, norm, _spec(first.fwd), epsilon=epsilon)
   h = checkpoint_name(linear.forward(ops, first, n, w1, b1, x.dtype), DOT_NAME)
   spec = _spec(second.fwd)
-  keep = spec if second.saved == "quantized" else None
-  g, h = ops.gelu_quantize(h, spec, keep, activation=activation)
+  h_spec = spec if second.saved == "quantized" else None
+  g, h = ops.gelu_quantize(h, spec, h_spec, activation=activation)
   y = linear.forward(ops, second, g, w2, b2, x.dtype, x if add_residual else None)
-  h = checkpoint_name(h, RESIDUAL_NAME) if isinstance(h, Quantized) else h
+  h = checkpoint_name(h, RESIDUAL_NAME) if isinstance(h, Quantized) else kept(h, keep)
   results = (None if add_residual else x), y
-  return results, (x, norm, h, linear.saved_weight(w1), b1, linear.saved_weight(w2), b2)
+  return results, (kept(x, keep), norm, h, linear.saved_weight(w1), b1, linear.saved_weight(w2), b2)
 
 
-def _layer_norm_mlp_bwd(recipes, backend, add_residual, activation, epsilon, saved, gradients):
+def _layer_norm_mlp_bwd(
+  recipes, backend, add_residual, activation, epsilon, keep, saved, gradients
+):
   ops, (first, second) = get_backend(backend), recipes
   x, norm, h, w1, b1, w2, b2 = saved
   dx, dy = gradients
+  x, h = restored(x, dy.dtype), restored(h, dy.dtype)
   dx = linear.cotangent_like(x, dy) if add_residual else dx
   h_sharding = jax.typeof(jax.tree.leaves(h)[0]).sharding
   dy, dy_q, db2 = linear.quantize_output_grad(ops, second, (dy,), b2)

@@ -189,7 +189,8 @@ class LayerNorm(nn.Module):
 class LayerNormDense(nn.Module):
   """`SwitchBackDense(features)(nn.LayerNorm(epsilon=1e-5)(x))` in one piece.
 
-  The parameters are {"norm": {"scale", "bias"}, "dense": {"kernel", "bias"}}.
+  The parameters are {"norm": {"scale", "bias"}, "dense": {"kernel", "bias"}}. `keep` is that of
+  `layer_norm_dense`.
 
   Returns:
     x, for a residual connection, and the result [..., features]: both in `dtype` (None: x's own).
@@ -204,6 +205,7 @@ class LayerNormDense(nn.Module):
   dtype: jnp.dtype | None = None
   recipe: Recipe | str = SWITCHBACK
   backend: str | None = None
+  keep: str = "original"
 
   @nn.compact
   def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -212,16 +214,16 @@ class LayerNormDense(nn.Module):
     norm = LayerNorm(name="norm")(width)
     dense = SwitchBackDense(self.features, use_bias=self.use_bias, name="dense")
     kernel, bias = dense.parameters(width)
-    x, y = layer_norm_dense(
-      x, norm, kernel, self.recipe, bias=bias, backend=self.backend, num_outputs=1
-    )
+    options = {"backend": self.backend, "num_outputs": 1, "keep": self.keep}
+    x, y = layer_norm_dense(x, norm, kernel, self.recipe, bias=bias, **options)
     return x, y[0]
 
 
 class LayerNormMLP(nn.Module):
   """A transformer's MLP in one piece: layer norm, linear, exact GELU, linear; see `layer_norm_mlp`.
 
-  The parameters are {"norm": {"scale", "bias"}, "fc1": {"kernel", "bias"}, "fc2": {...}}.
+  The parameters are {"norm": {"scale", "bias"}, "fc1": {"kernel", "bias"}, "fc2": {...}}. `keep`
+  is that of `layer_norm_mlp`.
 
   Returns:
     x, for a residual connection, and the result, both [..., K] in `dtype` (None: x's own); or with
@@ -237,6 +239,7 @@ class LayerNormMLP(nn.Module):
   recipe: Recipe | str = SWITCHBACK
   backend: str | None = None
   add_residual: bool = False
+  keep: str = "original"
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -245,7 +248,11 @@ class LayerNormMLP(nn.Module):
     norm = LayerNorm(name="norm")(width)
     fc1 = SwitchBackDense(self.hidden, name="fc1").parameters(width)
     fc2 = SwitchBackDense(width, name="fc2").parameters(self.hidden)
-    options = {"backend": self.backend, "add_residual": self.add_residual}
+    options = {
+      "backend": self.backend,
+      "add_residual": self.add_residual,
+      "keep": self.keep,
+    }
     return layer_norm_mlp(x, norm, *fc1, *fc2, self.recipe, **options)
 
 

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import reshard
 
+from sbjax import fp4_ops
 from sbjax.backends import Backend, get_backend
-from sbjax.matmul import full_dot
+from sbjax.matmul import full_dot, with_added
 from sbjax.partition import is_explicit
 from sbjax.quantize import Quantized, as_floating
 from sbjax.recipes import Recipe, as_recipe
@@ -83,6 +84,9 @@ def forward(ops: Backend, recipe: Recipe, x, w, bias, dtype, residual=None, mult
 
   x may be quantized, w a QuantizedWeight.
   """
+  if recipe.fp4 is not None:
+    total = times(fp4_ops.product(x, master_weight(w), recipe.fp4), multiplier)
+    return with_added(total, dtype, bias, residual)
   if recipe.fwd is None:
     y = times(full_dot(x, master_weight(w).astype(x.dtype), ((1,), (0,)), dtype), multiplier)
     y = y if bias is None else y + bias.astype(dtype)[None, :]
@@ -173,7 +177,8 @@ def dgrad(ops: Backend, recipe: Recipe, dy, w, dtype, out_sharding, multiplier=1
       "Parameters of `serving_params` have no gradients: train with the float parameters."
     )
   if recipe.dgrad is None:
-    w = master_weight(w).astype(dy.dtype)
+    w = master_weight(w)
+    w = fp4_ops.rounded_weight(w, dy.dtype) if recipe.fp4 else w.astype(dy.dtype)
     return times(full_dot(dy, w, ((1,), (1,)), dtype, out_sharding), multiplier)
   dy_spec, w_spec = recipe.dgrad
   dy_q = dy if isinstance(dy, Quantized) else ops.quantize(dy, dy_spec)
@@ -187,6 +192,9 @@ def wgrad(ops: Backend, recipe: Recipe, x, dy, w, multiplier=1.0):
     w.dgrad.values if isinstance(w, QuantizedWeight) and w.dgrad is not None else master_weight(w)
   )
   dtype, sharding = master_weight(w).dtype, jax.typeof(values).sharding
+  if recipe.fp4 is not None:
+    dw = split_k_matmul(fp4_ops.rounded_rows(x, recipe.fp4), dy, jnp.float32, sharding)
+    return (times(dw, multiplier) * fp4_ops.slope(values, recipe.fp4)).astype(dtype)
   if recipe.wgrad is None:
     return times(split_k_matmul(x, dy, dtype, sharding), multiplier)
   x_spec, dy_spec = recipe.wgrad
@@ -196,7 +204,7 @@ def wgrad(ops: Backend, recipe: Recipe, x, dy, w, multiplier=1.0):
 
 def gradients(arrays, *recipes: Recipe):
   """The results of a backward pass; an error where these are differentiated again."""
-  rounds = any(recipe.fwd or recipe.dgrad or recipe.wgrad for recipe in recipes)
+  rounds = any(recipe.rounds for recipe in recipes)
   return _differentiated_once(arrays) if rounds else arrays
 
 

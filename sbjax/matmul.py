@@ -56,6 +56,11 @@ def scaled_matmul(
 def apply_scales(total, lhs_scale, rhs_scale, out_dtype, bias=None, residual=None) -> jax.Array:
   """What `scaled_matmul` makes of the sums [M, N] of 8-bit products."""
   y = total.astype(jnp.float32) * (lhs_scale * rhs_scale.T)
+  return with_added(y, out_dtype, bias, residual)
+
+
+def with_added(y, out_dtype, bias=None, residual=None) -> jax.Array:
+  """y [M, N] float32 plus bias [N] and residual [M, N], cast once."""
   if bias is not None:
     y += bias.astype(jnp.float32)[None, :]
   if residual is not None:

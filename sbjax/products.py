@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from sbjax.dot_general import DotGeneral
 from sbjax.partition import is_explicit
 from sbjax.quantized_dot import reshape, splits_of
-from sbjax.recipes import RECIPES, Recipe
+from sbjax.recipes import FP4_RECIPES, RECIPES, Recipe
 from sbjax.rewrite import Weight
 
 
@@ -156,7 +156,8 @@ class Products:
 
 
 def _name(recipe: Recipe | None) -> str:
-  return next((name for name, known in RECIPES.items() if known == recipe), "a recipe")
+  names = RECIPES | FP4_RECIPES
+  return next((name for name, known in names.items() if known == recipe), "a recipe")
 
 
 def _obstacle(eqn) -> str:

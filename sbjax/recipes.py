@@ -20,11 +20,28 @@ from sbjax.quantize import Spec
 
 
 @dataclasses.dataclass(frozen=True)
+class Fp4:
+  """How `sbjax.fp4` simulates a layer's forward product in 4 bits.
+
+  dge: whether `sbjax.fp4.dge` multiplies the weight gradient.
+  clamp: the quantile at which rows of x are clamped, with compensation; None: not.
+  """
+
+  dge: bool = True
+  clamp: float | None = None
+
+  def __post_init__(self):
+    if self.clamp is not None and not 0.5 < self.clamp <= 1:
+      raise ValueError(f"clamp={self.clamp!r} must be more than 0.5 and at most 1, such as 0.99.")
+
+
+@dataclasses.dataclass(frozen=True)
 class Recipe:
   """The Specs of both operands of each matmul; None leaves a matmul in the compute dtype.
 
   saved: "original" saves x and w for the backward pass as they came; "quantized" saves their 8-bit
     values and scales, so that wgrad takes the dequantized x.
+  fp4: a simulation in 4 bits of matmuls that are all None; see `sbjax.fp4`.
 
   >>> int8 = Spec(INT8, "rowwise"), Spec(INT8, "tensorwise")
   >>> Recipe(fwd=int8, dgrad=int8, wgrad=None) == RECIPES["switchback"]
@@ -35,6 +52,7 @@ class Recipe:
   dgrad: tuple[Spec, Spec] | None
   wgrad: tuple[Spec, Spec] | None
   saved: Literal["original", "quantized"] = "original"
+  fp4: Fp4 | None = None
 
   def __post_init__(self):
     for name in ("fwd", "dgrad", "wgrad"):
@@ -50,9 +68,17 @@ class Recipe:
           f" 'tensorwise' or 'static' Spec, not fwd={self.fwd[1]} and dgrad={self.dgrad[1]}."
         )
 
+    if self.fp4 is not None and (self.fwd, self.dgrad, self.wgrad) != (None, None, None):
+      raise ValueError("fp4 simulates all three matmuls: fwd, dgrad and wgrad must be None.")
+
+  @property
+  def rounds(self) -> bool:
+    """Whether any matmul's operands are rounded."""
+    return any((self.fwd, self.dgrad, self.wgrad, self.fp4))
+
   @property
   def rounds_w(self) -> bool:
-    """Whether the forward pass or the input gradient rounds the weight."""
+    """Whether the forward pass or the input gradient rounds the weight to 8 bits."""
     return self.fwd is not None or self.dgrad is not None
 
 
@@ -143,20 +169,31 @@ RECIPES = {
   "switchback_e4m3_wgrad": SWITCHBACK_E4M3_WGRAD,
 }
 
+# Simulated (Wang et al. 2025, https://arxiv.org/abs/2501.17116): the operands of the forward
+# product in 4 bits; with the estimator of the weight gradient; with the clamp and its rest, too.
+FP4_DIRECT = dataclasses.replace(FULL, fp4=Fp4(dge=False))
+FP4_DGE = dataclasses.replace(FULL, fp4=Fp4())
+FP4 = dataclasses.replace(FULL, fp4=Fp4(clamp=0.99))
+FP4_RECIPES = {"fp4_direct": FP4_DIRECT, "fp4_dge": FP4_DGE, "fp4": FP4}
+
 
 def as_recipe(recipe: Recipe | str) -> Recipe:
-  """The recipe itself, or the one of that name in RECIPES; "fp8_cscale:4" is fp8_cscale(4)."""
+  """The recipe itself, or the one of that name in RECIPES or FP4_RECIPES.
+
+  "fp8_cscale:4" is fp8_cscale(4).
+  """
   if isinstance(recipe, Recipe):
     return recipe
   if not isinstance(recipe, str):
     raise ValueError(f"A recipe is a Recipe or the name of one, not {recipe!r}.")
   if exponent := re.fullmatch(r"fp8_cscale:(-?\d+)", recipe):
     return fp8_cscale(int(exponent[1]))
-  if recipe not in RECIPES:
+  known = RECIPES | FP4_RECIPES
+  if recipe not in known:
     raise ValueError(
-      f"Unknown recipe {recipe!r}; known: {', '.join(RECIPES)}, fp8_cscale:<exponent>."
+      f"Unknown recipe {recipe!r}; known: {', '.join(known)}, fp8_cscale:<exponent>."
     )
-  return RECIPES[recipe]
+  return known[recipe]
 
 
 @dataclasses.dataclass(frozen=True)

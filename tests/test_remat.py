@@ -196,6 +196,12 @@ def test_the_policies_to_choose_from_fit_the_recipe(recipe, policies):
   assert list(remat._shares(make(recipe).task.model)) == policies
 
 
+@pytest.mark.parametrize("recipe", ["full", "switchback_m"])
+def test_grouped_activations_are_kept_by_the_policies_to_choose_from(recipe):
+  policies = ["none", "dots_and_residuals", "residuals", "block"]
+  assert list(remat._shares(make(recipe, keep="grouped").task.model)) == policies
+
+
 def test_remat_json_says_what_was_chosen_and_where(choose, tmp_path):
   choose(2e9)
   found = json.loads((tmp_path / "remat.json").read_text())
@@ -216,10 +222,13 @@ def test_all_layers_are_unrolled_on_a_gpu_only(monkeypatch):
     ("switchback", 4, True, "dots", 0.767),
     ("switchback", 4, True, "attention_dots", 0.384),
     ("switchback_m", 4, True, "residuals", 0.333),
+    ("switchback+grouped", 4, True, "dots_and_residuals", 0.805),
+    ("switchback_m+grouped", 4, True, "dots_and_residuals", 0.893),
   ],
 )
 def test_shares_are_those_of_the_model(recipe, mlp_ratio, layer_scale, policy, share):
-  model = make(recipe, zero_init_layer_scale=layer_scale).task.model
+  recipe, _, keep = recipe.partition("+")
+  model = make(recipe, zero_init_layer_scale=layer_scale, keep=keep or "original").task.model
   vision = dataclasses.replace(model.config.vision, mlp_ratio=mlp_ratio)
   config = dataclasses.replace(model.config, vision=vision)
   assert remat._shares(model.clone(config=config))[policy] == pytest.approx(share, rel=4e-3)

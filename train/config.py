@@ -40,6 +40,8 @@ class ModelConfig:
   # What the backward pass computes again: "none", "block" (all), a key of
   # sbjax.models.transformer.REMAT_POLICIES, or "auto": the fastest of them that fits the devices.
   remat: str = "auto"
+  # Layer norm's and GELU's inputs for the backward pass: "original", or "grouped" in 8 bits
+  keep: str = "original"
 
 
 @dataclasses.dataclass(kw_only=True)

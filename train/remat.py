@@ -31,6 +31,15 @@ _SAVED = {"none": (14, 2, 4), "dots": (10, 2, 2), "attention_dots": (10, 0, 0), 
 _SAVED_IN_8_BITS = {
   "none": (13, 1, 4), "dots_and_residuals": (11, 1, 2), "residuals": (3, 1, 0), "block": (2, 0, 0)
 }  # fmt: skip
+# With model.keep="grouped" (sbjax/grouped.py), and recipes that save 16 and 8 bits.
+_SAVED_GROUPED = {
+  "none": (12.25, 1.125, 4), "dots_and_residuals": (8.25, 1.125, 4),
+  "residuals": (4.25, 1.125, 0), "block": (2, 0, 0),
+}  # fmt: skip
+_SAVED_GROUPED_IN_8_BITS = {
+  "none": (11.25, 1, 4), "dots_and_residuals": (9.25, 1, 4), "residuals": (5.25, 1, 0),
+  "block": (2, 0, 0),
+}  # fmt: skip
 _FREE = 0.05  # of the limit stays free: an allocator cannot fill its gaps
 
 
@@ -136,7 +145,10 @@ def _shares(model) -> dict[str, float]:
     return dict.fromkeys(_SAVED, 0.0)
   layer_scale = model.options.zero_init_layer_scale
   in_8_bits = all(recipe.saved == "quantized" for recipe in recipes_of(model.options.recipe))
-  table = _SAVED_IN_8_BITS if in_8_bits else _SAVED
+  if model.options.keep == "grouped":
+    table = _SAVED_GROUPED_IN_8_BITS if in_8_bits else _SAVED_GROUPED
+  else:
+    table = _SAVED_IN_8_BITS if in_8_bits else _SAVED
   ratios = (model.config.vision.mlp_ratio, model.config.text.mlp_ratio)
   towers = [
     {policy: saved_bytes(entry, ratio, layer_scale) for policy, entry in table.items()}
@@ -145,7 +157,7 @@ def _shares(model) -> dict[str, float]:
   return {policy: min(tower[policy] / tower["none"] for tower in towers) for policy in table}
 
 
-def saved_bytes(entry: tuple[int, int, int], mlp_ratio: float, layer_scale: bool) -> float:
+def saved_bytes(entry: tuple[float, float, float], mlp_ratio: float, layer_scale: bool) -> float:
   """Bytes a token and width of an entry of the tables."""
   constant, of_mlp, of_layer_scale = entry
   return constant + of_mlp * mlp_ratio + of_layer_scale * layer_scale

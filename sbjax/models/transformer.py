@@ -19,6 +19,7 @@ from sbjax.attention import BACKENDS, attention, length_for
 from sbjax.backends import get_backend
 from sbjax.fused import layer_norm_dense, layer_norm_mlp
 from sbjax.fused_ops import NORM_EPSILON
+from sbjax.grouped import check_keep
 from sbjax.layers import LayerNorm, LayerScale, SwitchBackDense
 from sbjax.linear import QuantizedWeight, quantize_weight
 from sbjax.models.sizes import TextConfig, VisionConfig
@@ -60,6 +61,9 @@ class BlockOptions:
       copies the arrays saved for the backward pass nor waits between layers: benchmarks/step.py.
     remat: "none", "block" (saves only a block's input and computes the rest again) or a key of
       REMAT_POLICIES.
+    keep: the inputs of layer norm and GELU for the backward pass: "original", or "grouped" in e4m3
+      (COAT), with a scale for each 16 numbers. With remat the policies "residuals" and
+      "dots_and_residuals" keep them that way.
     activation_sharding: of the blocks' [B, L, D] inputs and outputs. None: XLA chooses. It may
       follow the sharding of a split embedding table, which splits widths and gathers tokens.
     parametrization: "standard", or "unit" for munit scaling (sbjax/models/unit_block.py).
@@ -79,6 +83,7 @@ class BlockOptions:
   scan: bool = True
   unroll: int = 1
   remat: str = "none"
+  keep: str = "original"
   activation_sharding: jax.sharding.Sharding | None = None
   parametrization: str = "standard"
   tau: float | None = None
@@ -105,7 +110,13 @@ class BlockOptions:
         f"remat={self.remat!r} must be 'none', 'block' (once called 'full': keeps a block's input"
         f" only) or a policy: {', '.join(REMAT_POLICIES)}."
       )
+    check_keep(self.keep)
     check_parametrization(self.parametrization, self.tau, self.zero_init_layer_scale)
+    if self.is_unit and self.keep != "original":
+      raise ValueError(
+        f"keep={self.keep!r} needs parametrization='standard': 'unit' has no fused layer norm or"
+        " GELU whose input it could group."
+      )
 
   @property
   def is_unit(self) -> bool:
@@ -176,6 +187,7 @@ class Block(nn.Module):
     x_BLD, qkv_BLD = layer_norm_dense(
       *(x_BLD, norm, kernel, recipe),
       **{"bias": bias, "backend": backend, "num_outputs": 3, "epsilon": self.config.norm_epsilon},
+      keep=self.options.keep,
     )
     y_BLD, recipe = self._attend(qkv_BLD), self._recipe("out")
     kernel, bias = self._linear("out", width, width).parameters(width)
@@ -207,6 +219,7 @@ class Block(nn.Module):
       add_residual=not layer_scale,
       activation=self.config.activation,
       epsilon=self.config.norm_epsilon,
+      keep=self.options.keep,
     )
     return y[0] + LayerScale(name="ls_2")(y[1]) if layer_scale else y
 
