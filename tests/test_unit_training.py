@@ -230,7 +230,7 @@ def test_a_run_has_the_optimizer_of_its_parametrization(monkeypatch, tmp_path):
     raise InterruptedError(args[-1])
 
   monkeypatch.setattr(run, "make_optimizer", stop)
-  with pytest.raises(InterruptedError, match="^unit$"):
+  with pytest.raises(InterruptedError, match=r"^unit$"):
     make_run(config(), tmp_path)
 
 
