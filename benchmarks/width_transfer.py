@@ -77,7 +77,7 @@ def parse(arguments=None):
   parser.add_argument("--rates", type=int, default=7, help="how many")
   parser.add_argument("--largest_standard", type=int, default=LARGEST["standard"], help="log2")
   parser.add_argument("--largest_unit", type=int, default=LARGEST["unit"], help="log2")
-  parser.add_argument("--together", type=int, default=0, help="rates at a time; 0: all")
+  parser.add_argument("--together", type=int, default=0, help="rates at a time; 0: all; 1: no vmap")
   parser.add_argument("--steps", type=int, default=250)
   parser.add_argument("--batch", type=int, default=32)
   parser.add_argument("--length", type=int, default=128)
@@ -158,6 +158,8 @@ def trainer(contender: Contender, width: int, args):
       (params, _), _ = jax.lax.scan(step, (params, optimizer.init(params)), starts)
       return loss_of(model, params, tests)
 
+    if args.together == 1:
+      return jax.lax.map(of_rate, rates)
     return jax.lax.map(of_rate, rates, batch_size=args.together or len(rates))
 
   return train

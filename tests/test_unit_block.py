@@ -81,12 +81,7 @@ def statistics(width, layers, **options):
   return jax.tree.map(np.asarray, run(x, dy, keys[2:]))
 
 
-DEEP = (
-  {},
-  {"causal": False},
-  {"recipe": "fp8_static"},
-  {"recipe": "fp8_static", "tau": 0.4},
-)
+DEEP = ({}, {"causal": False}, {"recipe": "fp8_static"})
 
 
 @pytest.mark.parametrize("options", DEEP, ids=str)
@@ -96,7 +91,7 @@ def test_the_residual_stream_has_unit_variance_at_every_depth(options):
   assert of_x.min() > 0.8 and of_x.max() < 1.25
 
 
-@pytest.mark.parametrize("options", DEEP[:3], ids=str)
+@pytest.mark.parametrize("options", DEEP, ids=str)
 def test_the_operands_of_every_matmul_are_near_unit_variance(options):
   _, of_dx, inputs, gradients = statistics(256, 24, **options)
   # Attention averages values, GELU halves them, and a branch has a share of the gradient.
@@ -108,13 +103,12 @@ def test_the_operands_of_every_matmul_are_near_unit_variance(options):
 
 
 def test_all_widths_have_the_same_statistics():
-  by_width = [statistics(width, 6) for width in (64, 128, 256, 512)]
+  by_width = [statistics(width, 6) for width in (64, 256, 512)]
   for depth in jax.tree.leaves(jax.tree.map(lambda *each: np.stack(each), *by_width)):
     assert (depth.max(axis=0) / depth.min(axis=0)).max() < 1.4
 
 
-@pytest.mark.parametrize("recipe", ["full", "fp8_static"])
-def test_a_step_of_munits_rate_moves_all_widths_alike(recipe):
+def test_a_step_of_munits_rate_moves_all_widths_alike(recipe="fp8_static"):
   def moved(width, rate):
     """How far a step of Adam's first size on all kernels moves the output, in RMS."""
     block = unit_block(width, 4, recipe=recipe)

@@ -11,7 +11,7 @@ from clip_case import MICRO, clip, drawn, shapes
 from jax.sharding import PartitionSpec as P
 
 from sbjax.models.sizes import SIZES, CLIPConfig, TextConfig, VisionConfig
-from train import export, remat
+from train import export, remat, run
 from train.config import Config, ModelConfig, OptimizerConfig
 from train.loss import LOSSES
 from train.optimizer import STATES, cast_matrices, make_optimizer, matrix_dtype, width_factor
@@ -179,8 +179,8 @@ def trained(steps=30, **options):
     return state, (metrics["loss"], finite.all())
 
   state = make_init(task, optimizer, seed=0)()
-  run = jax.jit(lambda state: jax.lax.scan(body, state, jax.random.split(jax.random.key(9), steps)))
-  _, (losses, finite) = run(state)
+  keys = jax.random.split(jax.random.key(9), steps)
+  _, (losses, finite) = jax.jit(lambda state: jax.lax.scan(body, state, keys))(state)
   assert finite.all()
   return np.asarray(losses)
 
@@ -225,9 +225,18 @@ def test_invalid_configs_are_refused_before_data_are_touched(changes, message, t
     make_run(config(**changes), tmp_path)
 
 
+def test_a_run_has_the_optimizer_of_its_parametrization(monkeypatch, tmp_path):
+  def stop(*args):
+    raise InterruptedError(args[-1])
+
+  monkeypatch.setattr(run, "make_optimizer", stop)
+  with pytest.raises(InterruptedError, match=r"^unit$"):
+    make_run(config(), tmp_path)
+
+
 def test_a_unit_model_is_not_exported(monkeypatch, tmp_path):
-  run = types.SimpleNamespace(task=CLIPTask(clip(**UNIT)))
-  monkeypatch.setattr(export, "load", lambda workdir: run)
+  unit = types.SimpleNamespace(task=CLIPTask(clip(**UNIT)))
+  monkeypatch.setattr(export, "load", lambda workdir: unit)
   for name in ("open_clip", "hf"):
     with pytest.raises(ValueError, match=f"{name} has no place for model.parametrization='unit'"):
       export.export(tmp_path, name)

@@ -139,7 +139,7 @@ def test_the_verdict_says_which_claims_hold():
     "unit: float16_excess": 0.01429, "unit: float16_excess as claimed": False,
     "standard: float16_excess": math.inf, "standard: float16_excess as claimed": True,
   }  # fmt: skip
-  at_edge = [*rows[:2], row("unit", 128, 2**-3, 1.5, at_edge=True), rows[3]]
+  at_edge = [*rows[:2], row("unit", 128, 2**-4, 1.5, at_edge=True), rows[3]]
   assert not width_transfer.verdict(at_edge)["unit: rate_spread as claimed"]
   assert width_transfer.verdict(rows[:1]) == {}
 
