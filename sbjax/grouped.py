@@ -47,7 +47,7 @@ def group(x: jax.Array) -> Grouped:
   scale = jnp.where(jnp.isfinite(absmax), absmax / max_value(E4M3), jnp.nan).astype(jnp.bfloat16)
   divisor = scale.astype(jnp.float32)
   values = x / jnp.where(divisor == 0, 1.0, divisor)
-  # A scale that was rounded down leaves values beyond the format's range, where it has NaN.
+  # A subnormal scale that was rounded down leaves values beyond the format's range: NaN there.
   values = jnp.clip(values, -max_value(E4M3), max_value(E4M3))
   return Grouped(values.astype(E4M3), scale)
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from clip_case import clip, compiled, pairs, random_params
+from clip_case import MICRO, clip, compiled, pairs, random_params
 from flax_case import normal
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -80,6 +80,13 @@ def test_zeros_stay_zeros():
   x[1], x[2, 3] = 0, 0
   found = ungroup(group(jnp.asarray(x)), jnp.float32)
   assert not np.any(found[1]) and found[2, 3] == 0
+
+
+def test_tiny_numbers_stay_finite():
+  """Their scales are subnormal numbers of bfloat16, and off by up to a half."""
+  x = jnp.asarray(np.float32(10.0) ** np.linspace(-38, -34, 200, dtype=np.float32))
+  found = ungroup(group(jnp.tile(x[:, None], (1, 16))), jnp.float32)
+  assert np.all(np.isfinite(found)) and np.max(np.abs(found)) < 2e-34
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -234,6 +241,26 @@ def test_a_clip_has_the_gradients_of_the_same_kept_bits_with_remat():
   assert 0 < jnp.linalg.norm(grouped - full) <= 2**-4 * jnp.linalg.norm(full)
   again = tower_gradient(params, keep="grouped", remat="dots_and_residuals")
   assert jnp.linalg.norm(again - grouped) <= 1e-5 * jnp.linalg.norm(full)
+
+
+@pytest.mark.parametrize("remat", ["none", "residuals", "dots_and_residuals"])
+def test_a_block_keeps_groups_of_both_norms_inputs_and_of_gelu_s(remat):
+  image, params = pairs()[0], random_params()
+
+  def saved(keep):
+    model = clip(keep=keep, remat=remat)
+    encode = functools.partial(model.apply, method=model.encode_image)
+
+    def backward(params):
+      return jax.vjp(lambda p: encode({"params": p}, image), params)[1]
+
+    found = jax.tree.leaves(jax.eval_shape(backward, params))
+    return sum(a.size for a in found if a.dtype == E4M3)
+
+  vision = MICRO.vision
+  numbers = vision.layers * len(image) * ((vision.image_size // vision.patch_size) ** 2 + 1)
+  assert saved("grouped") == numbers * (2 + vision.mlp_ratio) * vision.width
+  assert saved("original") == 0
 
 
 @pytest.mark.parametrize("recipe", ["full", "switchback_m"])
