@@ -45,8 +45,8 @@ def dge(x: jax.Array, k: float = 5.0, top: float = 3.0) -> jax.Array:
   Raises:
     ValueError: x is not a floating-point array of 16 bits or more, k < 1, or top <= 0.
 
-  >>> dge(jnp.array([0.5, 0.6, 0.75, 6.0])).round(2)
-  Array([0.2, 0.3, 3. , 0.2], dtype=float32)
+  >>> [round(float(slope), 2) for slope in dge(jnp.array([0.5, 0.6, 0.75, 6.0]))]
+  [0.2, 0.3, 3.0, 0.2]
   """
   x = as_floating("x", x)
   if not k >= 1:
