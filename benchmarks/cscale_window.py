@@ -1,7 +1,7 @@
 """How wide is FP8-CSCALE's window, the exponents of one constant scale with which a model trains?
 
   JAX_PLATFORMS=cpu python -m benchmarks.cscale_window --config=configs/quickstart.py \\
-      --workdir=runs/cscale
+      --workdir=runs/cscale --config.optimizer.warmup_steps=20 --config.steps=200
 
 Trains the config's model with the recipe "fp8_cscale:E" for each exponent (`--exponents`), with
 "fp8_amax", which takes its scales from the data, and with "full". Perez et al. 2023
@@ -9,7 +9,7 @@ Trains the config's model with the recipe "fp8_cscale:E" for each exponent (`--e
 see the same batches from the same parameters. `--seeds` and `--parity_steps` are those of
 benchmarks/loss_parity.py. The data are the config's: drawn shapes, or with
 --config=configs/flickr8k.py --config.data.root=FOLDER Flickr8k's photos. Adds a line for each
-recipe to the results; `--plot` makes a plot of those there, and trains nothing.
+recipe to the results, and makes their plot; `--plot` trains nothing. Takes 10 minutes of a core.
 """
 
 import tempfile
@@ -26,9 +26,6 @@ from train.config import Config
 
 _EXPONENTS = flags.DEFINE_list("exponents", [str(e) for e in range(-4, 17, 2)], "Those to try.")
 _PLOT = flags.DEFINE_bool("plot", False, "Only make the plot from the results.")
-_DEFAULTS = {"out": str(RESULTS / "cscale_window.jsonl"), "seeds": 1, "parity_steps": 200}
-for _name, _value in _DEFAULTS.items():
-  flags.FLAGS.set_default(_name, _value)
 
 
 def main(config: Config, workdir: Path) -> None:
@@ -75,4 +72,8 @@ def plot(out: Path) -> None:
 
 
 if __name__ == "__main__":
+  # Of the flags that benchmarks/loss_parity.py defines.
+  flags.FLAGS.set_default("out", str(RESULTS / "cscale_window.jsonl"))
+  flags.FLAGS.set_default("seeds", 1)
+  flags.FLAGS.set_default("parity_steps", 150)
   cli.run(main)

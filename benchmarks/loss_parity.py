@@ -5,10 +5,12 @@
 
 For each seed, all variants start from the same parameters and see the same batches, crops and
 dropped patches. Another seed has other parameters and another order of batches. A variant is a
-recipe of sbjax.RECIPES, and after it may have "unfused", which uses benchmarks/flax_block.py, a
-value of optimizer.states or one of model.attention_backend: "switchback coat" and "switchback
-cudnn". Adds a line for each variant to benchmarks/results/loss_parity.jsonl. Prints the difference
-between the last losses of each variant and of the first, and the standard deviation over seeds.
+recipe by its name, and after it may have "unfused", which uses benchmarks/flax_block.py, a value of
+optimizer.states, one of model.attention_backend, or "grouped", which is model.keep: "switchback
+coat", "switchback cudnn", "switchback grouped". For simulated FP4 use
+--variants=full,fp4_direct,fp4_dge,fp4. Adds a line for each variant to
+benchmarks/results/loss_parity.jsonl. Prints the difference between the last losses of each variant
+and of the first, and the standard deviation over seeds.
 """
 
 import dataclasses
@@ -59,11 +61,12 @@ def main(config: Config, workdir: Path) -> None:
 
 def run_of(config: Config, variant: str, workdir: Path) -> Run:
   recipe, *options = variant.split()
-  if not {"unfused", *STATES, *BACKENDS} >= set(options):
-    known = ", ".join(["unfused", *STATES, *BACKENDS])
+  if not {"unfused", "grouped", *STATES, *BACKENDS} >= set(options):
+    known = ", ".join(["unfused", "grouped", *STATES, *BACKENDS])
     raise ValueError(f"variant {variant!r} must be a recipe, and options: {known}.")
   attention = next((o for o in options if o in BACKENDS), config.model.attention_backend)
-  model = dataclasses.replace(config.model, recipe=recipe, attention_backend=attention)
+  keep = "grouped" if "grouped" in options else config.model.keep
+  model = dataclasses.replace(config.model, recipe=recipe, attention_backend=attention, keep=keep)
   states = next((option for option in options if option in STATES), config.optimizer.states)
   optimizer = dataclasses.replace(config.optimizer, states=states)
   run = make_run(dataclasses.replace(config, model=model, optimizer=optimizer), workdir)

@@ -50,9 +50,9 @@ def fp4_dot(
     ValueError: operands that are not floating-point arrays of 16 bits or more, or do not match; a
       clamp that is not above 0.5 and at most 1; a clamp without compensation.
 
-  >>> fp4_dot(jnp.ones((2, 128)), jnp.ones((128, 3)))
-  Array([[128., 128., 128.],
-         [128., 128., 128.]], dtype=float32)
+  >>> fp4_dot(jnp.full((2, 128), 6.0), jnp.full((128, 3), -6.0))
+  Array([[-4608., -4608., -4608.],
+         [-4608., -4608., -4608.]], dtype=float32)
   """
   if clamp is not None and not compensate:
     raise ValueError(

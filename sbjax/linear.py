@@ -194,7 +194,7 @@ def wgrad(ops: Backend, recipe: Recipe, x, dy, w, multiplier=1.0):
   dtype, sharding = master_weight(w).dtype, jax.typeof(values).sharding
   if recipe.fp4 is not None:
     dw = split_k_matmul(fp4_ops.rounded_rows(x, recipe.fp4), dy, jnp.float32, sharding)
-    return (times(dw, multiplier) * fp4_ops.slope(values, recipe.fp4)).astype(dtype)
+    return (dw * multiplier * fp4_ops.slope(values, recipe.fp4)).astype(dtype)
   if recipe.wgrad is None:
     return times(split_k_matmul(x, dy, dtype, sharding), multiplier)
   x_spec, dy_spec = recipe.wgrad

@@ -1,5 +1,6 @@
 """Simulated FP4: rounding to E2M1, the gradient estimator, clamp and compensation."""
 
+import doctest
 import functools
 
 import jax
@@ -226,6 +227,14 @@ def test_what_cannot_be_meant_is_refused():
   for function in (fp4_round, dge):
     with pytest.raises(ValueError, match="x must be floating point, not int32"):
       function(jnp.ones(3, jnp.int32))
+
+
+def test_the_examples_of_the_docstrings_print_the_shown_output():
+  with jax.numpy_dtype_promotion("standard"):
+    for function in (fp4_round, dge, fp4_dot):
+      names = {"jnp": jnp, function.__name__: function}
+      test = doctest.DocTestParser().get_doctest(function.__doc__, names, "", None, 0)
+      assert test.examples and doctest.DocTestRunner().run(test).failed == 0
 
 
 def test_gradients_of_gradients_are_an_error():

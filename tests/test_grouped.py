@@ -1,5 +1,6 @@
 """Activations kept in e4m3 with a scale for each 16 numbers (COAT), for the backward pass."""
 
+import doctest
 import functools
 
 import jax
@@ -73,6 +74,13 @@ def test_groups_divide_the_row(width, size):
 
 def test_it_takes_a_byte_and_an_eighth_a_number():
   assert sum(a.nbytes for a in group(normal((32, 64), "bfloat16"))) == 1.125 * 32 * 64
+
+
+def test_the_example_prints_the_shown_output():
+  test = doctest.DocTestParser().get_doctest(
+    group.__doc__, {"jnp": jnp, "group": group}, "", None, 0
+  )
+  assert test.examples and doctest.DocTestRunner().run(test).failed == 0
 
 
 def test_zeros_stay_zeros():

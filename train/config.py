@@ -21,8 +21,8 @@ class ModelConfig:
   image_size: int = 0  # pixels; 0: the size's own
   patch_size: int = 0  # pixels; 0: the size's own
   context_length: int = 0  # 0: the size's own
-  # A key of sbjax.RECIPES, "fp8_cscale:4" or another exponent, or rules by the path of a linear
-  # layer: "*/fc1=full, *=switchback".
+  # A key of sbjax.RECIPES, "fp8_cscale:4" or another exponent, "fp4" (simulated), or rules by the
+  # path of a linear layer: "*/fc1=full, *=switchback".
   recipe: str = "switchback"
   backend: str = ""  # "xla", "mosaic", "triton"; "" chooses
   attention_backend: str = ""  # "xla", "cudnn", "mosaic", "triton"; "" chooses
