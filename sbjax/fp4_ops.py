@@ -34,7 +34,7 @@ def fp4_round(x: jax.Array) -> jax.Array:
 def dge(x: jax.Array, k: float = 5.0, top: float = 3.0) -> jax.Array:
   """The derivative of a smooth curve near `fp4_round`, at x of any shape; float32 or wider.
 
-  Between two neighbours of E2M1 at a distance d, it is `|2 t / d - 1|**(1/k - 1) / k` at the distance
+  Between two neighbours of E2M1 at a distance d, it is `|2 t / d - 1|**(1/k - 1) / k` at distance
   t from the lower one, at most `top` (Wang et al. 2025, https://arxiv.org/abs/2501.17116, equation
   8): 1/k at a value of E2M1, and `top` halfway. Beyond -6 and 6 it is that of -6 and 6.
 
