@@ -41,6 +41,7 @@ class Recipe:
 
   saved: "original" saves x and w for the backward pass as they came; "quantized" saves their 8-bit
     values and scales, so that wgrad takes the dequantized x.
+
   fp4: a simulation in 4 bits of matmuls that are all None; see `sbjax.fp4`.
 
   >>> int8 = Spec(INT8, "rowwise"), Spec(INT8, "tensorwise")
