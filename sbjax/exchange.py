@@ -32,10 +32,8 @@ import jax
 import jax.numpy as jnp
 
 from sbjax.formats import E4M3, INT8
-from sbjax.partition import is_bound
+from sbjax.partition import Axes, check_axes
 from sbjax.quantize import Quantized, Spec, as_floating, dequantize, quantize
-
-Axes = str | tuple[str, ...]
 
 # How a format rounds a tile; None: it has no tiles.
 EXCHANGES = {
@@ -180,11 +178,7 @@ def _check(axis_name: Axes, format: str, tile: int, min_size: int) -> int:
   for name, value, least in (("tile", tile, 1), ("min_size", min_size, 0)):
     if type(value) is not int or value < least:
       raise ValueError(f"{name}={value!r} must be a whole number, at least {least}.")
-  for name in axis_name if isinstance(axis_name, tuple) else (axis_name,):
-    if not isinstance(name, str) or not is_bound(name):
-      raise ValueError(
-        f"{name!r} is no mesh axis here; exchange gradients within a jax.shard_map over that axis."
-      )
+  check_axes(axis_name, "exchange gradients")
   return jax.lax.axis_size(axis_name)
 
 

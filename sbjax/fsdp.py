@@ -15,10 +15,10 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from sbjax.exchange import Axes, check_exchange, quantized_psum, quantized_psum_scatter
+from sbjax.exchange import check_exchange, quantized_psum, quantized_psum_scatter
 from sbjax.formats import floating_dtype
 from sbjax.linear import QuantizedWeight, as_kernel, quantize_weight
-from sbjax.partition import is_bound
+from sbjax.partition import Axes, check_axes
 from sbjax.quantize import Quantized, Spec, as_floating, largest, round_to
 from sbjax.recipes import Recipe, as_recipe
 
@@ -126,11 +126,7 @@ def _sums(gradient_dtype, gradient_exchange: str) -> tuple[jnp.dtype, str]:
 def _check_axes(axis_name, reduce_axes) -> None:
   """Raises unless the names are those of mesh axes that this code runs over."""
   names = reduce_axes if isinstance(reduce_axes, tuple) else (reduce_axes,)
-  for name in names if axis_name is None else (axis_name, *names):
-    if not isinstance(name, str) or not is_bound(name):
-      raise ValueError(
-        f"{name!r} is no mesh axis here; gather within a jax.shard_map over that axis."
-      )
+  check_axes(names if axis_name is None else (axis_name, *names), "gather")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from sbjax.device import target
 
+Axes = str | tuple[str, ...]  # Names of mesh axes.
 Names = tuple[str | None, ...]  # An operand's axes; None for one that is never split.
 
 # What kernels are in StableHLO. JAX wants to be told that they are not stored for another JAX.
@@ -74,8 +75,16 @@ def is_manual() -> bool:
   return AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
 
 
-def is_bound(axis_name: str) -> bool:
-  """Whether this code runs over a mesh axis of that name (jax.shard_map)."""
+def check_axes(axes: Axes, action: str) -> None:
+  """Raises a ValueError unless this code runs over mesh axes of these names (jax.shard_map)."""
+  for name in axes if isinstance(axes, tuple) else (axes,):
+    if not isinstance(name, str) or not _is_bound(name):
+      raise ValueError(
+        f"{name!r} is no mesh axis here; {action} within a jax.shard_map over that axis."
+      )
+
+
+def _is_bound(axis_name: str) -> bool:
   try:
     jax.lax.axis_size(axis_name)
   except NameError:
