@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from sbjax.formats import E4M3
-from sbjax.matmul import full_dot
+from sbjax.matmul import full_dot, wide
 from sbjax.quantize import Spec, as_floating, largest
 from sbjax.recipes import Fp4
 
@@ -53,7 +53,7 @@ def dge(x: jax.Array, k: float = 5.0, top: float = 3.0) -> jax.Array:
     raise ValueError(f"{k=} must be at least 1, such as 5.")
   if not top > 0:
     raise ValueError(f"{top=} must be more than 0, such as 3.")
-  magnitude = jnp.minimum(jnp.abs(_wide(x)), LARGEST)
+  magnitude = jnp.minimum(jnp.abs(wide(x)), LARGEST)
   position = magnitude / _interval(magnitude)
   distance = jnp.abs(2 * (position - jnp.floor(position)) - 1)
   return jnp.minimum(distance ** (1 / k - 1) / k, top)
@@ -64,7 +64,7 @@ def product(x: jax.Array, w: jax.Array, how: Fp4) -> jax.Array:
   clamped, rest = _clamped(x, how.clamp)
   x_values, x_scale = _quantize(x, clamped, 1)
   w_values, w_scale = _quantize(w, w, 0)
-  y = full_dot(x_values, w_values.astype(x.dtype), ((1,), (0,)), _wide(x).dtype)
+  y = full_dot(x_values, w_values.astype(x.dtype), ((1,), (0,)), wide(x).dtype)
   y *= x_scale * w_scale
   if rest is not None:
     y += full_dot(rest, w.astype(x.dtype), ((1,), (0,)), y.dtype)
@@ -75,14 +75,14 @@ def rounded_rows(x: jax.Array, how: Fp4) -> jax.Array:
   """x [M, K] as the product took it, in x's dtype: rounded, with the rest of the clamp."""
   clamped, rest = _clamped(x, how.clamp)
   values, scale = _quantize(x, clamped, 1)
-  values = _wide(values) * scale
-  return (values if rest is None else values + _wide(rest)).astype(x.dtype)
+  values = wide(values) * scale
+  return (values if rest is None else values + wide(rest)).astype(x.dtype)
 
 
 def rounded_weight(w: jax.Array, dtype) -> jax.Array:
   """w [K, N] as the product took it, in `dtype`."""
   values, scale = _quantize(w, w, 0)
-  return (_wide(values) * scale).astype(dtype)
+  return (wide(values) * scale).astype(dtype)
 
 
 def slope(w: jax.Array, how: Fp4) -> jax.Array | float:
@@ -108,7 +108,7 @@ def _scale(x, clamped, axis) -> jax.Array:
 
 
 def _scaled(x, scale) -> jax.Array:
-  return _wide(x) / jnp.where(scale == 0, 1.0, scale)
+  return wide(x) / jnp.where(scale == 0, 1.0, scale)
 
 
 def _clamped(x: jax.Array, clamp: float | None) -> tuple[jax.Array, jax.Array | None]:
@@ -126,7 +126,3 @@ def _interval(magnitude) -> jax.Array:
   """The distance from a value of E2M1 to the next one above it."""
   steps = jnp.where(magnitude < 2, 0.5, jnp.where(magnitude < 4, 1.0, 2.0))
   return steps.astype(magnitude.dtype)
-
-
-def _wide(x) -> jax.Array:
-  return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from sbjax.formats import E4M3, max_value
-from sbjax.quantize import Quantized
+from sbjax.quantize import Quantized, group_size, magnitude
 from sbjax.quantized_dot import RESIDUAL_NAME, reshape, splits_of
 
 GROUP = 16  # The most numbers that share a scale.
@@ -38,12 +38,10 @@ def group(x: jax.Array) -> Grouped:
   ((4, 2, 16), (4, 2, 1), 1.125)
   """
   width = x.shape[1]
-  size = next(n for n in range(min(GROUP, width), 0, -1) if width % n == 0)
+  size = group_size(width, GROUP)
   rows, columns = splits_of(x)
   x = reshape(x, (x.shape[0], width // size, size), [rows, columns, ()]).astype(jnp.float32)
-  # XLA's maximum on a CPU may drop a NaN, but not infinity.
-  magnitude = jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x))
-  absmax = jnp.max(magnitude, axis=2, keepdims=True)
+  absmax = jnp.max(magnitude(x), axis=2, keepdims=True)
   scale = jnp.where(jnp.isfinite(absmax), absmax / max_value(E4M3), jnp.nan).astype(jnp.bfloat16)
   divisor = scale.astype(jnp.float32)
   values = x / jnp.where(divisor == 0, 1.0, divisor)

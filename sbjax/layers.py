@@ -248,11 +248,7 @@ class LayerNormMLP(nn.Module):
     norm = LayerNorm(name="norm")(width)
     fc1 = SwitchBackDense(self.hidden, name="fc1").parameters(width)
     fc2 = SwitchBackDense(width, name="fc2").parameters(self.hidden)
-    options = {
-      "backend": self.backend,
-      "add_residual": self.add_residual,
-      "keep": self.keep,
-    }
+    options = {"backend": self.backend, "add_residual": self.add_residual, "keep": self.keep}
     return layer_norm_mlp(x, norm, *fc1, *fc2, self.recipe, **options)
 
 

@@ -13,7 +13,7 @@ from jax.sharding import reshard
 
 from sbjax import fp4_ops
 from sbjax.backends import Backend, get_backend
-from sbjax.matmul import full_dot, with_added
+from sbjax.matmul import full_dot, wide, with_added
 from sbjax.partition import is_explicit
 from sbjax.quantize import Quantized, as_floating
 from sbjax.recipes import Recipe, as_recipe
@@ -104,11 +104,6 @@ def times(x, multiplier: float) -> Any:
   if isinstance(x, Quantized):
     return dataclasses.replace(x, scale=x.scale * multiplier)
   return (wide(x) * multiplier).astype(x.dtype)
-
-
-def wide(x):
-  """x in float32, or wider if it is."""
-  return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
 
 
 def split_columns(ops: Backend, recipe: Recipe, w, bias, num_outputs: int) -> list[tuple]:

@@ -59,6 +59,11 @@ def apply_scales(total, lhs_scale, rhs_scale, out_dtype, bias=None, residual=Non
   return with_added(y, out_dtype, bias, residual)
 
 
+def wide(x) -> jax.Array:
+  """x in float32, or wider if it is."""
+  return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
+
+
 def with_added(y, out_dtype, bias=None, residual=None) -> jax.Array:
   """y [M, N] float32 plus bias [N] and residual [M, N], cast once."""
   if bias is not None:

@@ -130,11 +130,18 @@ def largest(x: jax.Array, spec: Spec) -> jax.Array:
   """
   if not spec.takes_absmax:
     return jnp.zeros((1, 1), jnp.float32)
-  x = x.astype(jnp.float32)
-  # XLA's maximum on a CPU drops NaN from more than 4096 elements, but not infinity.
-  magnitude = jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x))
   axis = 1 if spec.is_rowwise else (0, 1)
-  return jnp.max(magnitude, axis=axis, keepdims=True, initial=0.0)
+  return jnp.max(magnitude(x.astype(jnp.float32)), axis=axis, keepdims=True, initial=0.0)
+
+
+def magnitude(x: jax.Array) -> jax.Array:
+  """|x|, infinite for a NaN: XLA's maximum on a CPU may drop a NaN, but not infinity."""
+  return jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x))
+
+
+def group_size(width: int, most: int) -> int:
+  """How many neighbours of a row share a scale: the largest divisor of `width` up to `most`."""
+  return next(n for n in range(min(width, most), 0, -1) if width % n == 0)
 
 
 def round_to(x: jax.Array, absmax: jax.Array, spec: Spec) -> Quantized:

@@ -32,6 +32,7 @@ import jax.numpy as jnp
 import optax
 
 from sbjax.formats import E4M3, max_value
+from sbjax.quantize import group_size, magnitude
 from sbjax.stable_adamw import leading_axes
 
 _GROUP = 128  # The most numbers of E4M3_EXPANDED that share two float32.
@@ -158,13 +159,8 @@ def _encode(stacked, min_size: int, form: Format, tree):
 def _groups(x) -> jax.Array:
   """x [..., n] as [..., n / g, g], g the largest divisor of n up to 128."""
   n = x.shape[-1] if x.ndim else 1
-  group = next(g for g in range(min(n, _GROUP), 0, -1) if n % g == 0)
+  group = group_size(n, _GROUP)
   return x.reshape(*x.shape[:-1], n // group, group)
-
-
-def _magnitude(x) -> jax.Array:
-  """|x|, infinite for a NaN: a maximum on a CPU may ignore a NaN."""
-  return jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x))
 
 
 def _power(x, exponent) -> jax.Array:
@@ -180,7 +176,7 @@ def _expand(x, axes: int) -> Coded:
   """
   del axes  # A group never has numbers of two tensors.
   groups = _groups(x)
-  size = _magnitude(groups)
+  size = magnitude(groups)
   top = jnp.max(size, -1, keepdims=True)
   top = jnp.where(jnp.isfinite(top), top, jnp.nan)
   low = jnp.min(jnp.where(size > 0, size, jnp.inf), -1, keepdims=True)
@@ -207,7 +203,7 @@ def _scaled(dtype, limit: float, least: float) -> Format:
   """
 
   def encode(x, axes: int):
-    size = _magnitude(x)
+    size = magnitude(x)
     absmax = jnp.max(size, range(axes, x.ndim), keepdims=True)
     power = jnp.floor(jnp.log2(limit / jnp.where(absmax == 0, limit, absmax)))
     power = jnp.clip(power, -126, 126).astype(jnp.int32)

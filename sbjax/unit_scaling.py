@@ -21,7 +21,8 @@ import jax.numpy as jnp
 import optax
 
 from sbjax.attention import attention as plain_attention
-from sbjax.linear import times, wide
+from sbjax.linear import times
+from sbjax.matmul import wide
 from sbjax.quantize import as_floating
 from sbjax.quantized_dot import quantized_dot
 from sbjax.recipes import Recipe

@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from sbjax.fused_ops import activate
 from sbjax.layers import SwitchBackDense
-from sbjax.linear import wide
+from sbjax.matmul import wide
 from sbjax.models.transformer import OUT_NAME, Block, Inits
 
 UNIT_INITS = Inits(*[nn.initializers.normal(1.0)] * 4)
