@@ -6,7 +6,7 @@ Patterns are regular expressions for the whole path of a parameter, such as "ima
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -78,12 +78,18 @@ def parse_rates(texts: Sequence[str]) -> tuple[Rate, ...]:
 def scale_by_path(rates: Sequence[Rate]) -> optax.GradientTransformation:
   """Multiplies each update, its weight decay too, by the factor of the first rate that matches."""
 
-  def factor(path) -> float:
-    name = path_name(path)
-    return next((rate.factor for rate in rates if rate.pattern.fullmatch(name)), 1.0)
+  return scale_each(
+    lambda name, _: next((rate.factor for rate in rates if rate.pattern.fullmatch(name)), 1.0)
+  )
+
+
+def scale_each(factor: Callable[[str, tuple[int, ...]], float]) -> optax.GradientTransformation:
+  """Multiplies each update by the factor of its parameter's path and shape."""
 
   def scale(updates, _=None):
-    return jax.tree_util.tree_map_with_path(lambda path, u: u * factor(path), updates)
+    return jax.tree_util.tree_map_with_path(
+      lambda path, u: u * factor(path_name(path), u.shape), updates
+    )
 
   return optax.stateless(scale)
 

@@ -29,8 +29,7 @@ from sbjax.state_formats import (
   compress_state,
 )
 from train.config import OptimizerConfig
-from train.finetune import frozen, parse_rates, scale_by_path
-from train.sharding import path_name
+from train.finetune import frozen, parse_rates, scale_by_path, scale_each
 
 STACK = "blocks"  # The module of sbjax.models.clip whose parameters are [layers, ...].
 
@@ -117,13 +116,7 @@ def munit(
 
 def scale_by_width(base: int) -> optax.GradientTransformation:
   """Multiplies the updates of hidden kernels by (base / width)**0.5; see `width_factor`."""
-
-  def scale(updates, _=None):
-    return jax.tree_util.tree_map_with_path(
-      lambda path, u: u * width_factor(path_name(path), u.shape, base), updates
-    )
-
-  return optax.stateless(scale)
+  return scale_each(functools.partial(width_factor, base=base))
 
 
 def width_factor(name: str, shape: Sequence[int], base: int) -> float:
