@@ -12,13 +12,12 @@ benchmarks/loss_parity.py. The data are the config's: drawn shapes, or with
 recipe to the results, and makes their plot; `--plot` trains nothing. Takes 10 minutes of a core.
 """
 
-import tempfile
 from pathlib import Path
 
 import numpy as np
 from absl import flags
 
-from benchmarks.loss_parity import compare, draw, measure, run_of
+from benchmarks.loss_parity import compared
 from benchmarks.tables import RESULTS, last, read
 from benchmarks.timing import append
 from train import cli
@@ -31,24 +30,10 @@ _PLOT = flags.DEFINE_bool("plot", False, "Only make the plot from the results.")
 def main(config: Config, workdir: Path) -> None:
   out = Path(flags.FLAGS.out)
   if not _PLOT.value:
-    train(config, workdir, out)
+    variants = ["full", "fp8_amax", *(f"fp8_cscale:{int(e)}" for e in _EXPONENTS.value)]
+    for row in compared(config, workdir, variants, "cscale_window"):
+      append(out, [{"benchmark": "cscale_window", **row}])
   plot(out)
-
-
-def train(config: Config, workdir: Path, out: Path) -> None:
-  workdir.mkdir(parents=True, exist_ok=True)
-  batches, states, base = None, {}, None
-  for variant in ("full", "fp8_amax", *(f"fp8_cscale:{int(e)}" for e in _EXPONENTS.value)):
-    with tempfile.TemporaryDirectory(dir=workdir) as scratch:
-      run = run_of(config, variant, Path(scratch))
-      batches = batches or draw(run)
-      row = measure(run, variant, batches, states)
-      run.checkpointer.close()
-    base = base or row
-    row |= compare(row, base)
-    row["command"] = row["command"].replace("loss_parity", "cscale_window")
-    print(f"{variant:16} {row['last_losses']}  {row['mean_difference']:+.4f} from full", flush=True)
-    append(out, [{"benchmark": "cscale_window", **row}])
 
 
 def plot(out: Path) -> None:

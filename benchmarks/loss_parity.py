@@ -18,6 +18,7 @@ import platform
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -43,20 +44,32 @@ _OUT = flags.DEFINE_string("out", "benchmarks/results/loss_parity.jsonl", "Where
 
 
 def main(config: Config, workdir: Path) -> None:
+  rows = []
+  for row in compared(config, workdir, _VARIANTS.value, "loss_parity"):
+    append(_OUT.value, [row])
+    rows.append(row)
+  print(f"The seeds' standard deviation: {rows[0]['deviation_over_seeds']:.4f}")
+
+
+def compared(
+  config: Config, workdir: Path, variants: Sequence[str], program: str
+) -> Iterator[dict]:
+  """Prints and yields a row for each variant, as measured by that program of benchmarks/."""
   workdir.mkdir(parents=True, exist_ok=True)
-  batches, states, rows = None, {}, []
+  batches, states, base = None, {}, None
   print(f"{'variant':20} {'mean of the last quarter of losses, by seed':45} from the first variant")
-  for variant in _VARIANTS.value:
+  for variant in variants:
     with tempfile.TemporaryDirectory(dir=workdir) as scratch:
       run = run_of(config, variant, Path(scratch))
       batches = batches or draw(run)
       row = measure(run, variant, batches, states)
       run.checkpointer.close()
-    rows.append(row | compare(row, rows[0] if rows else row))
-    last = "  ".join(f"{loss:.4f}" for loss in rows[-1]["last_losses"])
-    print(f"{variant:20} {last:45} {rows[-1]['mean_difference']:+.4f}", flush=True)
-    append(_OUT.value, rows[-1:])
-  print(f"The seeds' standard deviation: {rows[0]['deviation_over_seeds']:.4f}")
+    base = base or row
+    row |= {"command": f"python -m benchmarks.{program} " + " ".join(sys.argv[1:])}
+    row |= compare(row, base)
+    last = "  ".join(f"{loss:.4f}" for loss in row["last_losses"])
+    print(f"{variant:20} {last:45} {row['mean_difference']:+.4f}", flush=True)
+    yield row
 
 
 def run_of(config: Config, variant: str, workdir: Path) -> Run:
@@ -117,7 +130,6 @@ def measure(run: Run, variant: str, batches: list, states: dict) -> dict:
     "device": f"{run.mesh.size} x {jax.devices()[0].device_kind}",
     "jax": jax.__version__,
     "python": platform.python_version(),
-    "command": "python -m benchmarks.loss_parity " + " ".join(sys.argv[1:]),
   }
 
 
