@@ -239,6 +239,10 @@ MAP = dataclasses.replace(
     (lambda: BlockOptions(tau=1.0, **UNIT), "tau=1.0 must be between 0 and 1"),
     (lambda: BlockOptions(tau=float("nan"), **UNIT), "tau=nan must be between 0 and 1"),
     (lambda: BlockOptions(zero_init_layer_scale=True, **UNIT), "needs parametrization='standard'"),
+    (
+      lambda: BlockOptions(keep="grouped", **UNIT),
+      "keep='grouped' needs parametrization='standard'",
+    ),
     (lambda: shapes(block=FlaxBlock, **UNIT), "block=FlaxBlock needs parametrization='standard'"),
     (lambda: shapes(MAP, **UNIT), "no pooling by attention"),
   ],
