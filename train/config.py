@@ -46,7 +46,9 @@ class ModelConfig:
 
 @dataclasses.dataclass(kw_only=True)
 class DataConfig:
-  name: str = "shapes"  # a TFDS data set; with train_shards, the name to import them under
+  # A TFDS data set, or "scenes", which the devices draw; with train_shards, the name to import
+  # them under
+  name: str = "shapes"
   data_dir: str = ""  # where prepared data sets live; "": TFDS's own default
   root: str = ""  # the folder of the three files below
   # Tar shards to import under `name`: globs or {000..099} ranges, relative to root. "": none.
@@ -54,14 +56,14 @@ class DataConfig:
   eval_shards: str = ""  # likewise, for eval_split
   class_names: str = ""  # a file with the names of the classes, one a line. "": numbers
   train_split: str = "train"  # a split of the data set, or a part: "train[:90%]"
-  eval_split: str = "val"  # likewise
+  eval_split: str = "val"  # likewise; or several, with commas: "scenes,classes,heldout"
   image_key: str = "image"  # an Image feature
   text_key: str = "captions"  # a Text or Sequence(Text) feature; "": captions from labels
   label_key: str = ""  # a ClassLabel feature; "": no zero-shot classification
   # Prompts with "{}" for a class name: for zero-shot classification, and as captions of data
   # that has only labels.
   templates: tuple[str, ...] = ("a photo of a {}.",)
-  # "bpe": train one on the captions; "clip"; a path to a tokenizer.json or to CLIP's
+  # "bpe": train one on the captions; "words": a token for each of their words; "clip"; a path to a tokenizer.json or to CLIP's
   # bpe_simple_vocab_16e6.txt.gz
   tokenizer: str = "bpe"
   tokenizer_vocab_size: int = 1024  # of a tokenizer trained here

@@ -13,16 +13,21 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import grain
+import jax
 import numpy as np
 import tensorflow_datasets as tfds
 from absl import flags
+from jax.sharding import Mesh
 from tensorflow_datasets.proto import tf_example_pb2
 
 from train.augment import CentreCrop, RandomCrop
 from train.config import Config
 from train.datasets.pictures import Limits
 from train.datasets.prepared import damaged, feature, prepare
+from train.datasets.scenes import Scenes, Steps, make_train_drawing
+from train.datasets.scenes_words import WORDS
 from train.errors import RunError
+from train.sharding import batch_sharding
 from train.tokenizer import Tokenizer
 
 __all__ = [
@@ -30,21 +35,37 @@ __all__ = [
   "check_split",
   "class_names",
   "eval_batches",
+  "eval_splits",
+  "full_name",
   "prefetch_to_device",
   "prepare",
+  "to_devices",
   "train_iterator",
 ]
 
 
-def class_names(config: Config, builder: tfds.core.DatasetBuilder) -> list[str] | None:
+# Prepared records, or scenes to draw.
+Source = tfds.core.DatasetBuilder | Scenes
+
+
+def full_name(builder: Source) -> str:
+  """The name of the data set, with its version if it is prepared."""
+  return builder.full_name if isinstance(builder, Scenes) else builder.info.full_name
+
+
+def class_names(config: Config, builder: Source) -> list[str] | None:
   """Names of the classes in label order; None if the config names no label."""
   key = config.data.label_key
+  if isinstance(builder, Scenes):
+    return builder.class_names if key else None
   return list(feature(builder, key).names) if key else None
 
 
-def captions(config: Config, builder: tfds.core.DatasetBuilder) -> Iterator[str]:
-  """All captions of the train split."""
-  if config.data.text_key:
+def captions(config: Config, builder: Source) -> Iterator[str]:
+  """All captions of the train split; of scenes all words, in the order of their ids."""
+  if isinstance(builder, Scenes):
+    yield from WORDS
+  elif config.data.text_key:
     examples = _Examples(config, builder, config.data.train_split)
     for i in range(len(examples)):
       yield from examples[i]["captions"]
@@ -55,7 +76,7 @@ def captions(config: Config, builder: tfds.core.DatasetBuilder) -> Iterator[str]
 
 def train_iterator(
   config: Config,
-  builder: tfds.core.DatasetBuilder,
+  builder: Source,
   tokenizer: Tokenizer,
   *,
   image_size: int,
@@ -67,7 +88,11 @@ def train_iterator(
 
   {"image": uint8 [b, image_size, image_size, 3], "text": int32 [b, context_length]}, with
   b = batch_size / process_count. Each epoch draws crop, flip and one of the captions anew.
+  Of scenes it is only the number of each step; `to_devices` draws the batch.
   """
+  if isinstance(builder, Scenes):
+    builder.check_tokenizer(tokenizer)
+    return Steps()
   examples = _Examples(config, builder, config.data.train_split)
   batch_size, count = config.batch_size, len(examples)
   if batch_size % process_count:
@@ -96,9 +121,25 @@ def train_iterator(
   return _Batches(batches, config.data.workers, config.data.prefetch)
 
 
+def to_devices(
+  config: Config, builder: Source, mesh: Mesh, *, image_size: int, context_length: int
+) -> Any:
+  """What brings the items of `train_iterator` to a mesh: the `put` of `prefetch_to_device`."""
+  if not isinstance(builder, Scenes):
+    return batch_sharding(mesh)
+  return make_train_drawing(
+    builder,
+    mesh,
+    seed=config.seed,
+    batch_size=config.batch_size,
+    image_size=image_size,
+    context_length=context_length,
+  )
+
+
 def eval_batches(
   config: Config,
-  builder: tfds.core.DatasetBuilder,
+  builder: Source,
   split: str,
   *,
   image_size: int,
@@ -109,6 +150,9 @@ def eval_batches(
   {"image": uint8 [b, image_size, image_size, 3], "captions": b lists of str,
   "label": int32 [b], -1 where unknown}.
   """
+  if isinstance(builder, Scenes):
+    yield from builder.eval_batches(split, image_size, batch_size)
+    return
   batches = (
     grain.MapDataset.source(_Examples(config, builder, split))
     .map(CentreCrop(image_size, Limits.of(config.data)))
@@ -141,8 +185,15 @@ def prefetch_to_device(
       yield batch, ahead.get_state()
 
 
-def check_split(builder: tfds.core.DatasetBuilder, split: str) -> None:
+def eval_splits(config: Config) -> list[str]:
+  """The splits that an evaluation scores."""
+  return config.data.eval_split.split(",")
+
+
+def check_split(builder: Source, split: str) -> None:
   """Raises a ValueError that lists the splits of the data set if `split` is not one of them."""
+  if isinstance(builder, Scenes):
+    return builder.check_split(split)
   if split.partition("[")[0] not in builder.info.splits:  # "train[:90%]" is a split, too.
     there = ", ".join(builder.info.splits)
     raise ValueError(f"{builder.info.full_name} has no split {split!r}: it has {there}.")
@@ -281,8 +332,6 @@ class _Batches(grain.DatasetIterator):
 
 def _leave_the_accelerator(worker: int, workers: int) -> None:
   """Keeps JAX in a worker off the GPU."""
-  import jax  # Not at the top: workers start faster; here grain has imported it anyway.
-
   jax.config.update("jax_platforms", "cpu")
 
 
@@ -291,8 +340,6 @@ class _ToSharding:
   sharding: Any
 
   def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, Any]:
-    import jax  # Not at the top: workers import this file, and start faster without JAX.
-
     put = jax.make_array_from_process_local_data
     return {name: put(self.sharding, values) for name, values in batch.items()}
 

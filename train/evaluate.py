@@ -19,6 +19,7 @@ from tqdm import tqdm
 from sbjax.models.sizes import open_clip_name
 from train import cli, inference
 from train.config import Config
+from train.data import full_name
 from train.datasets.wds_folder import CLASSIFICATION, WdsFolder, open_folder
 from train.errors import RunError
 from train.inference import Model
@@ -41,7 +42,7 @@ def evaluate_checkpoint(config: Config, workdir: Path) -> dict[str, float]:
   scores = run.evaluate(restored.state.params)
   if jax.process_index() != 0:
     return scores
-  data_set, split = run.builder.info.full_name, config.data.eval_split
+  data_set, split = full_name(run.builder), config.data.eval_split
   print_scores(f"step {restored.step}, {data_set}, {split} split", scores)
   path = workdir / f"evaluation-{data_set.replace('/', '-')}-{split}.json"
   write_json(path, {"step": restored.step, **scores})

@@ -136,7 +136,7 @@ def _steps(
 ) -> None:
   """Runs the steps after `start`."""
   config, checkpointer = run.config, run.checkpointer
-  batches = data.prefetch_to_device(iterator, batch_sharding(run.mesh), config.data.prefetch)
+  batches = data.prefetch_to_device(iterator, run.to_devices(), config.data.prefetch)
   meter = _Meter(run, state, recorder)
   with contextlib.closing(batches):
     for step in range(start + 1, config.steps + 1):

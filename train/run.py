@@ -43,7 +43,7 @@ _MAY_CHANGE = {
 
 class Run(NamedTuple):
   config: Config
-  builder: object  # of the data set, prepared
+  builder: data.Source  # of the data set, prepared
   tokenizer: Tokenizer
   tokenizer_checksum: int  # of tokenizer.json
   mesh: jax.sharding.Mesh
@@ -74,14 +74,30 @@ class Run(NamedTuple):
     start = functools.partial(initial_state, self.task, self.optimizer)
     return jax.jit(start, out_shardings=shardings)(params)
 
+  def to_devices(self):
+    """What brings a batch to the devices: the `put` of train.data.prefetch_to_device."""
+    return data.to_devices(self.config, self.builder, self.mesh, **self.task.example_sizes)
+
   def evaluate(self, params) -> dict[str, float]:
-    """The scores of parameters on the evaluation split."""
+    """The scores of parameters on the evaluation split.
+
+    If there are several splits, a score's name begins with its split: "classes/zero_shot_top1".
+    """
+    splits = data.eval_splits(self.config)
+    scores = {}
+    for split in splits:
+      prefix = f"{split.partition('[')[0]}/" if len(splits) > 1 else ""
+      found = self._evaluate(params, split)
+      scores |= {f"{prefix}{name}": score for name, score in found.items()}
+    return scores
+
+  def _evaluate(self, params, split: str) -> dict[str, float]:
     config = self.config
     return self.task.evaluate(
       params,
       self.mesh,
       self._tokenize,
-      self._eval_batches(),
+      self._eval_batches(split),
       batch_size=config.eval_batch_size,
       class_names=data.class_names(config, self.builder) or (),
       templates=config.data.templates,
@@ -101,7 +117,8 @@ class Run(NamedTuple):
 
   def samples(self, params) -> list[Sample]:
     """Images of the first evaluation batch, with their nearest captions."""
-    with contextlib.closing(self._eval_batches()) as batches:
+    first = data.eval_splits(self.config)[0]
+    with contextlib.closing(self._eval_batches(first)) as batches:
       batch = next(batches)
     return self.task.samples(
       params, self.mesh, self._tokenize, batch, batch_size=self.config.eval_batch_size
@@ -110,11 +127,11 @@ class Run(NamedTuple):
   def _tokenize(self, texts):
     return self.tokenizer(texts, self.task.example_sizes["context_length"])
 
-  def _eval_batches(self):
+  def _eval_batches(self, split: str):
     return data.eval_batches(
       self.config,
       self.builder,
-      self.config.data.eval_split,
+      split,
       image_size=self.task.example_sizes["image_size"],
       batch_size=self.config.eval_batch_size,
     )
@@ -147,7 +164,7 @@ def make_run(config: Config, workdir: Path, read_only: bool = False) -> Run:
       f" (mesh.data={mesh.shape['data']} x mesh.fsdp={mesh.shape['fsdp']})."
     )
   builder = data.prepare(config.data)
-  for split in (config.data.train_split, config.data.eval_split):
+  for split in (config.data.train_split, *data.eval_splits(config)):
     data.check_split(builder, split)
   tokenizer = _tokenizer(config, builder, workdir)
   task = make_task(config, tokenizer)

@@ -1,10 +1,11 @@
 """Turns text into token ids `[N, L]` with Hugging Face `tokenizers`.
 
-A row is `<start> tokens <end> 0 0 ...` for all three vocabularies. Truncation keeps the end token,
+A row is `<start> tokens <end> 0 0 ...` for all vocabularies. Truncation keeps the end token,
 since a CLIP text tower pools at its first occurrence. `clip` gives open_clip's ids; `bpe` is
 trained on the captions of the run; any other `tokenizer.json` is used unchanged.
 """
 
+import collections
 import gzip
 import html
 import importlib.util
@@ -170,19 +171,21 @@ def make_tokenizer(spec: str, captions: Iterable[str] | None, vocab_size: int) -
   """The tokenizer that a config names.
 
   Args:
-    spec: "bpe" trains one on `captions`; "clip" takes the vocabulary of the installed open_clip;
+    spec: "bpe" trains one on `captions`; "words" has a token for each of their words; "clip" takes the vocabulary of the installed open_clip;
       anything else is the path of a `tokenizer.json` or of CLIP's `bpe_simple_vocab_16e6.txt.gz`.
-    captions: the training texts; read only for "bpe".
+    captions: the training texts; read only for "bpe" and "words".
     vocab_size: the maximum number of tokens of a trained tokenizer.
   """
   if spec == "bpe":
     return _train(captions, vocab_size)
+  if spec == "words":
+    return _words(captions, vocab_size)
   if spec == "clip":
     return _clip(_installed_clip_file())
   path = pathlib.Path(spec).expanduser()
   if not path.is_file():
     raise ValueError(
-      f'No tokenizer {spec!r}: expected "bpe" (made from the captions), "clip", or a file: a'
+      f'No tokenizer {spec!r}: expected "bpe" or "words" (made from the captions), "clip", or a file: a'
       f" tokenizer.json of Hugging Face tokenizers, or CLIP's {_CLIP_FILE}."
     )
   return _clip(path) if spec.endswith(".gz") else Tokenizer.load(path)
@@ -236,6 +239,23 @@ def _installed_clip_file() -> pathlib.Path:
       f"`pip install open_clip_torch`, or give the path of {_CLIP_FILE}."
     )
   return pathlib.Path(package.origin).parent / _CLIP_FILE
+
+
+def _words(captions: Iterable[str] | None, vocab_size: int) -> Tokenizer:
+  """A token for each of the most frequent words of the captions; another word is "<unk>".
+
+  Words that are equally frequent stay in the order of their first appearance.
+  """
+  special = ["<pad>", _START, _END, "<unk>"]
+  counts = collections.Counter(word for text in captions or () for word in _clean(text).split())
+  if not counts:
+    raise ValueError('tokenizer "words" is made of the captions, and there are none.')
+  names = [*special, *(word for word, _ in counts.most_common(vocab_size - len(special)))]
+  vocab = {name: i for i, name in enumerate(names)}
+  tokenizer = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token=special[-1]))
+  tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+  tokenizer.add_special_tokens(special[:-1])
+  return Tokenizer(tokenizer)
 
 
 def _train(captions: Iterable[str] | None, vocab_size: int) -> Tokenizer:

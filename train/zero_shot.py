@@ -96,7 +96,7 @@ def evaluate(
   images, labels = np.concatenate(images), np.concatenate(labels)
 
   metrics = {}
-  if class_names:
+  if class_names and np.any(labels >= 0):
     classifier = zero_shot_classifier(encode_text, tokenize, class_names, templates)
     scores = accuracy(images, labels, classifier)
     metrics |= {f"zero_shot_{name}": score for name, score in scores.items()}

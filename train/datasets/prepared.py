@@ -13,13 +13,26 @@ import tensorflow_datasets as tfds
 
 from train.config import DataConfig
 from train.datasets.pictures import Limits
+from train.datasets import scenes
+from train.datasets.scenes import Scenes
 from train.datasets.shapes import Shapes
 from train.datasets.webdataset import WebDataset
 from train.workdir import lock
 
 
-def prepare(config: DataConfig) -> tfds.core.DatasetBuilder:
-  """A builder to read the data set from. If the data set is missing, it is built first."""
+_DRAWN = (Shapes.name, scenes.NAME)
+
+
+def prepare(config: DataConfig) -> tfds.core.DatasetBuilder | Scenes:
+  """A builder to read the data set from. If the data set is missing, it is built first.
+
+  Scenes are drawn and need no preparation.
+  """
+  drawn = scenes.find(config.name)
+  if drawn is not None and not config.train_shards:
+    if config.flip:
+      raise ValueError("data.flip=True would mirror scenes, whose captions tell left from right.")
+    return drawn
   config = dataclasses.replace(config, data_dir=os.path.expanduser(config.data_dir))
   if config.train_shards:
     builder = _shards_builder(config)
@@ -89,10 +102,10 @@ def _shapes_builder(config: DataConfig) -> Shapes:
 
 
 def _shards_builder(config: DataConfig) -> WebDataset:
-  if not re.fullmatch("[a-z][a-z0-9_]*", config.name) or config.name == Shapes.name:
+  if not re.fullmatch("[a-z][a-z0-9_]*", config.name) or config.name in _DRAWN:
     raise ValueError(
       f"data.name={config.name!r} cannot name an import: lower case letters, digits and _ can, "
-      f"except {Shapes.name}."
+      f"except {' and '.join(_DRAWN)}."
     )
   if config.eval_shards and config.eval_split == config.train_split:
     raise ValueError(f"data.eval_split={config.eval_split!r} is the train split already.")
@@ -149,7 +162,7 @@ def _find(config: DataConfig) -> tfds.core.DatasetBuilder:
     raise ValueError(
       f"No data set data.name={config.name!r} in {data_dir}: found {', '.join(names) or 'none'}. "
       'Prepare it with TFDS (file_format="array_record"), name shards to import '
-      "(data.train_shards), or take the built-in shapes."
+      "(data.train_shards), or take the built-in shapes or scenes."
     ) from None
   if builder.info.file_format != tfds.core.FileFormat.ARRAY_RECORD:
     raise ValueError(

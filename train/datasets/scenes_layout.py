@@ -54,6 +54,11 @@ class Variant(NamedTuple):
   def triples(self) -> int:
     return self.shapes * self.colours * self.textures
 
+  @property
+  def objects(self) -> int:
+    """The most objects of a scene."""
+    return max(sum(counts) for counts in self.layouts)
+
   def triple(self, shape, colour, texture):
     """The number of a triple, from 0 to triples - 1; of arrays or whole numbers."""
     return (shape * self.colours + colour) * self.textures + texture

@@ -5,6 +5,7 @@ interpolated, times the pixels in its radius. Textures are triangle waves. So a 
 costs four gathers and about 150 additions and multiplications, and no transcendental function.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -32,10 +33,14 @@ class _Light(NamedTuple):
   strength: jax.Array
 
 
-def draw_pixels(key: jax.Array, scene: Scene, size: int, noise: int) -> jax.Array:
+def draw_pixels(
+  key: jax.Array, scene: Scene, size: int, *, noise: int, objects: int = OBJECTS
+) -> jax.Array:
   """uint8 [size, size, 3] of one scene; pure, so it may be traced, and mapped over keys and scenes.
 
   key: of everything that no caption tells: turns, shades, light and noise.
+  noise: the largest standard deviation of a pixel's noise, in levels.
+  objects: the most that a scene has present.
   """
   look, grains = jax.random.split(key)
   dice = Dice(look, 48)
@@ -47,14 +52,14 @@ def draw_pixels(key: jax.Array, scene: Scene, size: int, noise: int) -> jax.Arra
   turn = jnp.array(_ROTATIONS)[dice.below(64, OBJECTS)]
   phase = dice.below(256, OBJECTS).astype(jnp.float32) / 256
   shade = (dice.below(29, 3 * OBJECTS).astype(jnp.float32) - 14).reshape(OBJECTS, 3)
-  for i in range(OBJECTS):
-    group = scene.group[i]
-    rgb = (jnp.array(_RGB)[scene.colour[group]] + shade[i]).reshape(1, 1, 3)
-    position = [v.astype(jnp.float32) / SIDE for v in (scene.x[i], scene.y[i], scene.radius[group])]
-    kind = (scene.shape[group], scene.texture[group])
-    cover, colour = _object(x, y, position, kind, turn[i], phase[i], rgb, light, size)
-    cover = jnp.where(scene.present[i], cover, 0)[..., None]
-    image = image + (colour - image) * cover
+  rgb = jnp.array(_RGB)[scene.colour[scene.group]] + shade
+  first = OBJECTS - objects
+  covers, mixes, lights = jax.vmap(functools.partial(_object, x, y, scene, light))(
+    jnp.arange(first, OBJECTS), turn[first:], phase[first:]
+  )
+  for i in range(objects):
+    colour = _between(rgb[first + i], mixes[i]) * lights[i][..., None]
+    image = image + (colour - image) * covers[i][..., None]
   across = (x - 0.5) * light.x + (y - 0.5) * light.y
   image = image * (_fraction(dice, 0.8, 1.1) * (1 + light.strength * across))[..., None]
   deviation = _fraction(dice, 0.0, 1.0) * noise
@@ -62,23 +67,30 @@ def draw_pixels(key: jax.Array, scene: Scene, size: int, noise: int) -> jax.Arra
   return jnp.clip(jnp.round(image), 0, 255).astype(jnp.uint8)
 
 
-def _object(x, y, position, kind, turn, phase, rgb, light, size):
-  """An object's cover of each pixel, 0 to 1, [size, size], and its colour, [size, size, 3]."""
-  centre_x, centre_y, radius = position
-  shape, texture = kind
+def _object(x, y, scene: Scene, light: _Light, i, turn, phase) -> tuple[jax.Array, ...]:
+  """Of object i: its cover of each pixel, its texture, and its brightness; [size, size] each."""
+  group = scene.group[i]
+  centre_x, centre_y, radius = (
+    v.astype(jnp.float32) / SIDE for v in (scene.x[i], scene.y[i], scene.radius[group])
+  )
   dx, dy = (x - centre_x) / radius, (y - centre_y) / radius
   u, v = dx * turn[0] + dy * turn[1], dy * turn[0] - dx * turn[1]
-  depth = _distance(shape, u, v) * radius * size  # in pixels; negative inside
-  cover = jnp.clip(0.5 - depth, 0, 1)
-  mix = _texture(texture, u, v, radius, phase)[..., None]
-  # The second colour of a texture is half way to white, or to black from a light colour.
-  luminance = (rgb.reshape(3) * np.array([0.3, 0.59, 0.11], np.float32)).sum()
-  other = rgb + (jnp.where(luminance > 120, 0.0, 255.0) - rgb) * 0.55
-  colour = rgb + (other - rgb) * mix
+  depth = _distance(scene.shape[group], u, v) * radius * len(x)  # in pixels; negative inside
+  cover = jnp.where(scene.present[i], jnp.clip(0.5 - depth, 0, 1), 0)
   # A bevel: the half of the object towards the light is brighter, and its outline is darker.
   bevel = 1 + light.strength * (dx * light.x + dy * light.y)
   outline = jnp.where(depth > -1, 0.7, 1.0)
-  return cover, colour * (bevel * outline)[..., None]
+  return cover, _texture(scene.texture[group], u, v, radius, phase), bevel * outline
+
+
+def _between(rgb: jax.Array, mix: jax.Array) -> jax.Array:
+  """A colour [3] mixed with its second one, by mix [size, size]: [size, size, 3].
+
+  The second colour is half way to white, or to black from a light colour.
+  """
+  luminance = (rgb * np.array([0.3, 0.59, 0.11], np.float32)).sum()
+  towards = jnp.where(luminance > 120, 0.0, 255.0) - rgb
+  return rgb.reshape(1, 1, 3) + 0.55 * mix[..., None] * towards.reshape(1, 1, 3)
 
 
 def _distance(shape: jax.Array, u: jax.Array, v: jax.Array) -> jax.Array:
@@ -95,7 +107,8 @@ def _distance(shape: jax.Array, u: jax.Array, v: jax.Array) -> jax.Array:
     return left + (table[index + 1] - left) * right
 
   upper = along_row(first)
-  return upper + (along_row(first + GRID) - upper) * down
+  beyond = jnp.maximum(jnp.maximum(jnp.abs(u), jnp.abs(v)) - REACH, 0)  # The table ends there.
+  return upper + (along_row(first + GRID) - upper) * down + beyond
 
 
 def _texture(texture, u, v, radius, phase) -> jax.Array:
