@@ -24,7 +24,7 @@ from train.datasets.scenes_layout import (
   draw_scene,
   is_held_out,
 )
-from train.datasets.scenes_pixels import draw_pixels
+from train.datasets.scenes_pixels import _grains, draw_pixels
 from train.datasets.scenes_shapes import signed_distances
 from train.datasets.scenes_words import COLOURS, SHAPES, TEXTURES, VOCABULARY, WORDS
 from train.sharding import make_mesh
@@ -35,15 +35,15 @@ MANY = 4096
 
 
 @functools.cache
-def drawn(variant="full", held_out=None, count=MANY, seed=0) -> tuple[Scene, np.ndarray]:
+def drawn(variant="full") -> tuple[Scene, np.ndarray]:
   """Many scenes, as numpy arrays, and a caption of each, [count, 32]."""
 
   def one(i):
-    place, say = jax.random.split(jax.random.fold_in(jax.random.key(seed), i))
-    scene = draw_scene(place, VARIANTS[variant], held_out)
+    place, say = jax.random.split(jax.random.fold_in(jax.random.key(0), i))
+    scene = draw_scene(place, VARIANTS[variant])
     return scene, draw_caption(say, scene, 32)
 
-  found = jax.jit(jax.vmap(one))(jnp.arange(count))
+  found = jax.jit(jax.vmap(one))(jnp.arange(MANY))
   return jax.tree.map(np.asarray, found)
 
 
@@ -59,14 +59,8 @@ def rows_of(scene: Scene):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_training_never_shows_a_held_out_triple(variant):
   scene, _ = drawn(variant)
-  shown = scene.count > 0
   held_out = is_held_out(scene.shape, scene.colour, scene.texture)
-  assert not (held_out & shown).any()
-  assert drawn(variant, True)[0].count[:, 0].min() == 1
-  first = [getattr(drawn(variant, True)[0], name)[:, 0] for name in ("shape", "colour", "texture")]
-  assert is_held_out(*first).all()
-  first = [getattr(drawn(variant, False)[0], name)[:, 0] for name in ("shape", "colour", "texture")]
-  assert not is_held_out(*first).any()
+  assert not (held_out & (scene.count > 0)).any()
 
 
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
@@ -181,7 +175,7 @@ def test_a_shape_covers_the_pixels_of_its_signed_distance(shape):
   covered = abs(there - nothing).sum(axis=-1) > 100
   table = signed_distances()[list(SHAPES).index(shape)]
   area = (table < 0).mean() * (2.5 * radius / SIDE) ** 2
-  assert covered.mean() == pytest.approx(area, rel=0.12)
+  assert covered.mean() == pytest.approx(area, rel=0.12, abs=0.03)
 
 
 def test_textures_differ():
@@ -192,16 +186,11 @@ def test_textures_differ():
   assert images[0].std(axis=(0, 1)).max() < 30  # plain: light only
 
 
-def test_noise_has_the_given_deviation():
-  scene = scene_of(("circle", "red", "plain", 30, 128, 128))
-
-  def image(noise, key):
-    return np.asarray(draw_pixels(key, scene, 64, noise=noise)).astype(float)
-
-  deviations = []
-  for key in jax.random.split(jax.random.key(0), 8):
-    deviations.append((image(24, key) - image(0, key)).std())
-  assert 4 < np.mean(deviations) < 20 and max(deviations) <= 24.5
+def test_grains_have_mean_0_and_variance_1():
+  grains = np.asarray(_grains(jax.random.key(0), 64))
+  assert grains.shape == (64, 64, 3)
+  assert abs(grains.mean()) < 0.03 and grains.std() == pytest.approx(1, abs=0.03)
+  assert abs(np.corrcoef(grains.reshape(-1, 3).T) - np.eye(3)).max() < 0.06
 
 
 # --- captions ---
@@ -219,10 +208,15 @@ COLOUR_WORDS = synonyms(row for _, row in COLOURS.values())
 ADJECTIVES = synonyms(row for row, _ in TEXTURES.values())
 BEHIND = synonyms(row for _, row in TEXTURES.values())
 SIZES, NUMBERS = synonyms(words.SIZES), {**synonyms(words.NUMBERS), "an": 0}
-RELATIONS = synonyms(words.RELATIONS.values())
-PLACES, AND = synonyms(words.PLACES), {text: 0 for text in words.AND}
 TONES = synonyms(row for _, row in words.TONES.values())
 PATTERNS = synonyms(words.PATTERNS.values())
+LINKS = (("in", "that is"), ("in", "that are"))  # of one object, of several
+AFTER_A_NOUN_PHRASE = {
+  **{text: ("relation", i) for text, i in synonyms(words.RELATIONS.values()).items()},
+  **{text: ("place", i) for text, i in synonyms(words.PLACES).items()},
+  **{text: ("and", 0) for text in words.AND},
+  **{text: ("background", 0) for text in ("on a", "on an")},
+}
 OPENINGS = {text: 0 for text in words.OPENINGS if text}
 
 
@@ -243,18 +237,15 @@ class Reader:
 
 
 def read_noun_phrase(reader: Reader) -> dict:
-  told = {"count": reader.take(NUMBERS), "size": reader.take(SIZES)}
+  told = {"count": reader.take(NUMBERS) + 1, "size": reader.take(SIZES)}
   told["texture"], told["colour"] = reader.take(ADJECTIVES), reader.take(COLOUR_WORDS)
   told["shape"], plural = reader.take(NOUNS)
-  told["count"] += 1
   assert plural == (told["count"] > 1)
-  if reader.take({"in": 1}) or (linked := reader.take({"that is": 1, "that are": 2})):
-    if "linked" in locals() and reader.rest[0] not in COLOUR_WORDS:
-      reader.rest = ["that", "is", *reader.rest]  # "that is larger than"
-      return told
-    told["colour"] = reader.take(COLOUR_WORDS)
-  behind = reader.take(BEHIND)
-  told["texture"] = behind if behind is not None else told["texture"]
+  colour_after = {f"{link} {name}": i for link in LINKS[plural] for name, i in COLOUR_WORDS.items()}
+  for name, table in (("colour", colour_after), ("texture", BEHIND)):
+    if (found := reader.take(table)) is not None:
+      assert told[name] is None
+      told[name] = found
   return {name: value for name, value in told.items() if value is not None}
 
 
@@ -262,17 +253,15 @@ def read(text: str) -> dict:
   """The facts of a caption; fails unless the grammar explains all of its words."""
   reader = Reader(text)
   reader.take(OPENINGS)
-  facts = {"groups": [read_noun_phrase(reader)], "relation": None}
+  facts = {"groups": [read_noun_phrase(reader)]}
   while reader.rest:
-    if (place := reader.take(PLACES)) is not None:
-      facts["place"] = place
-    elif (relation := reader.take(RELATIONS)) is not None:
-      facts["relation"] = relation
+    found = reader.take(AFTER_A_NOUN_PHRASE)
+    assert found, (text, reader.rest)
+    kind, value = found
+    facts[kind] = value
+    if kind in ("relation", "and"):
       facts["groups"].append(read_noun_phrase(reader))
-    elif reader.take(AND) is not None:
-      facts["groups"].append(read_noun_phrase(reader))
-    else:
-      assert reader.take({"on a": 1, "on an": 1}), (text, reader.rest)
+    elif kind == "background":
       facts["pattern"], facts["tone"] = reader.take(PATTERNS), reader.take(TONES)
       assert reader.take(dict.fromkeys(words.BACKGROUNDS, 1)) and not reader.rest, text
   return facts
@@ -317,7 +306,7 @@ def test_captions_are_true(variant):
     facts = read(text)
     groups = [group_that_is_told(told, one) for told in facts["groups"]]
     assert len(groups) == (one.count > 0).sum(), text
-    if facts["relation"] is not None:
+    if "relation" in facts:
       name = list(words.RELATIONS)[facts["relation"]]
       assert relation_holds(name, one, *groups), text
       seen.add(name)
@@ -350,7 +339,8 @@ def test_captions_have_at_most_30_ids_and_shorter_ones_keep_their_end():
   assert (captions[:, 0] == VOCABULARY.index(words.START)).all()
   assert (captions[np.arange(MANY), lengths - 1] == end).all()
   one = jax.tree.map(lambda x: jnp.array(x[0]), scene)
-  long, short = (np.asarray(draw_caption(jax.random.key(5), one, n)) for n in (32, 6))
+  draw = jax.jit(draw_caption, static_argnums=2)
+  long, short = (np.asarray(draw(jax.random.key(5), one, n)) for n in (32, 6))
   np.testing.assert_array_equal(short[:5], long[:5])
   assert short[5] == end
 
@@ -364,7 +354,7 @@ def tokenizer() -> Tokenizer:
 
 
 def test_the_tokenizer_gives_the_drawn_ids_and_their_text(tokenizer, tmp_path):
-  _, captions = drawn(count=256)
+  captions = drawn()[1][:256]
   texts = [scenes.text_of(row) for row in captions]
   tokenizer.save(tmp_path / "tokenizer.json")
   for one in (tokenizer, Tokenizer.load(tmp_path / "tokenizer.json")):
@@ -442,23 +432,29 @@ def test_the_state_is_the_step_and_a_resumed_stream_is_the_same():
 
 def test_a_row_is_a_function_of_seed_step_and_row():
   key = jax.random.fold_in(scenes._key("train", 3), 1)
-  rows = jnp.array([5, 11], jnp.uint32)
-  drawn = scenes._draw(key, rows, FULL, None, **ON)
+
+  @jax.jit
+  def draw(rows):
+    return scenes._draw(key, rows, FULL, None, **ON)
+
+  found = draw(jnp.array([5, 11], jnp.uint32))
   for name in ("image", "text"):
-    np.testing.assert_array_equal(drawn[name], on_one_device()[1][0][name][np.array([5, 11])])
-  scene = jax.tree.map(lambda x: np.asarray(x[0]), drawn["scene"])
-  facts = read(scenes.text_of(np.asarray(drawn["text"][0])))
+    np.testing.assert_array_equal(found[name], on_one_device()[1][0][name][np.array([5, 11])])
+  scene = jax.tree.map(lambda x: np.asarray(x[0]), found["scene"])
+  facts = read(scenes.text_of(np.asarray(found["text"][0])))
   assert [group_that_is_told(told, scene) for told in facts["groups"]]
 
 
-def test_many_rows_are_drawn_in_pieces_with_the_same_numbers():
-  # 600 px: at most 11 rows at a time.
-  key, rows = jax.random.key(0), jnp.arange(13, dtype=jnp.uint32)
-  draw = functools.partial(scenes._draw, key, variant=SMALL_VARIANT, held_out=None)
-  pieces = draw(rows=rows, image_size=600, context_length=32)["image"]
-  for part in (slice(0, 2), slice(11, 13)):
-    alone = draw(rows=rows[part], image_size=600, context_length=32)["image"]
-    np.testing.assert_array_equal(pieces[part], alone)
+def test_many_rows_are_drawn_in_pieces_with_the_same_numbers(monkeypatch):
+  def draw(rows):
+    whole = functools.partial(scenes._draw, variant=SMALL_VARIANT, held_out=None)
+    key = scenes._key("train", 0)
+    return jax.jit(lambda rows: whole(key, rows, image_size=16, context_length=32))(rows)
+
+  rows = jnp.arange(7, dtype=jnp.uint32)
+  whole = draw(rows)
+  monkeypatch.setattr(scenes, "_PIXELS_AT_ONCE", 3 * 16**2)
+  jax.tree.map(np.testing.assert_array_equal, draw(rows), whole)
 
 
 def test_evaluation_batches_have_captions_or_labels():

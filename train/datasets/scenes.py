@@ -29,6 +29,7 @@ from train.sharding import BATCH_AXES, batch_sharding
 from train.tokenizer import Tokenizer
 
 NAME = "scenes"
+_PIXELS_AT_ONCE = 2**22  # A pixel has up to a hundred bytes of masks while it is drawn.
 CAPTION_LENGTH = 32  # ids of every caption of an evaluation
 
 
@@ -213,8 +214,7 @@ def _draw(
       "scene": scene,
     }
 
-  # A few hundred megabytes of masks at a time.
-  at_once = max(1, 2**22 // image_size**2)
+  at_once = max(1, _PIXELS_AT_ONCE // image_size**2)
   if len(rows) <= at_once:
     return jax.vmap(draw)(rows)
   return jax.lax.map(draw, rows, batch_size=at_once)
