@@ -35,6 +35,7 @@ _STANDARD_PROMOTION = (
   "test_remat",
   "test_unit_training",
   "test_width_transfer",
+  "test_scenes_training",
 )
 
 # Each test is of one tier or needs an extra; README's command runs the core, .ci/run all.
@@ -52,6 +53,7 @@ _PROGRAM = (
   "test_main",
   "test_remat",
   "test_run_end",
+  "test_scenes_training",
   "test_step",
   "test_watchdog",
 )

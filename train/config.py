@@ -63,8 +63,8 @@ class DataConfig:
   # Prompts with "{}" for a class name: for zero-shot classification, and as captions of data
   # that has only labels.
   templates: tuple[str, ...] = ("a photo of a {}.",)
-  # "bpe": train one on the captions; "words": a token for each of their words; "clip"; a path to a tokenizer.json or to CLIP's
-  # bpe_simple_vocab_16e6.txt.gz
+  # "bpe": train one on the captions; "words": a token for each of their words; "clip"; a path to a
+  # tokenizer.json or to CLIP's bpe_simple_vocab_16e6.txt.gz
   tokenizer: str = "bpe"
   tokenizer_vocab_size: int = 1024  # of a tokenizer trained here
   crop_scale: tuple[float, float] = (0.9, 1.0)  # RandomResizedCrop's share of the area

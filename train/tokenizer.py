@@ -171,8 +171,9 @@ def make_tokenizer(spec: str, captions: Iterable[str] | None, vocab_size: int) -
   """The tokenizer that a config names.
 
   Args:
-    spec: "bpe" trains one on `captions`; "words" has a token for each of their words; "clip" takes the vocabulary of the installed open_clip;
-      anything else is the path of a `tokenizer.json` or of CLIP's `bpe_simple_vocab_16e6.txt.gz`.
+    spec: "bpe" trains one on `captions`; "words" has a token for each of their words; "clip" takes
+      the vocabulary of the installed open_clip; anything else is the path of a `tokenizer.json` or
+      of CLIP's `bpe_simple_vocab_16e6.txt.gz`.
     captions: the training texts; read only for "bpe" and "words".
     vocab_size: the maximum number of tokens of a trained tokenizer.
   """
@@ -185,8 +186,8 @@ def make_tokenizer(spec: str, captions: Iterable[str] | None, vocab_size: int) -
   path = pathlib.Path(spec).expanduser()
   if not path.is_file():
     raise ValueError(
-      f'No tokenizer {spec!r}: expected "bpe" or "words" (made from the captions), "clip", or a file: a'
-      f" tokenizer.json of Hugging Face tokenizers, or CLIP's {_CLIP_FILE}."
+      f'No tokenizer {spec!r}: expected "bpe" or "words" (made from the captions), "clip", or a'
+      f" file: a tokenizer.json of Hugging Face tokenizers, or CLIP's {_CLIP_FILE}."
     )
   return _clip(path) if spec.endswith(".gz") else Tokenizer.load(path)
 

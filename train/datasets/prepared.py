@@ -12,13 +12,12 @@ from collections.abc import Iterator
 import tensorflow_datasets as tfds
 
 from train.config import DataConfig
-from train.datasets.pictures import Limits
 from train.datasets import scenes
+from train.datasets.pictures import Limits
 from train.datasets.scenes import Scenes
 from train.datasets.shapes import Shapes
 from train.datasets.webdataset import WebDataset
 from train.workdir import lock
-
 
 _DRAWN = (Shapes.name, scenes.NAME)
 

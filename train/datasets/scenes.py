@@ -73,8 +73,8 @@ class Scenes(NamedTuple):
     ids = tokenizer([" ".join(WORDS)], len(WORDS) + 2)[0, 1:-1]
     if not np.array_equal(ids, np.arange(len(VOCABULARY) - len(WORDS), len(VOCABULARY))):
       raise ValueError(
-        f"Captions of {NAME} are drawn as ids of its {len(VOCABULARY)} words: data.tokenizer must be"
-        f" 'words', and data.tokenizer_vocab_size at least {len(VOCABULARY)}."
+        f"Captions of {NAME} are drawn as ids of its {len(VOCABULARY)} words: data.tokenizer must"
+        f" be 'words', and data.tokenizer_vocab_size at least {len(VOCABULARY)}."
       )
 
   def eval_batches(self, split: str, image_size: int, batch_size: int) -> Iterator[dict[str, Any]]:
@@ -97,7 +97,7 @@ class Scenes(NamedTuple):
     if not match or match[1] not in SPLITS:
       there = ", ".join(SPLITS)
       raise ValueError(
-        f"{self.full_name} has no split {split!r}: it has {there}, or the first of one: classes[:500]."
+        f"{self.full_name} has no split {split!r}: it has {there}, and parts such as classes[:500]."
       )
     size = SPLITS[match[1]].size or 0
     return match[1], min(size, int(match[2])) if match[2] else size

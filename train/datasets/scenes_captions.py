@@ -123,7 +123,7 @@ def relations(scene: Scene) -> jax.Array:
 
 
 def _relation(dice: Dice, scene: Scene, swap: jax.Array) -> jax.Array:
-  """A relation that holds; "and" if there is none, for three groups, and in one of four captions."""
+  """A relation that holds; "and" if there is none, for three groups, and in a quarter of cases."""
   held = relations(scene)
   chosen = jnp.argmax(jnp.where(held, 1 + dice.below(2**15, len(held)), 0)).astype(jnp.int32)
   chosen = jnp.where(swap, jnp.array(words.INVERSE)[chosen], chosen)

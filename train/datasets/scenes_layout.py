@@ -131,7 +131,8 @@ def allowed(variant: Variant, held_out: bool) -> np.ndarray:
 def draw_scene(key: jax.Array, variant: Variant, held_out: bool | None = None) -> Scene:
   """The scene of a key; pure, so it may be traced, and mapped over keys.
 
-  held_out: None: scenes for training. True, False: one object, of the held-out or the other triples.
+  held_out: None: scenes for training. True: one object, of a held-out triple. False: one object, of
+    another triple.
   """
   dice = Dice(key, 48)
   layouts = variant.layouts if held_out is None else ((1, 0, 0),)

@@ -51,13 +51,9 @@ def _shapes(x: np.ndarray, y: np.ndarray) -> dict[str, np.ndarray]:
   hole = polygon((-0.46, -0.46), (0.46, -0.46), (0.46, 0.46), (-0.46, 0.46))
   bar = np.maximum(abs(x) - 0.17, abs(y) - 1.0)
   bars = [np.maximum(abs(_turned(x, y, t)) - 0.17, np.hypot(x, y) - 1.0) for t in (60, 120)]
-  heart = np.stack(
-    [
-      16 * np.sin(turns) ** 3,
-      -(13 * np.cos(turns) - 5 * np.cos(2 * turns) - 2 * np.cos(3 * turns) - np.cos(4 * turns)),
-    ],
-    axis=1,
-  )
+  lobes = [13, -5, -2, -1]
+  height = -2.5 - sum(size * np.cos((i + 1) * turns) for i, size in enumerate(lobes))
+  heart = np.stack([16 * np.sin(turns) ** 3, height], axis=1)
   drop = np.stack([0.66 * np.sin(turns) * np.sin(turns / 2), -np.cos(turns)], axis=1)
   arc = [(np.cos(t), np.sin(t)) for t in np.linspace(0, np.pi / 2, 24)]
   puffs = ((-0.55, 0.12, 0.42), (0.0, -0.2, 0.55), (0.55, 0.1, 0.43), (0.0, 0.25, 0.4))
@@ -68,7 +64,7 @@ def _shapes(x: np.ndarray, y: np.ndarray) -> dict[str, np.ndarray]:
     "star": star(5, 0.42),
     "cross": polygon(*_plus(0.3)),
     "ring": abs(circle(0, 0, 0.74)) - 0.22,
-    "heart": _polygon((heart + [0, -2.5]) / 17.5, x, y),
+    "heart": _polygon(heart / 17.5, x, y),
     "crescent": np.maximum(circle(-0.05, 0, 0.95), -circle(0.4, 0, 0.8)),
     "arrow": polygon(
       *((-0.95, -0.22), (0.1, -0.22), (0.1, -0.62), (0.95, 0)),
