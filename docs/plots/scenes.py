@@ -1,0 +1,32 @@
+"""Makes docs/images/scenes.png: 24 scenes of 64 pixels with their captions.
+
+python docs/plots/scenes.py
+"""
+
+import textwrap
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+from train.datasets import scenes
+
+IMAGE = Path(__file__).parent.parent / "images/scenes.png"
+
+
+def main():
+  batch = next(scenes.find("scenes").eval_batches("scenes", image_size=64, batch_size=24))
+  figure, axes = plt.subplots(4, 6, figsize=(10.5, 8.6))
+  for axis, pixels, (text,) in zip(axes.flat, batch["image"], batch["captions"], strict=True):
+    axis.imshow(pixels, interpolation="nearest")
+    axis.set_title(textwrap.fill(text, 28), fontsize=7)
+    axis.axis("off")
+  figure.subplots_adjust(0.01, 0.01, 0.99, 0.92, 0.08, 0.42)
+  figure.savefig(IMAGE, dpi=75, pil_kwargs={"optimize": True})
+  print(f"wrote {IMAGE}, {IMAGE.stat().st_size // 1024} KB")
+
+
+if __name__ == "__main__":
+  main()
