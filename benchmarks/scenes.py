@@ -3,8 +3,8 @@
   python -m benchmarks.scenes
 
 Draws batches as a run does (train/datasets/scenes.py), on all devices. Then trains the model of
-configs/scenes_s8.py, as train.main compiles the step: on one batch that stays on the devices, and on
-batches that are drawn for each step. The three take turns, and medians count. Adds a line to
+configs/scenes_s8.py, as train.main compiles the step: on one batch that stays on the devices, and
+on batches that are drawn for each step. The three take turns, and medians count. Adds a line to
 results/scenes.jsonl with images a second of each, the milliseconds that drawing adds to a step, and
 the floating-point operations and bytes of drawing, as XLA counts them.
 """
