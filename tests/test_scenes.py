@@ -254,6 +254,8 @@ def test_evaluation_batches_have_captions_or_labels():
       assert not any(captions)
       attributes = np.array([numbers_of(source.class_names[i]) for i in labels]).T
       assert (is_held_out(*attributes) == split.startswith("heldout")).all()
+    images = np.concatenate([batch["image"] for batch in found]).reshape(size, -1)
+    assert len(np.unique(images, axis=0)) == size
     seen[split] = found[0]["image"]
   again = next(data.eval_batches(config, source, "scenes", image_size=32, batch_size=24))
   np.testing.assert_array_equal(again["image"], seen["scenes[:40]"])
