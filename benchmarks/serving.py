@@ -150,7 +150,7 @@ def quality(config, workdir: Path) -> dict:
   """Scores and cosines of a run's newest checkpoint, in float32 and in 8 bits."""
   run = make_run(config, workdir, read_only=True)
   restored = run.restore()
-  params, batch = restored.state.params, next(run._eval_batches())
+  params, batch = restored.state.params, next(run._eval_batches(config.data.eval_split))
 
   def of(recipe, params):
     options = dataclasses.replace(run.task.model.options, recipe=recipe, dtype=jnp.float32)
