@@ -36,6 +36,7 @@ _STANDARD_PROMOTION = (
   "test_unit_training",
   "test_width_transfer",
   "test_scenes_training",
+  "test_watch",
 )
 
 # Each test is of one tier or needs an extra; README's command runs the core, .ci/run all.
@@ -55,6 +56,7 @@ _PROGRAM = (
   "test_run_end",
   "test_scenes_training",
   "test_step",
+  "test_watch",
   "test_watchdog",
 )
 _KERNELS = ("_mosaic", "_sm90", "_triton")

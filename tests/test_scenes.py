@@ -24,6 +24,7 @@ from train.datasets.scenes_layout import (
 from train.datasets.scenes_pixels import _grains, draw_pixels
 from train.datasets.scenes_shapes import GRID, REACH, signed_distances
 from train.datasets.scenes_words import COLOURS, SHAPES, TEXTURES, WORDS
+from train.images import MEAN
 from train.sharding import make_mesh
 from train.tokenizer import make_tokenizer
 
@@ -167,7 +168,8 @@ ON = {"image_size": 32, "context_length": 32}
 
 
 def config_of(**values) -> Config:
-  data_config = DataConfig(name="scenes", tokenizer="words", label_key="label", **values)
+  values = {"name": "scenes", "tokenizer": "words", "label_key": "label"} | values
+  data_config = DataConfig(**values)
   return Config(model=ModelConfig(size="tiny"), data=data_config, batch_size=16, seed=3)
 
 
@@ -198,6 +200,32 @@ def test_any_mesh_draws_the_same_batch(data_axis, fsdp):
   ):
     for name, values in expected.items():
       np.testing.assert_array_equal(batch[name], values)
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_a_shift_changes_the_contrast_of_pictures_from_its_steps_on(count):
+  """Of steps 1 to 3 only the second has full contrast."""
+  config = config_of(name="scenes/shift:2,3")
+  found = batches(config, make_mesh(config.mesh, jax.devices()[:count]), count=3)
+  grey = 255 * MEAN
+  for step, ((batch, _), (plain, _)) in enumerate(zip(found, on_one_device(), strict=True), 1):
+    low = np.round(grey + (plain["image"] - grey) / np.float32(16)).astype(np.uint8)
+    np.testing.assert_array_equal(batch["image"], plain["image"] if step == 2 else low)
+    np.testing.assert_array_equal(batch["text"], plain["text"])
+  resumed = batches(config, make_mesh(config.mesh, jax.devices()[:1]), count=1, start=1)[0]
+  np.testing.assert_array_equal(resumed[0]["image"], found[1][0]["image"])
+
+
+def test_a_shift_leaves_evaluation_as_it_is():
+  config, shifted = config_of(), config_of(name="scenes/shift:1500")
+  for split in ("scenes[:8]", "classes[:8]"):
+    plain, other = (
+      next(data.eval_batches(c, data.prepare(c.data), split, image_size=16, batch_size=8))
+      for c in (config, shifted)
+    )
+    for name in ("image", "label"):
+      np.testing.assert_array_equal(other[name], plain[name])
+    assert other["captions"] == plain["captions"]
 
 
 def test_the_state_is_the_step_and_a_resumed_stream_is_the_same():
@@ -268,6 +296,9 @@ def numbers_of(name: str) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("name, split, message", [
   ("scenes/huge", "scenes", "there are scenes/full, scenes/small"),
+  ("scenes/shift", "scenes", "and scenes/shift:1500 or scenes/shift:1500,1520,... with the steps"),
+  ("scenes/shift:5,5", "scenes", "data.name='scenes/shift:5,5': steps=[5, 5] must increase"),
+  ("scenes/shift:0", "scenes", "steps=[0] must increase, from 1 to 4294967295"),
   ("scenes", "val", "has no split 'val': it has train, scenes, classes, heldout"),
   ("scenes", "classes[10:]", "has no split 'classes"),
 ])  # fmt: skip

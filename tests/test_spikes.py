@@ -102,6 +102,17 @@ def test_of_a_run_without_loss_spikes_no_chance_is_told(tmp_path, capsys):
   assert "calm: 0 loss spikes and 1 spike of" in said and "chance" not in said
 
 
+def test_the_rms_is_the_patch_embedding_s_unless_another_is_named(tmp_path):
+  folder = write(tmp_path / "run", *run())
+  control, bias = "rms/image/block_1/fc2/kernel", "rms/image/patch_embedding/bias"
+  path = folder / "metrics.jsonl"
+  records = [json.loads(line) | {control: 1.5, bias: 2.0} for line in path.open()]
+  path.write_text("".join(json.dumps(record) + "\n" for record in records))
+  assert spikes.read_run(folder)[3] == "rms/image/patch_embedding/kernel"
+  _, _, rms, name = spikes.read_run(folder, control)
+  assert name == control and (rms == 1.5).all()
+
+
 @pytest.mark.parametrize(
   ("change", "options", "message"),
   [

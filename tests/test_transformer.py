@@ -257,8 +257,8 @@ def test_qk_norm_has_the_epsilon_of_its_tower():
     assert np.max(np.abs(normed)) < 0.1, name
 
 
-def test_block_outputs_are_mean_absolute_features():
-  model, params = clip(scan=False), unstack_blocks(random_params())
+def test_block_outputs_are_the_mean_and_the_largest_absolute_feature():
+  model, params = clip(scan=False, block_maxima=True), unstack_blocks(random_params())
 
   def blocks(module, method):
     return isinstance(module, Block) and method == "__call__"
@@ -270,8 +270,9 @@ def test_block_outputs_are_mean_absolute_features():
     features = [
       state["intermediates"][tower][f"block_{layer}"]["__call__"][0][0] for layer in range(layers)
     ]
-    want = [np.mean(np.abs(x)) for x in features]
-    np.testing.assert_allclose(out["block_outputs"][tower], want, rtol=1e-5)
+    for name, statistic in (("block_outputs", np.mean), ("block_maxima", np.max)):
+      want = [statistic(np.abs(x)) for x in features]
+      np.testing.assert_allclose(out[name][tower], want, rtol=1e-5)
 
 
 def test_no_gradient_flows_into_block_outputs():

@@ -133,6 +133,9 @@ class Config:
   steps: int = 20_000  # batches to train on
   seed: int = 0  # of parameters, the order of the data, crops and dropped patches
   log_every: int = 50  # steps between two records of the metrics
+  # Patterns of parameters whose gradient and RMS are recorded too, and with them each block's
+  # largest |feature|: "image/block_(0|11)/fc2/kernel", whether model.scan is on or off
+  watch: tuple[str, ...] = ()
   eval_every: int = 1000  # 0: only at the end
   eval_batch_size: int = 256  # over all devices
   checkpoint_every: int = 1000  # 0: only at the end

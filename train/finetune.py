@@ -35,7 +35,7 @@ class Rate(NamedTuple):
 
 def freezes(patterns: Sequence[str], name: str) -> bool:
   """Whether the parameter of that path stands still."""
-  return any(_compiled("freeze", pattern).fullmatch(name) for pattern in patterns)
+  return any(compiled("freeze", pattern).fullmatch(name) for pattern in patterns)
 
 
 def frozen(patterns: Sequence[str], params):
@@ -71,7 +71,7 @@ def parse_rates(texts: Sequence[str]) -> tuple[Rate, ...]:
         f"optimizer.learning_rate_scale={text!r} must be a pattern and a factor of 0 or more, such"
         " as 'image/.*=0.1'."
       )
-    rates.append(Rate(_compiled("optimizer.learning_rate_scale", pattern), value))
+    rates.append(Rate(compiled("optimizer.learning_rate_scale", pattern), value))
   return tuple(rates)
 
 
@@ -98,7 +98,7 @@ def check_patterns(config: Config, names: Iterable[str]) -> None:
   """Raises a ValueError for a pattern of the config that matches none of the parameters `names`."""
   names = list(names)
   fields = {
-    "freeze": [_compiled("freeze", pattern) for pattern in config.freeze],
+    "freeze": [compiled("freeze", pattern) for pattern in config.freeze],
     "optimizer.learning_rate_scale": [
       rate.pattern for rate in parse_rates(config.optimizer.learning_rate_scale)
     ],
@@ -106,14 +106,19 @@ def check_patterns(config: Config, names: Iterable[str]) -> None:
   for field, patterns in fields.items():
     for pattern in patterns:
       if not any(pattern.fullmatch(name) for name in names):
-        plain = re.sub(r"[^\w/]", "", pattern.pattern)
-        near = difflib.get_close_matches(plain, names, n=4, cutoff=0.3) or names[:4]
-        raise ValueError(
-          f"{field}: the pattern {pattern.pattern!r} matches no parameter. A pattern is for the"
-          f" whole path, as 'image/.*' is. Paths near it: {', '.join(near)}."
-        )
+        raise matches_nothing(field, pattern, names)
   if all(freezes(config.freeze, name) for name in names):
     raise ValueError(f"freeze={config.freeze} leaves no parameter to train.")
+
+
+def matches_nothing(field: str, pattern: re.Pattern, names: Sequence[str]) -> ValueError:
+  """The error of a field with a pattern that matches none of the parameters `names`."""
+  plain = re.sub(r"[^\w/]", "", pattern.pattern)
+  near = difflib.get_close_matches(plain, names, n=4, cutoff=0.3) or names[:4]
+  return ValueError(
+    f"{field}: the pattern {pattern.pattern!r} matches no parameter. A pattern is for the whole"
+    f" path, as 'image/.*' is. Paths near it: {', '.join(near)}."
+  )
 
 
 def check_init(config: Config, model: CLIPConfig) -> None:
@@ -234,7 +239,8 @@ def _source(config: Config) -> CLIPConfig | None:
   return config_of(config.init)
 
 
-def _compiled(field: str, pattern: str) -> re.Pattern:
+def compiled(field: str, pattern: str) -> re.Pattern:
+  """The pattern of a field; a ValueError that names both if it is no regular expression."""
   try:
     return re.compile(pattern)
   except re.error as error:

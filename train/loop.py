@@ -194,6 +194,7 @@ def jit_train_step(run: Run):
     gradient_dtype=jnp.dtype(config.mesh.gradient_dtype),
     gradient_exchange=config.mesh.gradient_exchange,
     freeze=config.freeze,
+    watch=config.watch,
   )
   shardings = jax.tree.map(lambda x: x.sharding, run.abstract_state)
   everywhere = replicated(run.mesh)

@@ -124,6 +124,11 @@ def read_metrics(path: Path) -> list[dict]:
   return [record for record in map(_record, path.read_bytes().splitlines()) if record]
 
 
+def is_patch_embedding_rms(name: str) -> bool:
+  """Whether a metric is the RMS that spikes before the loss (the paper's 3.4)."""
+  return name.startswith("rms/") and name.endswith("patch_embedding/kernel")
+
+
 def _drop_after(path: Path, step: int) -> None:
   """Removes the records after `step`, a line that a kill cut short, and damaged lines."""
   if not path.is_file():

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from train.record import read_metrics
+from train.record import is_patch_embedding_rms, read_metrics
 from train.zero_shot import Sample
 
 _COLUMNS = 8  # of sample images
@@ -67,7 +67,7 @@ def _draw_curves(figure, records: list[dict]) -> None:
     "loss": _named(records, lambda n: n == "loss"),
     "evaluation": _named(records, _is_headline),
     "learning rate": _named(records, lambda n: n == "learning_rate"),
-    "RMS of the patch embedding": _named(records, lambda n: n.startswith("rms/")),
+    "RMS of the patch embedding": _named(records, is_patch_embedding_rms),
     "images/s": _named(records, lambda n: n == "images_per_second"),
     "mean |feature| of a block's output": _some_blocks(records),
   }

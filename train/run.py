@@ -26,6 +26,7 @@ from train.sharding import make_mesh, path_name, state_shardings
 from train.step import TrainState, initial_state, make_init
 from train.task import CLIPTask, block_options, clip_config, make_task
 from train.tokenizer import Tokenizer, make_tokenizer
+from train.watch import check_watch
 from train.workdir import newest_step, read_config
 from train.zero_shot import Sample
 
@@ -37,7 +38,7 @@ _MAY_CHANGE = {
   "model.backend", "model.attention_backend", "model.remat", "model.unroll",
   "data.eval_split", "data.eval_shards",
   "data.workers", "data.max_member_bytes", "data.max_image_pixels", "data.max_aspect_ratio",
-  "data.max_label", "step_timeout_seconds", "pause_timeout_seconds", "profile_steps",
+  "data.max_label", "step_timeout_seconds", "pause_timeout_seconds", "profile_steps", "watch",
 }  # fmt: skip
 
 
@@ -163,6 +164,9 @@ def make_run(config: Config, workdir: Path, read_only: bool = False) -> Run:
       f" x accumulate={config.accumulate}, which is {mesh.size * config.accumulate}"
       f" (mesh.data={mesh.shape['data']} x mesh.fsdp={mesh.shape['fsdp']})."
     )
+  if config.watch:
+    init = make_task(config, tokenizer=None).init
+    check_watch(config.watch, jax.eval_shape(init, jax.random.key(0)))
   builder = data.prepare(config.data)
   for split in (config.data.train_split, *data.eval_splits(config)):
     data.check_split(builder, split)

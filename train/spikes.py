@@ -19,7 +19,7 @@ from scipy.stats import binom
 
 from train import cli
 from train.errors import RunError
-from train.record import read_metrics
+from train.record import is_patch_embedding_rms, read_metrics
 from train.workdir import read_config
 
 LEAD = 8  # A loss spike follows an RMS spike by at most so many steps.
@@ -125,7 +125,7 @@ def read_run(workdir: Path, rms_name: str = "") -> tuple[np.ndarray, np.ndarray,
   if not names or rms_name not in ("", *names):
     asked = f"{rms_name!r} is not among" if rms_name else "There is no rms/... among"
     raise RunError(f"{path}: {asked} the metrics; RMS are {', '.join(names) or 'none'}.")
-  name = rms_name or next((n for n in names if "patch_embedding" in n), names[0])
+  name = rms_name or next(filter(is_patch_embedding_rms, names), names[0])
   columns = ([r.get(key, math.nan) for r in records] for key in ("step", "loss", name))
   steps, loss, rms = (np.array(column, float) for column in columns)
   return steps.astype(int), loss, rms, name

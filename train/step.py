@@ -18,6 +18,10 @@ from train.gather import gather_parameters
 from train.optimizer import cast_matrices
 from train.sharding import BATCH_AXES, parameter_specs, path_name
 from train.task import CLIPTask
+from train.watch import tensor_metrics
+
+# The metrics of statistics that a model's outputs have for each block.
+BLOCK_METRICS = {"block_outputs": "mean_abs_feature", "block_maxima": "max_abs_feature"}
 
 
 class TrainState(NamedTuple):
@@ -54,6 +58,7 @@ def make_train_step(
   gradient_dtype: jnp.dtype = jnp.float32,
   gradient_exchange: str = "float32",
   freeze: Sequence[str] = (),
+  watch: Sequence[str] = (),
 ):
   """`train_step(state, batch) -> (state, metrics, finite)`, pure and ready for `jax.jit`.
 
@@ -64,6 +69,7 @@ def make_train_step(
   gradient_exchange: format in which gradients of matrices travel between devices, to sums in
     float32 (sbjax/exchange.py): "float32", "bfloat16", "e4m3" or "int8".
   freeze: patterns of parameters that get no gradient; those of `make_optimizer`.
+  watch: patterns of parameters whose gradient and RMS are metrics (train/watch.py).
   batch: the examples of all devices.
   metrics: float32 scalars by name.
   finite: a bool for each of `tensor_names`; the first False is the first tensor not finite.
@@ -76,7 +82,8 @@ def make_train_step(
     key = jax.random.fold_in(jax.random.key(seed), state.step)
     run = differentiate if mesh is None else _on_each_device(differentiate, state.params, mesh)
     scale = loss_scale(state.opt_state)
-    (_, (value, features, blocks, metrics)), gradients = run(state.params, batch, key, scale)
+    (_, (value, features, statistics, metrics)), gradients = run(state.params, batch, key, scale)
+    blocks = statistics["block_outputs"]
     with jax.named_scope("optimizer"):
       updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
       params = optax.apply_updates(state.params, updates)
@@ -86,6 +93,7 @@ def make_train_step(
       "gradient_norm": _norm(gradients) / (1 if scale is None else scale),
       "parameter_norm": _norm(params),
       **descent_quality(opt_state),
+      **tensor_metrics(watch, gradients, opt_state, scale),
       # RMS of the patch embedding: it rises 1 to 8 steps before the loss does (the paper's 3.4).
       **{
         f"rms/{name}": rms
@@ -93,7 +101,8 @@ def make_train_step(
         if name.endswith("patch_embedding/kernel")
       },
       **{
-        f"mean_abs_feature/{tower}_block_{i}": blocks[tower][i]
+        f"{BLOCK_METRICS[name]}/{tower}_block_{i}": each[tower][i]
+        for name, each in statistics.items()
         for tower, layers in task.layers.items()
         for i in range(layers)
       },
@@ -123,8 +132,8 @@ def _differentiate(task, accumulate, mesh, sums, freeze, params, batch, key, sca
     scale: what multiplies the gradients, by way of the loss; None: nothing.
 
   Returns:
-    ((scaled loss, (loss, features, block outputs, metrics)), gradients): the features are of the
-    device's examples, the gradients of its shards, and all else of the global batch.
+    ((scaled loss, (loss, features, statistics of blocks, metrics)), gradients): the features are of
+    the device's examples, the gradients of its shards, and all else of the global batch.
   """
   axes = () if mesh is None else BATCH_AXES
   count = len(jax.tree.leaves(batch)[0]) // accumulate
@@ -146,13 +155,21 @@ def _differentiate(task, accumulate, mesh, sums, freeze, params, batch, key, sca
     out = _in_microbatches(apply, batch, key, accumulate) if accumulate > 1 else apply(batch, key)
     value, metrics = task.loss(out, axes)
     features = tuple(out[f"{tower}_features"] for tower in task.layers)
-    blocks = out["block_outputs"]
+    statistics = {name: out[name] for name in BLOCK_METRICS if name in out}
     if axes:
-      blocks = jax.lax.pmean(jax.lax.stop_gradient(blocks), axes)
+      statistics = {
+        name: _over(name, jax.lax.pmean, jax.lax.pmax)(jax.lax.stop_gradient(x), axes)
+        for name, x in statistics.items()
+      }
     scaled = value if scale is None else value * scale
-    return scaled, (value, features, blocks, metrics)
+    return scaled, (value, features, statistics, metrics)
 
   return jax.value_and_grad(loss_of, has_aux=True)(params)
+
+
+def _over(name: str, mean, maximum):
+  """Which of two functions puts together the parts of a model's output."""
+  return maximum if name == "block_maxima" else mean
 
 
 def _norm(tree) -> jax.Array:
@@ -181,7 +198,8 @@ def _in_microbatches(apply, batch, key: jax.Array, count: int) -> dict:
 
   The forward pass saves only features. The backward pass applies the model again with the same keys
   and adds up the gradients of the loss over the whole batch (Gao et al. 2021,
-  https://arxiv.org/abs/2101.06983). Outputs without an axis of examples are averaged.
+  https://arxiv.org/abs/2101.06983). Outputs without an axis of examples are averaged, and of maxima
+  the largest is taken.
   """
   # Microbatch i has examples i, i + count, ... of a device, so that no example moves.
   microbatches = jax.tree.map(lambda x: x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1), batch)
@@ -191,11 +209,14 @@ def _in_microbatches(apply, batch, key: jax.Array, count: int) -> dict:
     i, microbatch = numbered
     return apply(microbatch, jax.random.fold_in(key, i))
 
-  def of_batch(x):
+  def of_batch(name, x):
     is_features = x.ndim == 3  # [count, B / count, E]
-    return x.swapaxes(0, 1).reshape(-1, x.shape[-1]) if is_features else jnp.mean(x, axis=0)
+    if is_features:
+      return x.swapaxes(0, 1).reshape(-1, x.shape[-1])
+    return _over(name, jnp.mean, jnp.max)(x, axis=0)
 
-  return jax.tree.map(of_batch, jax.lax.map(apply_one, (jnp.arange(count), microbatches)))
+  outs = jax.lax.map(apply_one, (jnp.arange(count), microbatches))
+  return {name: jax.tree.map(functools.partial(of_batch, name), x) for name, x in outs.items()}
 
 
 def tensor_names(params, task: CLIPTask) -> list[str]:

@@ -23,6 +23,7 @@ from train.flops import model_flops
 from train.images import normalize
 from train.loss import LOSSES
 from train.optimizer import matrix_dtype
+from train.tokenizer import Tokenizer
 from train.zero_shot import Sample, evaluate, make_encoders, nearest_captions
 
 
@@ -69,7 +70,7 @@ class CLIPTask(NamedTuple):
     return params if self.model.options.scan else unstack_blocks(params)
 
   def apply(self, variables: dict, batch: dict, key: jax.Array, first_example) -> dict:
-    """The training outputs of CLIP: a tower's "_features", "block_outputs", and scalars.
+    """The training outputs of CLIP: a tower's "_features", "block_...", and scalars.
 
     first_example: the index of the first of these examples in a larger batch.
     """
@@ -109,13 +110,17 @@ class CLIPTask(NamedTuple):
     return nearest_captions(make_encoders(self.model, mesh), params, *args, **options)
 
 
-def make_task(config: Config, tokenizer) -> CLIPTask:
-  """The CLIP of the config's size and options, with the tokenizer's vocabulary."""
+def make_task(config: Config, tokenizer: Tokenizer | None) -> CLIPTask:
+  """The CLIP of the config's size and options, with the tokenizer's vocabulary.
+
+  tokenizer: None: with the size's own vocabulary, for the names of its parameters.
+  """
   size = clip_config(config.model)
-  text = dataclasses.replace(size.text, vocab_size=tokenizer.vocab_size, eot_id=tokenizer.eot_id)
+  if tokenizer is not None:
+    ids = {"vocab_size": tokenizer.vocab_size, "eot_id": tokenizer.eot_id}
+    size = dataclasses.replace(size, text=dataclasses.replace(size.text, **ids))
   siglip = {"init_logit_scale": 10.0, "init_logit_bias": -10.0} if config.loss == "siglip" else {}
-  size = dataclasses.replace(size, text=text)
-  options = block_options(config.model)
+  options = dataclasses.replace(block_options(config.model), block_maxima=bool(config.watch))
   model = CLIP(size, options, patch_dropout=config.model.patch_dropout, **siglip)
   return CLIPTask(model, LOSSES[config.loss], matrix_dtype(config.optimizer.states))
 

@@ -133,6 +133,7 @@ class CLIP(nn.Module):
       logit_bias: scalar, if the model has one.
       block_outputs: {"image": [layers], "text": [layers]}, the mean |feature| after each block;
         no gradient flows into it.
+      block_maxima: the same of the largest |feature|, with `BlockOptions.block_maxima`.
     """
     image_features, image_blocks = self.image(image, train=train, first_example=first_example)
     text_features, text_blocks = self.text(text)
@@ -142,7 +143,7 @@ class CLIP(nn.Module):
       "image_features": _normalize(image_features),
       "text_features": _normalize(text_features),
       "logit_scale": jnp.exp(_clamp(self.logit_scale, 0.0, MAX_LOG_LOGIT_SCALE)),
-      "block_outputs": {"image": image_blocks, "text": text_blocks},
+      **{name: {"image": image_blocks[name], "text": text_blocks[name]} for name in image_blocks},
     }
 
   def encode_image(self, image: jax.Array, train: bool = False, normalize: bool = True):
@@ -196,15 +197,15 @@ class VisionTower(nn.Module):
     if c.pre_norm:
       x_BLD = layer_norm(x_BLD, "ln_pre", c.norm_epsilon)
     inits = UNIT_INITS if unit else _VISION_INITS
-    x_BLD, outputs = blocks(x_BLD, c, self.options, block=self.block, causal=False, inits=inits)
+    x_BLD, statistics = blocks(x_BLD, c, self.options, block=self.block, causal=False, inits=inits)
     if c.pool == "map":
       x_BLD = layer_norm(x_BLD, "ln_post", c.norm_epsilon)
-      return AttentionPool(c, dtype, name="pool")(x_BLD), outputs
+      return AttentionPool(c, dtype, name="pool")(x_BLD), statistics
     x_BD = x_BLD[:, 0] if c.pool == "class" else _mean(x_BLD[:, 1:])
     x_BD = layer_norm(x_BD, "ln_post", c.norm_epsilon)
     proj = self.param("proj", normal, (c.width, self.embed_dim), jnp.float32)
     y_BE = x_BD.astype(jnp.float32) @ proj.astype(jnp.float32)
-    return times(y_BE, c.width**-0.5 if unit else 1), outputs
+    return times(y_BE, c.width**-0.5 if unit else 1), statistics
 
 
 class AttentionPool(nn.Module):
@@ -263,7 +264,9 @@ class TextTower(nn.Module):
     )
     x_BLD = _sum(x_BLD, position_LD.astype(jnp.float32)[None], unit).astype(self.options.dtype)
     inits = UNIT_INITS if unit else text_inits(c.width, c.layers)
-    x_BLD, outputs = blocks(x_BLD, c, self.options, block=self.block, causal=c.causal, inits=inits)
+    x_BLD, statistics = blocks(
+      x_BLD, c, self.options, block=self.block, causal=c.causal, inits=inits
+    )
     if c.pool == "last":
       x_BD = x_BLD[:, -1]
     else:
@@ -271,14 +274,14 @@ class TextTower(nn.Module):
       x_BD = jnp.take_along_axis(x_BLD, eot_B11, axis=1)[:, 0]
     x_BD = layer_norm(x_BD, "ln_final", c.norm_epsilon).astype(jnp.float32)
     if c.projection == "none":
-      return x_BD, outputs
+      return x_BD, statistics
     init = normal(1.0 if unit else c.width**-0.5)
     proj = self.param("proj", init, (c.width, self.embed_dim), jnp.float32)
     y_BE = times(x_BD @ proj.astype(jnp.float32), c.width**-0.5 if unit else 1)
     if c.projection == "matrix":
-      return y_BE, outputs
+      return y_BE, statistics
     bias = self.param("proj_bias", nn.initializers.zeros, (self.embed_dim,), jnp.float32)
-    return y_BE + bias[None], outputs
+    return y_BE + bias[None], statistics
 
 
 def patch_dropout(

@@ -64,6 +64,7 @@ class BlockOptions:
     keep: the inputs of layer norm and GELU for the backward pass: "original", or "grouped" in e4m3
       (COAT), with a scale for each 16 numbers. With remat the policies "residuals" and
       "dots_and_residuals" keep them that way.
+    block_maxima: whether CLIP's outputs have the largest |feature| after each block, too.
     activation_sharding: of the blocks' [B, L, D] inputs and outputs. None: XLA chooses. It may
       follow the sharding of a split embedding table, which splits widths and gathers tokens.
     parametrization: "standard", or "unit" for munit scaling (sbjax/models/unit_block.py).
@@ -84,6 +85,7 @@ class BlockOptions:
   unroll: int = 1
   remat: str = "none"
   keep: str = "original"
+  block_maxima: bool = False
   activation_sharding: jax.sharding.Sharding | None = None
   parametrization: str = "standard"
   tau: float | None = None
@@ -172,12 +174,16 @@ class Block(nn.Module):
 
   @nn.compact
   def __call__(self, x_BLD: jax.Array):
-    """The block's output [B, L, D], and its mean |feature|."""
+    """The block's output [B, L, D], and statistics of it by the names of CLIP's outputs."""
     x_BLD = self._place(x_BLD)
     x_BLD = self._place(self._mlp(self._attention(x_BLD)))
     # Without stop_gradient every block would save the signs for its backward pass.
     features = jax.lax.stop_gradient(x_BLD[:, : self.length]).astype(jnp.float32)
-    return x_BLD, jnp.mean(jnp.abs(features))
+    features = jnp.abs(features)
+    statistics = {"block_outputs": jnp.mean(features)}
+    if self.options.block_maxima:
+      statistics["block_maxima"] = jnp.max(features)
+    return x_BLD, statistics
 
   def _attention(self, x_BLD):
     """x + attention(norm(x))."""
@@ -255,7 +261,10 @@ def blocks(
   causal: bool,
   inits: Inits,
 ):
-  """Applies a tower's blocks as submodules of the caller; returns x and mean |feature| [layers]."""
+  """Applies a tower's blocks as submodules of the caller.
+
+  Returns x [B, L, D], and the blocks' statistics, [layers] each.
+  """
   length = x_BLD.shape[1]
   head_dim = config.width // config.heads
   padding = length_for(length, options.dtype, head_dim, options.attention_backend) - length
@@ -282,13 +291,13 @@ def blocks(
     options=options,
   )
   if options.scan:
-    x_BLD, outputs = make(name="blocks")(x_BLD)
-    return x_BLD[:, :length], outputs
-  outputs = []
+    x_BLD, statistics = make(name="blocks")(x_BLD)
+    return x_BLD[:, :length], statistics
+  each = []
   for layer in range(config.layers):
-    x_BLD, output = make(name=f"block_{layer}")(x_BLD)
-    outputs.append(output)
-  return x_BLD[:, :length], jnp.stack(outputs)
+    x_BLD, statistics = make(name=f"block_{layer}")(x_BLD)
+    each.append(statistics)
+  return x_BLD[:, :length], jax.tree.map(lambda *layers: jnp.stack(layers), *each)
 
 
 def quantize_weights(

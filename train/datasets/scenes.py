@@ -22,8 +22,8 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from train.datasets.scenes_captions import draw_caption
-from train.datasets.scenes_layout import VARIANTS, Scene, Variant, draw_scene
-from train.datasets.scenes_pixels import draw_pixels
+from train.datasets.scenes_layout import VARIANTS, Scene, Variant, draw_scene, shifted
+from train.datasets.scenes_pixels import draw_pixels, with_contrast
 from train.datasets.scenes_words import COLOURS, SHAPES, TEXTURES, VOCABULARY, WORDS
 from train.sharding import BATCH_AXES, batch_sharding
 from train.tokenizer import Tokenizer
@@ -48,7 +48,7 @@ SPLITS = {
 
 
 class Scenes(NamedTuple):
-  """The data set "scenes", or "scenes/small" for CPUs."""
+  """The data set "scenes", "scenes/small" for CPUs, or "scenes/shift:1500" for loss spikes."""
 
   full_name: str
   variant: Variant
@@ -112,9 +112,17 @@ def find(name: str) -> Scenes | None:
   base, _, variant = name.partition("/")
   if base != NAME:
     return None
+  if steps := re.fullmatch(r"shift:(\d+(?:,\d+)*)", variant):
+    try:
+      return Scenes(name, shifted([int(step) for step in steps[1].split(",")]))
+    except ValueError as error:
+      raise ValueError(f"data.name={name!r}: {error}") from None
   if (variant or "full") not in VARIANTS:
     known = ", ".join(f"{NAME}/{known}" for known in VARIANTS)
-    raise ValueError(f"No data set data.name={name!r}: there are {known}.")
+    raise ValueError(
+      f"No data set data.name={name!r}: there are {known}, and {NAME}/shift:1500 or"
+      f" {NAME}/shift:1500,1520,... with the steps at which the contrast changes."
+    )
   return Scenes(name, VARIANTS[variant or "full"])
 
 
@@ -143,7 +151,10 @@ def make_train_drawing(
     key = jax.random.fold_in(_key("train", seed), step)
     index = first.astype(jnp.uint32) + jnp.arange(rows, dtype=jnp.uint32)
     drawn = _draw(key, index, scenes.variant, None, image_size, context_length)
-    return {name: drawn[name] for name in ("image", "text")}
+    image = drawn["image"]
+    if scenes.variant.shifts:
+      image = with_contrast(image, _contrast_at(step, scenes.variant))
+    return {"image": image, "text": drawn["text"]}
 
   on_mesh = jax.shard_map(
     of_device,
@@ -153,6 +164,13 @@ def make_train_drawing(
     check_vma=False,
   )
   return jax.jit(lambda item: on_mesh(item["step"]))
+
+
+def _contrast_at(step: jax.Array, variant: Variant) -> jax.Array:
+  """The contrast of the pictures of a step, counted from 0."""
+  starts, contrasts = zip(*variant.shifts, strict=True)
+  passed = (step.astype(jnp.uint32) + 1 >= jnp.array(starts, jnp.uint32)).sum()
+  return jnp.array([1.0, *contrasts], jnp.float32)[passed]
 
 
 class Steps(grain.DatasetIterator):

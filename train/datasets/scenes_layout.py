@@ -10,6 +10,7 @@ attributes, with other thirds.
 """
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -42,6 +43,8 @@ class Variant(NamedTuple):
     multiple of 10, so that each shape has equally many held-out triples.
   layouts: the numbers of objects in the groups, of which one is drawn.
   noise: the largest standard deviation of a pixel's noise, of 255 levels.
+  shifts: pairs (step, contrast), in order: the contrast of the pictures of training from that
+    step on, with steps counted from 1 as in metrics.jsonl. Before the first it is 1.
   """
 
   shapes: int = len(SHAPES)
@@ -49,6 +52,7 @@ class Variant(NamedTuple):
   textures: int = len(TEXTURES)
   layouts: tuple[tuple[int, int, int], ...] = _LAYOUTS
   noise: int = 24
+  shifts: tuple[tuple[int, float], ...] = ()
 
   @property
   def triples(self) -> int:
@@ -64,10 +68,28 @@ class Variant(NamedTuple):
     return (shape * self.colours + colour) * self.textures + texture
 
 
+LOW_CONTRAST = 1 / 16
+
 VARIANTS = {
   "full": Variant(),
   "small": Variant(8, 10, 4, ((1, 0, 0), (1, 0, 0), (1, 1, 0), (2, 0, 0)), noise=8),
 }
+
+
+def shifted(steps: Sequence[int]) -> Variant:
+  """The full variant at LOW_CONTRAST, at full contrast from the first step on, and so on in turn.
+
+  Raises:
+    ValueError: the steps do not increase, or one is not from 1 to 2**32 - 1.
+
+  >>> shifted([1500, 1520]).shifts
+  ((1, 0.0625), (1500, 1.0), (1520, 0.0625))
+  """
+  bounds = (0, *steps, 2**32)
+  if any(a >= b for a, b in itertools.pairwise(bounds)):
+    raise ValueError(f"steps={[*steps]} must increase, from 1 to {2**32 - 1}.")
+  contrasts = itertools.cycle((LOW_CONTRAST, 1.0))
+  return VARIANTS["full"]._replace(shifts=tuple(zip((1, *steps), contrasts, strict=False)))
 
 
 class Scene(NamedTuple):

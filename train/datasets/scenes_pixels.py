@@ -15,6 +15,7 @@ import numpy as np
 from train.datasets.scenes_layout import OBJECTS, SIDE, Dice, Scene
 from train.datasets.scenes_shapes import GRID, REACH, signed_distances
 from train.datasets.scenes_words import COLOURS, TEXTURES, TONES
+from train.images import MEAN
 
 _TURN = 20  # degrees to either side by which an object may turn
 _RGB = np.array([rgb for rgb, _ in COLOURS.values()], np.float32)
@@ -65,6 +66,15 @@ def draw_pixels(
   deviation = _fraction(dice, 0.0, 1.0) * noise
   image = image + deviation * _grains(grains, size)
   return jnp.clip(jnp.round(image), 0, 255).astype(jnp.uint8)
+
+
+def with_contrast(image: jax.Array, contrast: jax.Array) -> jax.Array:
+  """uint8 [..., 3] with its distance to the grey that training normalizes to 0 times `contrast`.
+
+  At contrast 1 the picture stays the same, bit for bit.
+  """
+  grey = np.broadcast_to(255 * MEAN, image.shape)
+  return jnp.round(grey + contrast * (image.astype(jnp.float32) - grey)).astype(jnp.uint8)
 
 
 def _object(x, y, scene: Scene, light: _Light, i, turn, phase) -> tuple[jax.Array, ...]:
