@@ -1,0 +1,150 @@
+"""A figure of the SwitchBack paper in miniature, on scenes that the GPU draws.
+
+  python -m benchmarks.figures 1                   # trains what is missing, then draws
+  python -m benchmarks.figures 1 --draw            # draws what results/figures/runs.jsonl has
+  python -m benchmarks.figures 1 --tiny            # two minutes on a CPU: shows that it runs
+
+Runs that are in the results are not trained again, and runs that were interrupted continue, so the
+same command may be given until it says that nothing is missing. Adds a row for each run to
+benchmarks/results/figures/runs.jsonl and writes figure_1.png and figure_1.md beside it. `list`
+lists the figures.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.figures import arms as all_arms
+from benchmarks.figures import draw, runs
+from benchmarks.figures.arms import FIGURES, Arm
+
+RESULTS = Path(__file__).parent.parent / "results" / "figures"
+# Seconds of a step with 1,024 pictures on an H100 (results/scenes.jsonl), and of what is around it.
+_SECONDS = {"ti": 0.0097, "s6": 0.014, "s12": 0.0234}
+_AROUND = 60
+
+
+def main() -> None:
+  args = _parse()
+  if args.figure == "list":
+    for name, figure in FIGURES.items():
+      print(f"{name:5} {len(figure.arms):3} runs  {figure.shows}")
+    return
+  figure = FIGURES[args.figure]
+  if args.tiny:
+    _tiny(args.figure)
+    return
+  rows = read_rows(args.out)
+  missing = [a for a in figure.arms if a.name not in rows and _is_asked(a, args)]
+  if not args.draw and missing:
+    gpus = args.gpus if args.gpus is not None else _gpus()
+    if not gpus:
+      sys.exit(
+        f"Figure {args.figure} lacks {len(missing)} runs, about"
+        f" {minutes(missing):.0f} minutes of an H100, and there is no NVIDIA GPU here."
+        f" --tiny shows in two minutes that it runs; --draw draws the {len(rows)} runs of"
+        f" {args.out}."
+      )
+    print(f"{len(missing)} runs, about {minutes(missing) / len(gpus):.0f} minutes", flush=True)
+    for row in runs.train_all(missing, args.runs, gpus, args.at_once, args.seconds):
+      _report(row)
+      if "error" not in row:
+        append(args.out, row)
+  rows = read_rows(args.out)
+  left = sum(a.name not in rows for a in figure.arms)
+  draw.write(args.figure, figure.arms, rows, args.out.parent)
+  print(f"{left} of {len(figure.arms)} runs are missing" if left else "nothing is missing")
+
+
+def _parse() -> argparse.Namespace:
+  parser = argparse.ArgumentParser(
+    "python -m benchmarks.figures",
+    description=__doc__,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+  )
+  parser.add_argument("figure", choices=[*FIGURES, "list"])
+  parser.add_argument("--out", type=Path, default=RESULTS / "runs.jsonl")
+  parser.add_argument("--runs", type=Path, default=Path("runs/figures"), help="folder of the runs")
+  parser.add_argument("--draw", action="store_true", help="train nothing")
+  parser.add_argument("--tiny", action="store_true", help="a CPU, and a few steps of two runs")
+  parser.add_argument("--sizes", nargs="+", choices=all_arms.SIZES, help="train only these")
+  parser.add_argument("--only", nargs="+", help="train only arms with one of these in their name")
+  parser.add_argument("--seeds", type=int, default=99, help="train only the first seeds")
+  parser.add_argument("--gpus", type=int, nargs="+", help="numbers of the GPUs; default: all")
+  parser.add_argument("--at_once", type=int, default=3, help="runs that share a GPU")
+  parser.add_argument("--seconds", type=float, default=1e9, help="stop after these")
+  return parser.parse_args()
+
+
+def _is_asked(arm: Arm, args) -> bool:
+  words = arm.name.split()
+  return (
+    arm.size in (args.sizes or all_arms.SIZES)
+    and arm.seed < args.seeds
+    and (not args.only or any(part in words for part in args.only))
+  )
+
+
+def _tiny(name: str) -> None:
+  """Trains two arms of a figure for a few steps on whatever is here, and draws them."""
+  chosen = [all_arms.tiny(arm) for arm in FIGURES[name].arms[:2]]
+  with tempfile.TemporaryDirectory() as folder:
+    rows = {}
+    for i, arm in enumerate(chosen):
+      workdir = Path(folder) / str(i)
+      runs.train_one(arm, workdir, all_arms.tiny_config)
+      row = runs.read_row(arm, workdir)
+      _report(row)
+      rows[arm.name] = row
+    draw.write(name, chosen, rows, Path(folder))
+    made = sorted(path.name for path in Path(folder).iterdir() if path.is_file())
+  print(f"tiny: {', '.join(made)} were written, and removed")
+
+
+def _report(row: dict) -> None:
+  if "error" in row:
+    print(f"{row['name']}: did not end: {row['error']}", flush=True)
+  elif "diverged" in row:
+    print(f"{row['name']}: diverged at step {row['diverged']}", flush=True)
+  else:
+    scores = "  ".join(f"{k} {v:.3f}" for k, v in row["scores"].items() if k.endswith("top1"))
+    print(f"{row['name']}: loss {row['last_loss']:.3f}  {scores}", flush=True)
+
+
+def minutes(arms: list[Arm]) -> float:
+  """About how long arms take on one H100."""
+  total = 0.0
+  for arm in arms:
+    config = all_arms.config_of(arm)
+    total += config.steps * config.batch_size / 1024 * _SECONDS[arm.size] + _AROUND
+  return total / 60
+
+
+def read_rows(path: Path) -> dict[str, dict]:
+  """The rows of a file by their names; of several with one name, the last."""
+  if not path.is_file():
+    return {}
+  return {row["name"]: row for row in map(json.loads, path.read_text().splitlines())}
+
+
+def append(path: Path, row: dict) -> None:
+  path.parent.mkdir(parents=True, exist_ok=True)
+  command = " ".join(["python -m benchmarks.figures", *sys.argv[1:]])
+  with path.open("a") as file:
+    file.write(json.dumps(row | {"command": command}) + "\n")
+
+
+def _gpus() -> list[int]:
+  """The numbers of the machine's NVIDIA GPUs. JAX is not asked: it would take their memory."""
+  try:
+    found = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True)
+  except OSError:
+    return []
+  return list(range(found.stdout.count("GPU ")))
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,57 @@
+"""Means and 95 % intervals over seeds, and differences that are paired by seed."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from scipy.stats import t
+
+TOP1 = "classes/zero_shot_top1"
+HELD_OUT = "heldout/zero_shot_top1"
+
+
+class Estimate(NamedTuple):
+  """A mean over n seeds and half of its 95 % interval (Student's t); nan with one seed."""
+
+  mean: float
+  half: float
+  n: int
+
+  def __str__(self) -> str:
+    return f"{self.mean:.2f} ± {self.half:.2f}" if self.n > 1 else f"{self.mean:.2f} (1 seed)"
+
+  def within(self, limit: float) -> bool:
+    """Whether the interval is inside [-limit, limit]."""
+    return self.n > 1 and abs(self.mean) + self.half <= limit
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+  """The mean and half of its 95 % interval.
+
+  >>> estimate([1.0, 3.0]).mean
+  2.0
+  """
+  x = np.asarray(values, float)
+  if len(x) < 2:
+    return Estimate(float(x.mean()) if len(x) else math.nan, math.nan, len(x))
+  half = t.ppf(0.975, len(x) - 1) * x.std(ddof=1) / math.sqrt(len(x))
+  return Estimate(float(x.mean()), float(half), len(x))
+
+
+def points(row: dict, score: str = TOP1) -> float | None:
+  """A score in percent; None of a run that diverged."""
+  return 100 * row["scores"][score] if "scores" in row else None
+
+
+def by_seed(
+  rows: Sequence[dict], chosen: Callable[[dict], bool], score: str = TOP1
+) -> dict[int, float]:
+  """The score of the chosen rows that did not diverge, by seed."""
+  found = {row["seed"]: points(row, score) for row in rows if chosen(row)}
+  return {seed: value for seed, value in found.items() if value is not None}
+
+
+def difference(ours: dict[int, float], base: dict[int, float]) -> Estimate:
+  """The mean of ours minus base over the seeds that both have."""
+  return estimate([ours[seed] - base[seed] for seed in sorted(ours.keys() & base.keys())])

@@ -1,0 +1,205 @@
+"""What each figure trains: an `Arm` is the main schedule with some fields of the Config changed.
+
+The main schedule is configs/scenes_s8.py: scenes of 64 pixels, batches of 1,024, 8,000 steps of
+which a quarter is warm-up, StableAdamW with b2 .98, weight decay .2, and half of the patches
+dropped. Figures share arms, and an arm is trained once. The order of a figure's arms is by seed, so
+that runs that were interrupted compare all series with the same seeds.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from configs import scenes_s8
+from train.config import Config
+
+_MODELS = Path(__file__).with_name("models")
+# Towers of width 192 and 6 layers; 384 and 6; 384 and 12, which is the image tower of ViT-S.
+SIZES = ("ti", "s6", "s12")
+WORDS = {"ti": "width 192, 6 layers", "s6": "width 384, 6 layers", "s12": "width 384, 12 layers"}
+RECIPES = (
+  "full", "switchback", "llm_int8", "fp8_tensorwise", "fp8_switchback", "switchback_m",
+)  # fmt: skip
+B2S = (0.99, 0.98, 0.95, 0.9, 0.5)
+SHIFT = 3000  # The step at which the pictures of figures 9 and 11 get their contrast.
+_TINY_SHIFT = 6  # that of `tiny`
+_PATCHES = "image/patch_embedding/kernel"
+
+
+class Arm(NamedTuple):
+  """A run: a size, fields of the Config by path, and a seed."""
+
+  size: str
+  changes: tuple[tuple[str, object], ...]
+  seed: int
+
+  @property
+  def name(self) -> str:
+    """Such as "ti model.recipe=full seed=0": what a row is found by."""
+    changes = [f"{path}={value}" for path, value in self.changes]
+    return " ".join([self.size, *changes, f"seed={self.seed}"])
+
+  def value(self, path: str) -> object:
+    """The value of a field, changed or not."""
+    return config_of(self).get(path)
+
+
+def arm(size: str, seed: int, **changes) -> Arm:
+  """An Arm; a path's dots are written as two underscores: model__recipe="full"."""
+  return Arm(size, tuple((k.replace("__", "."), v) for k, v in sorted(changes.items())), seed)
+
+
+def config_of(arm: Arm) -> Config:
+  """The Config of an arm."""
+  config = scenes_s8.get_config()
+  config.model.size = str(_MODELS / f"{arm.size}.json")
+  config.model.remat = "none"
+  config.seed = arm.seed
+  config.eval_every, config.checkpoint_every, config.log_every = 0, 2000, 20
+  for path, value in arm.changes:
+    group, _, field = path.rpartition(".")
+    setattr(config.get(group) if group else config, field, value)
+  return config
+
+
+def tiny(arm: Arm) -> Arm:
+  """The same arm with the smallest model and a few steps, to try the program on a CPU."""
+  fields = dict(arm.changes)
+  shifts = "data.name" in fields
+  fields |= {"batch_size": 16, "steps": 12}
+  fields["data.name"] = f"scenes/shift:{_TINY_SHIFT}" if shifts else "scenes/small"
+  return Arm("tiny", tuple(sorted(fields.items())), arm.seed)
+
+
+def tiny_config(arm: Arm) -> Config:
+  """The Config of a `tiny` arm."""
+  config = config_of(arm)
+  config.model = dataclasses.replace(
+    config.model, size="tiny", image_size=32, dtype="float32", patch_size=16
+  )
+  config.data = dataclasses.replace(
+    config.data,
+    eval_split="scenes[:32],classes[:32],heldout[:32]",
+    templates=config.data.templates[:1],
+  )
+  config.optimizer.warmup_steps, config.log_every, config.eval_batch_size = 3, 1, 32
+  return config
+
+
+class Figure(NamedTuple):
+  """A figure of the paper: what it shows, and the arms that it needs."""
+
+  shows: str
+  arms: tuple[Arm, ...]
+
+
+def _by_seed(seeds: dict[str, int], make) -> tuple[Arm, ...]:
+  """make(size, seed) for each size and its number of seeds: all first seeds first."""
+  arms = []
+  for seed in range(max(seeds.values())):
+    for size, count in seeds.items():
+      arms += make(size, seed) if seed < count else []
+  return tuple(arms)
+
+
+def _accuracy(size: str, seed: int) -> list[Arm]:
+  return [arm(size, seed, model__recipe=recipe) for recipe in RECIPES]
+
+
+_EACH_STEP = {"log_every": 1, "optimizer__name": "adamw", "model__recipe": "full"}
+
+
+def _spikes(size: str, seed: int, values: Sequence = B2S, **fixed) -> list[Arm]:
+  return [arm(size, seed, optimizer__b2=b2, **_EACH_STEP, **fixed) for b2 in values]
+
+
+_REMEDIES = (  # Of fp8 with one scale a tensor (figure 5).
+  {},
+  {"optimizer__clip_norm": 1.0},
+  {"model__qk_norm": True},
+  {"model__zero_init_layer_scale": True},
+  {"model__qk_norm": True, "model__zero_init_layer_scale": True},
+)
+
+
+def _remedies(size: str, seed: int, remedies=_REMEDIES) -> list[Arm]:
+  watch = {"watch": (r"image/block_\d+/fc2/kernel",), "model__recipe": "fp8_tensorwise"}
+  return [arm(size, seed, **watch, **remedy) for remedy in remedies]
+
+
+_CLIPS = (  # Figure 10's series.
+  {"optimizer__name": "adamw"},
+  {"optimizer__name": "adamw", "optimizer__clip_norm": 1.0},
+  {"optimizer__name": "stable_adamw"},
+)
+
+
+def _clips(size: str, seed: int) -> list[Arm]:
+  b2s = (0.5, 0.9, 0.95, 0.98, 0.99, 0.995)
+  fixed = {"log_every": 1, "model__recipe": "full"}
+  return [
+    arm(size, seed, optimizer__b2=b2, **fixed, **clip)
+    for b2, clip in itertools.product(b2s, _CLIPS)
+  ]
+
+
+def _shifts(size: str, seed: int) -> list[Arm]:
+  watch = (_PATCHES, r"image/block_\d+/fc2/kernel")
+  data = {"data__name": f"scenes/shift:{SHIFT}", "watch": watch}
+  return _spikes(size, seed, (0.98, 0.9), **data)
+
+
+def _scalers(size: str, seed: int) -> list[Arm]:
+  watch = (_PATCHES, "image/class_embedding", "image/block_0/qkv/kernel")
+  fixed = {
+    "data__name": f"scenes/shift:{SHIFT}",
+    "log_every": 1,
+    "model__dtype": "float16",
+    "model__recipe": "full",
+    "watch": watch,
+  }
+  return [arm(size, seed, optimizer__loss_scale=scale, **fixed) for scale in ("dynamic", "fixed")]
+
+
+_LONG = {"steps": 20_000, "optimizer__warmup_steps": 5000, "eval_every": 2000}
+
+FIGURES = {
+  "1": Figure(
+    "zero-shot accuracy by size and recipe",
+    _by_seed({"ti": 5, "s6": 3, "s12": 3}, _accuracy),
+  ),
+  "2": Figure(
+    "loss curves of the smallest and the largest size",
+    _by_seed({"ti": 5, "s12": 3}, _accuracy),
+  ),
+  "5": Figure("fp8 with one scale a tensor, and remedies", _by_seed({"s12": 3}, _remedies)),
+  "14": Figure(
+    "gradients of fc2 and features by block, with and without layer scale",
+    _by_seed({"s6": 1, "s12": 1}, lambda *a: _remedies(*a, remedies=(_REMEDIES[0], _REMEDIES[3]))),
+  ),
+  "6": Figure("loss spikes by size and b2", _by_seed(dict.fromkeys(SIZES, 3), _spikes)),
+  "7": Figure(
+    "loss spikes by batch size and b2",
+    _by_seed(
+      {"ti": 3}, lambda *a: [x for b in (256, 1024, 4096) for x in _spikes(*a, batch_size=b)]
+    ),
+  ),
+  "8": Figure(
+    "loss spikes by learning rate and b2",
+    _by_seed(
+      {"ti": 3},
+      lambda *a: [
+        x for rate in (5e-4, 2e-3, 5e-3) for x in _spikes(*a, optimizer__learning_rate=rate)
+      ],
+    ),
+  ),
+  "9": Figure("loss and RMS around a shift of the data", _by_seed({"ti": 3}, _shifts)),
+  "10": Figure("accuracy by b2: AdamW, gradient and update clipping", _by_seed({"ti": 3}, _clips)),
+  "11": Figure("two loss scalers around a shift of the data", _by_seed({"ti": 1}, _scalers)),
+  "long": Figure(
+    "one longer run, full against switchback",
+    _by_seed({"s12": 3}, lambda *a: [arm(*a, model__recipe=r, **_LONG) for r in RECIPES[:2]]),
+  ),
+}  # fmt: skip

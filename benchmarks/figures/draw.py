@@ -1,0 +1,239 @@
+"""Draws a figure and its table from the rows of its arms: `write`.
+
+A series is the arms that differ only in their seed; lines and bars are means over seeds, with 95 %
+intervals where there are two seeds or more.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+
+from benchmarks.figures import draw_spikes
+from benchmarks.figures.analysis import HELD_OUT, TOP1, by_seed, difference, estimate
+from benchmarks.figures.arms import WORDS, Arm
+
+Rows = dict[str, dict]
+
+
+def write(name: str, arms: Sequence[Arm], rows: Rows, folder: Path) -> None:
+  """Writes figure_<name>.png and figure_<name>.md of the arms that have rows."""
+  have = [arm for arm in arms if arm.name in rows]
+  if not have:
+    print("No run of this figure has ended: nothing is drawn.")
+    return
+  figure = plt.figure(figsize=(12, 5), layout="constrained")
+  lines = DRAWINGS[name](figure, have, rows)
+  figure.savefig(folder / f"figure_{name}.png", dpi=110)
+  plt.close(figure)
+  (folder / f"figure_{name}.md").write_text("\n".join(lines) + "\n")
+  print("\n".join(lines))
+
+
+def series_of(arms: Sequence[Arm], label: Callable[[Arm], str]) -> dict[str, list[Arm]]:
+  """The arms by their labels, in the order in which they come."""
+  found = {}
+  for arm in arms:
+    found.setdefault(label(arm), []).append(arm)
+  return found
+
+
+def _recipe(arm: Arm) -> str:
+  return str(dict(arm.changes)["model.recipe"])
+
+
+def _remedy(arm: Arm) -> str:
+  """Of figure 5: "plain" or what was done."""
+  words = {
+    "optimizer.clip_norm": "gradient clipping",
+    "model.qk_norm": "QK norm",
+    "model.zero_init_layer_scale": "layer scale",
+  }
+  return " + ".join(words[path] for path, _ in arm.changes if path in words) or "plain"
+
+
+def _clip(arm: Arm) -> str:
+  """Of figure 10."""
+  changes = dict(arm.changes)
+  if changes["optimizer.name"] == "stable_adamw":
+    return "update clipping"
+  return "gradient clipping" if "optimizer.clip_norm" in changes else "AdamW"
+
+
+def _scores(arms: Sequence[Arm], rows: Rows, score: str = TOP1) -> dict[int, float]:
+  return by_seed([rows[arm.name] for arm in arms], lambda row: True, score)
+
+
+def accuracy(figure, arms, rows) -> list[str]:
+  """Figure 1: zero-shot accuracy by size, a line for each recipe; and the table."""
+  axes = figure.subplots(1, 2)
+  sizes = list(dict.fromkeys(arm.size for arm in arms))
+  for axis, score, title in (
+    (axes[0], TOP1, "seen triples"),
+    (axes[1], HELD_OUT, "held-out triples"),
+  ):
+    for i, (recipe, group) in enumerate(series_of(arms, _recipe).items()):
+      found = [estimate(list(_scores(_of_size(group, s), rows, score).values())) for s in sizes]
+      halves = np.nan_to_num([e.half for e in found])
+      places = np.arange(len(sizes)) + 0.04 * i
+      axis.errorbar(places, [e.mean for e in found], halves, marker="o", capsize=3, label=recipe)
+    axis.set_xticks(range(len(sizes)), [WORDS.get(s, s) for s in sizes])
+    axis.set(title=title, ylabel="zero-shot top-1, %")
+  axes[0].legend()
+  return _accuracy_table(arms, rows, sizes)
+
+
+def _of_size(arms: Sequence[Arm], size: str) -> list[Arm]:
+  return [arm for arm in arms if arm.size == size]
+
+
+def _accuracy_table(arms, rows, sizes) -> list[str]:
+  lines = [
+    "| size | recipe | seeds | top-1, % | minus `full` | held out, % | minus `full` | diverged |",
+    "|---|---|---|---|---|---|---|---|",
+  ]
+  for size in sizes:
+    recipes = series_of(_of_size(arms, size), _recipe)
+    bases = [_scores(recipes.get("full", []), rows, score) for score in (TOP1, HELD_OUT)]
+    for recipe, group in recipes.items():
+      cells = []
+      for base, score in zip(bases, (TOP1, HELD_OUT), strict=True):
+        found = _scores(group, rows, score)
+        cells.append(str(estimate(list(found.values()))) if found else "")
+        apart = difference(found, base)
+        cells.append(str(apart) if recipe != "full" and apart.n else "")
+      diverged = sum("diverged" in rows[arm.name] for arm in group)
+      cells = " | ".join([WORDS.get(size, size), f"`{recipe}`", str(len(group)), *cells])
+      lines.append(f"| {cells} | {diverged} |")
+  return lines
+
+
+def curves(label: Callable[[Arm], str]) -> Callable:
+  """A drawing of loss curves, a panel for each size and a line for each label."""
+
+  def draw(figure, arms, rows) -> list[str]:
+    sizes = list(dict.fromkeys(arm.size for arm in arms))
+    lines = ["| size | series | seeds | last loss | diverged |", "|---|---|---|---|---|"]
+    for axis, size in zip(figure.subplots(1, len(sizes), squeeze=False)[0], sizes, strict=True):
+      for name, group in series_of(_of_size(arms, size), label).items():
+        found = [rows[arm.name] for arm in group]
+        plot_curve(axis, found, name)
+        last = estimate([r["last_loss"] for r in found if "diverged" not in r])
+        diverged = sum("diverged" in r for r in found)
+        lines.append(f"| {WORDS.get(size, size)} | {name} | {len(found)} | {last} | {diverged} |")
+      axis.set(title=WORDS.get(size, size), xlabel="step", ylabel="loss")
+      axis.legend()
+    return lines
+
+  return draw
+
+
+def plot_curve(axis, found: Sequence[dict], name: str) -> None:
+  """The mean of the curves that have all steps, else the longest."""
+  longest = max(len(row["curve"]) for row in found)
+  whole = np.array([row["curve"] for row in found if len(row["curve"]) == longest])
+  axis.plot(whole[0, :, 0], whole[:, :, 1].mean(0), label=name, linewidth=1)
+
+
+def remedies(figure, arms, rows) -> list[str]:
+  """Figure 5: loss curves of the remedies, and the features of the blocks at the end."""
+  left, right = figure.subplots(1, 2)
+  lines = ["| series | seeds | diverged | top-1, % |", "|---|---|---|---|"]
+  for name, group in series_of(arms, _remedy).items():
+    found = [rows[arm.name] for arm in group]
+    plot_curve(left, found, name)
+    records = next((r["watched"] for r in found if "watched" in r), None)
+    if records and name in ("plain", "layer scale"):
+      for record, style in ((records[0], "--"), (records[-1], "-")):
+        values = _of_blocks(record, "mean_abs_feature/image_block_")
+        right.plot(values, style, marker=".", label=f"{name}, step {record['step']}")
+    diverged, scores = sum("diverged" in r for r in found), list(_scores(group, rows).values())
+    lines.append(f"| {name} | {len(found)} | {diverged} | {estimate(scores) if scores else ''} |")
+  left.set(xlabel="step", ylabel="loss")
+  right.set(xlabel="block of the image tower", ylabel="mean |feature|", yscale="log")
+  left.legend()
+  right.legend()
+  return lines
+
+
+def _of_blocks(record: dict, prefix: str, suffix: str = "") -> list[float]:
+  """A statistic of the blocks 0, 1, ... of a record."""
+  found = []
+  while (value := record.get(f"{prefix}{len(found)}{suffix}")) is not None:
+    found.append(value)
+  return found
+
+
+def by_block(figure, arms, rows) -> list[str]:
+  """Figure 14: fc2's gradient and the features over the steps, for some blocks."""
+  panels = {
+    "mean |gradient of fc2|": ("gradient_mean_abs/image/block_", "/fc2/kernel"),
+    "max |gradient of fc2|": ("gradient_max_abs/image/block_", "/fc2/kernel"),
+    "mean |feature|": ("mean_abs_feature/image_block_", ""),
+    "max |feature|": ("max_abs_feature/image_block_", ""),
+  }
+  series = series_of(arms, lambda arm: f"{WORDS.get(arm.size, arm.size)}, {_remedy(arm)}")
+  figure.set_size_inches(14, 3 * len(series))
+  axes = figure.subplots(len(series), len(panels), squeeze=False)
+  lines = ["| series | statistic | first block | last block |", "|---|---|---|---|"]
+  for row, (name, group) in zip(axes, series.items(), strict=True):
+    records = rows[group[0].name].get("watched", [])
+    for axis, (title, (prefix, suffix)) in zip(row, panels.items(), strict=True):
+      values = np.array([_of_blocks(r, prefix, suffix) for r in records])
+      if values.size:
+        for block in sorted(
+          {0, values.shape[1] // 3, 2 * values.shape[1] // 3, values.shape[1] - 1}
+        ):
+          axis.plot([r["step"] for r in records], values[:, block], label=f"block {block}")
+        lines.append(f"| {name} | {title} | {values[-1, 0]:.3g} | {values[-1, -1]:.3g} |")
+      axis.set(title=f"{name}\n{title}", yscale="log")
+    row[0].legend()
+  return lines
+
+
+def accuracy_by_b2(figure, arms, rows) -> list[str]:
+  """Figure 10: loss curves at b2 = .99, and accuracy by b2."""
+  left, right = figure.subplots(1, 2)
+  lines = [
+    "| series | b2 | seeds | top-1, % | loss spikes | diverged |",
+    "|---|---|---|---|---|---|",
+  ]
+  for name, group in series_of(arms, _clip).items():
+    found = {}
+    for b2, some in series_of(group, lambda arm: dict(arm.changes)["optimizer.b2"]).items():
+      scores = list(_scores(some, rows).values())
+      found[b2] = estimate(scores)
+      own = [rows[arm.name] for arm in some]
+      spikes, diverged = draw_spikes.count(own), sum("diverged" in row for row in own)
+      lines.append(f"| {name} | {b2} | {len(some)} | {found[b2]} | {spikes} | {diverged} |")
+      if b2 == 0.99:
+        plot_curve(left, own, name)
+    halves = np.nan_to_num([e.half for e in found.values()])
+    right.errorbar(
+      list(map(str, found)), [e.mean for e in found.values()], halves, marker="o", label=name
+    )
+  left.set(xlabel="step", ylabel="loss", title="b2 = .99")
+  right.set(xlabel="b2", ylabel="zero-shot top-1, %")
+  right.legend()
+  return lines
+
+
+DRAWINGS = {
+  "1": accuracy,
+  "2": curves(_recipe),
+  "5": remedies,
+  "14": by_block,
+  "6": draw_spikes.counts("size", lambda arm: WORDS.get(arm.size, arm.size)),
+  "7": draw_spikes.counts("batch", lambda arm: str(dict(arm.changes)["batch_size"])),
+  "8": draw_spikes.counts(
+    "learning rate", lambda arm: str(dict(arm.changes)["optimizer.learning_rate"])
+  ),
+  "9": draw_spikes.around_shift,
+  "10": accuracy_by_b2,
+  "11": draw_spikes.scalers,
+  "long": curves(_recipe),
+}

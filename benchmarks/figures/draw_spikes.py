@@ -1,0 +1,139 @@
+"""The figures about loss spikes: counts, traces around a shift of the data, and loss scalers."""
+
+from collections.abc import Callable, Sequence
+
+from scipy.stats import binom, chi2
+
+from benchmarks.figures.arms import SHIFT, Arm
+
+PATCHES = "rms/image/patch_embedding/kernel"
+
+
+def count(rows: Sequence[dict]) -> int:
+  """The loss spikes of runs that logged each step, all together."""
+  return sum(len(_of(row)["loss"]) for row in rows if "spikes" in row)
+
+
+def _of(row: dict, name: str = PATCHES) -> dict:
+  return row["spikes"][name]
+
+
+def interval(events: int) -> tuple[float, float]:
+  """The exact 95 % interval of the mean of a Poisson count.
+
+  >>> [round(x, 2) for x in interval(4)]
+  [1.09, 10.24]
+  """
+  low = chi2.ppf(0.025, 2 * events) / 2 if events else 0.0
+  return float(low), float(chi2.ppf(0.975, 2 * events + 2) / 2)
+
+
+def counts(title: str, label: Callable[[Arm], str]) -> Callable:
+  """A drawing of loss spikes a run by b2, a line for each label (figures 6, 7 and 8)."""
+
+  def draw(figure, arms, rows) -> list[str]:
+    left, right = figure.subplots(1, 2)
+    lines = [
+      f"| {title} | b2 | seeds | loss spikes a run, 95 % | RMS spikes | diverged |",
+      "|---|---|---|---|---|---|",
+    ]
+    labels = dict.fromkeys(label(arm) for arm in arms)
+    for name in labels:
+      group = [arm for arm in arms if label(arm) == name]
+      points = {}
+      for b2 in sorted({dict(arm.changes)["optimizer.b2"] for arm in group}):
+        own = [rows[arm.name] for arm in group if dict(arm.changes)["optimizer.b2"] == b2]
+        events, runs = count(own), len(own)
+        low, high = (x / runs for x in interval(events))
+        points[b2] = events / runs, low, high
+        rms = sum(len(_of(row)["rms"]) for row in own if "spikes" in row)
+        diverged = sum("diverged" in row for row in own)
+        cells = [name, b2, runs, f"{events / runs:.1f} ({low:.1f} to {high:.1f})", rms, diverged]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+      means = [mean for mean, *_ in points.values()]
+      errors = [
+        [mean - low for mean, low, _ in points.values()],
+        [high - mean for mean, _, high in points.values()],
+      ]
+      left.errorbar(list(map(str, points)), means, errors, marker="o", capsize=3, label=name)
+      own = [rows[arm.name] for arm in group if dict(arm.changes)["optimizer.b2"] == max(points)]
+      steps, losses = zip(*own[0]["curve"], strict=True)
+      right.plot(steps, losses, linewidth=1, label=f"{name}, b2 {max(points)}")
+    left.set(xlabel="b2", ylabel="loss spikes a run")
+    right.set(xlabel="step", ylabel="loss")
+    left.legend(title=title)
+    right.legend()
+    return lines
+
+  return draw
+
+
+def around_shift(figure, arms, rows) -> list[str]:
+  """Figure 9: loss and RMS of the patch embedding; 16 to 21: how spikes follow, by tensor."""
+  own = [rows[arm.name] for arm in arms if arm.seed == arms[0].seed]
+  axes = figure.subplots(2, len(own), sharex=True, squeeze=False)
+  for (above, below), row in zip(axes.T, own, strict=True):
+    trace = row["trace"]
+    above.plot(trace["step"], trace["loss"], linewidth=0.9)
+    for name in sorted(n for n in trace if n.startswith("rms/")):
+      control = name != PATCHES
+      style = {"color": "0.7", "linewidth": 0.6} if control else {"color": "C1"}
+      below.plot(trace["step"], trace[name], label=None if control else "patch embedding", **style)
+    b2 = row["changes"]["optimizer.b2"]
+    above.set(title=f"b2 = {b2}", ylabel="loss")
+    below.set(xlabel="step; grey: fc2 of the blocks", ylabel="RMS")
+    for axis in (above, below):
+      axis.axvline(SHIFT, color="r", ls=":")
+    below.legend()
+  return follow_table([rows[arm.name] for arm in arms])
+
+
+def follow_table(rows: Sequence[dict]) -> list[str]:
+  """How many loss spikes follow RMS spikes of each tensor by 1 to 8 steps, against chance."""
+  lines = [
+    "| tensor | loss spikes | after an RMS spike | share of steps that are | chance |",
+    "|---|---|---|---|---|",
+  ]
+  rows = [row for row in rows if "spikes" in row]
+  for name in sorted({name for row in rows for name in row["spikes"]}):
+    found = [row["spikes"][name] for row in rows if name in row["spikes"]]
+    loss, following = (sum(len(f[key]) for f in found) for key in ("loss", "following"))
+    share = sum(f["share"] * f["steps"] for f in found) / sum(f["steps"] for f in found)
+    chance = binom.sf(following - 1, loss, share) if loss else 1.0
+    lines.append(
+      f"| {name.removeprefix('rms/')} | {loss} | {following} | {share:.2%} | {chance:.2g} |"
+    )
+  return lines
+
+
+def scalers(figure, arms, rows) -> list[str]:
+  """Figure 11: six panels around a shift of the data, for two loss scalers."""
+  panels = (
+    "loss",
+    "loss_scale",
+    "max_abs_feature/image_block_",  # the last block
+    PATCHES,
+    "gradient_max_abs/image/class_embedding",
+    "gradient_max_abs/image/block_0/qkv/kernel",
+  )
+  figure.set_size_inches(14, 7)
+  axes = figure.subplots(2, 3).ravel()
+  lines = [
+    "| loss scaler | diverged | top-1, % | least scale around the shift |",
+    "|---|---|---|---|",
+  ]
+  for arm in arms:
+    row, scaler = rows[arm.name], dict(arm.changes)["optimizer.loss_scale"]
+    trace = row.get("trace", {})
+    for axis, wanted in zip(axes, panels, strict=True):
+      names = [name for name in trace if name.startswith(wanted)]
+      if names:
+        axis.plot(trace["step"], trace[names[-1]], label=scaler, linewidth=0.9)
+      axis.set(title=names[-1] if names else wanted)
+      if wanted not in ("loss", PATCHES):
+        axis.set_yscale("log")
+    top1 = f"{100 * row['scores']['classes/zero_shot_top1']:.1f}" if "scores" in row else ""
+    least = min(trace.get("loss_scale", [float("nan")]), default=float("nan"))
+    lines.append(f"| {scaler} | {row.get('diverged', '')} | {top1} | {least:g} |")
+  axes[0].legend()
+  return lines

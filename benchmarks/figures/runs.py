@@ -1,0 +1,186 @@
+"""Trains arms in processes, several on each GPU, and keeps a row for each that ended.
+
+A row has the scores, the losses in means of some steps, the spikes of runs that logged each step,
+and statistics of watched tensors. A run that stops because a tensor is not finite has `diverged`,
+its last step. Runs that were interrupted continue from their checkpoints.
+"""
+
+import json
+import os
+import queue
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.figures.arms import Arm, config_of, tiny_config
+from train.record import read_metrics
+from train.spikes import Rules, find_spikes
+from train.workdir import write_json
+
+_RULES = Rules()
+_POINTS = 200  # of a curve in a row
+_RECORDS = 24  # of watched tensors in a row
+_TRACE = (-100, 200)  # steps around a shift of the data
+
+
+def train_all(
+  arms: Sequence[Arm], folder: Path, gpus: Sequence[int], at_once: int, seconds: float
+) -> Iterator[dict]:
+  """Trains arms, and yields the row of each as it ends.
+
+  Args:
+    folder: of the runs, a folder each.
+    gpus: their numbers.
+    at_once: processes that share a GPU. A small model leaves it idle between kernels.
+    seconds: after these no run is started, and those that train are stopped, with a checkpoint.
+  """
+  waiting, rows, deadline = queue.SimpleQueue(), queue.SimpleQueue(), time.monotonic() + seconds
+  for arm in arms:
+    waiting.put(arm)
+
+  def work(gpu: int):
+    while time.monotonic() < deadline:
+      try:
+        arm = waiting.get_nowait()
+      except queue.Empty:
+        break
+      rows.put(_in_process(arm, folder, gpu, at_once, deadline - time.monotonic()))
+    rows.put(None)
+
+  workers = [threading.Thread(target=work, args=(gpu,)) for gpu in gpus for _ in range(at_once)]
+  for worker in workers:
+    worker.start()
+  for _ in workers:
+    while (row := rows.get()) is not None:
+      yield row
+
+
+def _in_process(arm: Arm, folder: Path, gpu: int, at_once: int, seconds: float) -> dict:
+  """Trains an arm in a process of its own; its row, or one with `error`."""
+  workdir = folder / re.sub(r"[^\w.=-]+", "_", arm.name)
+  workdir.mkdir(parents=True, exist_ok=True)
+  environment = os.environ | {
+    "CUDA_VISIBLE_DEVICES": str(gpu),
+    "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / at_once:.3f}",
+  }
+  command = [sys.executable, "-m", "benchmarks.figures.runs", json.dumps(arm), str(workdir)]
+  started = time.monotonic()
+  with (workdir / "log.txt").open("a") as log:
+    process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+    try:
+      process.wait(timeout=seconds)
+    except subprocess.TimeoutExpired:
+      process.terminate()  # The run saves a checkpoint.
+      process.wait(timeout=120)
+  row = read_row(arm, workdir)
+  return row | {"minutes": round((time.monotonic() - started) / 60, 2)}
+
+
+def train_one(arm: Arm, workdir: Path, make_config=config_of) -> None:
+  """Trains an arm in this process, and writes end.json if it did not diverge."""
+  from train import xla_flags  # JAX starts with the first of these imports.
+  from train.errors import RunError
+
+  xla_flags.set_flags()
+  from train.loop import train
+
+  try:
+    result = train(make_config(arm), workdir)
+  except RunError as error:
+    diverged = re.match(r"Step (\d+): .*not finite", str(error))
+    if not diverged:
+      raise
+    result = {"diverged": int(diverged[1]), "why": str(error).partition("; the loss")[0]}
+  write_json(workdir / "end.json", result)
+
+
+def read_row(arm: Arm, workdir: Path) -> dict:
+  """The row of a run from its folder; with `error` if it did not end."""
+  row = {"name": arm.name, "size": arm.size, "changes": dict(arm.changes), "seed": arm.seed}
+  path = workdir / "end.json"
+  if not path.is_file():
+    log = workdir / "log.txt"
+    return row | {"error": log.read_text()[-300:] if log.is_file() else "no end.json"}
+  end = json.loads(path.read_text())
+  records = [r for r in read_metrics(workdir / "metrics.jsonl") if "loss" in r]
+  names = ("diverged", "why")
+  scores = {"scores": end["eval"]} if "eval" in end else {name: end[name] for name in names}
+  kept = {key: end[key] for key in ("device", "jax", "images_per_second") if key in end}
+  shift = re.search(r"shift:(\d+)", str(arm.value("data.name")))
+  around = trace(records, int(shift[1])) if shift else watched(records)
+  return row | scores | curve(records) | spikes_of(records) | around | kept
+
+
+def curve(records: Sequence[dict]) -> dict:
+  """Steps and losses in means of equal parts, and the mean of the last tenth."""
+  steps, losses = np.array([r["step"] for r in records]), np.array([r["loss"] for r in records])
+  parts = np.array_split(np.arange(len(steps)), min(_POINTS, len(steps)))
+  return {
+    "steps": int(steps[-1]),
+    "curve": [[int(steps[p[-1]]), float(f"{losses[p].mean():.5g}")] for p in parts],
+    "last_loss": float(losses[-max(1, len(losses) // 10) :].mean()),
+  }
+
+
+def spikes_of(records: Sequence[dict], rules: Rules = _RULES) -> dict:
+  """Loss spikes and RMS spikes of a run that logged each step, for each RMS; else nothing."""
+  steps = np.array([r["step"] for r in records])
+  names = sorted(name for name in records[0] if name.startswith("rms/"))
+  if len(steps) < 2 or (np.diff(steps) != 1).any() or not names:
+    return {}
+  loss, found = np.array([r["loss"] for r in records]), {}
+  for name in names:
+    rms = np.array([r[name] for r in records])
+    try:
+      one = find_spikes(steps, loss, rms, rules)
+    except ValueError:  # Fewer steps than the rules leave out.
+      return {}
+    found[name] = {
+      "loss": one.loss.tolist(),
+      "rms": one.rms.tolist(),
+      "following": one.following.tolist(),
+      "steps": one.steps,
+      "share": one.share,
+    }
+  return {"spikes": found}
+
+
+def trace(records: Sequence[dict], shift: int) -> dict:
+  """Columns of the steps around a shift of the data, with four digits."""
+  chosen = [r for r in records if _TRACE[0] <= r["step"] - shift < _TRACE[1]]
+  kinds = ("loss", "loss_scale", "rms/", "gradient_max_abs/", "max_abs_feature/image")
+  names = [name for name in records[-1] if name.startswith(kinds)]
+  columns = {name: [float(f"{r[name]:.4g}") for r in chosen] for name in names}
+  return {"trace": {"step": [r["step"] for r in chosen], **columns}}
+
+
+def watched(records: Sequence[dict]) -> dict:
+  """Some records of watched tensors and of the features of blocks."""
+  kinds = ("gradient_mean_abs/", "gradient_max_abs/", "mean_abs_feature/", "max_abs_feature/")
+  if not any(name.startswith("gradient_max_abs/") for name in records[-1]):
+    return {}
+  places = np.linspace(0, len(records) - 1, min(_RECORDS, len(records))).astype(int)
+  return {
+    "watched": [
+      {"step": r["step"]} | {k: float(f"{v:.4g}") for k, v in r.items() if k.startswith(kinds)}
+      for r in (records[i] for i in places)
+    ]
+  }
+
+
+def main() -> None:
+  """Trains the arm that is the first argument, as JSON, in the folder that is the second."""
+  size, changes, seed = json.loads(sys.argv[1])
+  pairs = ((path, tuple(v) if isinstance(v, list) else v) for path, v in changes)
+  arm = Arm(size, tuple(pairs), seed)
+  train_one(arm, Path(sys.argv[2]), tiny_config if size == "tiny" else config_of)
+
+
+if __name__ == "__main__":
+  main()
