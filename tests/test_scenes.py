@@ -295,7 +295,7 @@ def numbers_of(name: str) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("name, split, message", [
-  ("scenes/huge", "scenes", "there are scenes/full, scenes/small"),
+  ("scenes/huge", "scenes", "there are scenes/full, scenes/hard, scenes/small"),
   ("scenes/shift", "scenes", "and scenes/shift:1500 or scenes/shift:1500,1520,... with the steps"),
   ("scenes/shift:5,5", "scenes", "data.name='scenes/shift:5,5': steps=[5, 5] must increase"),
   ("scenes/shift:0", "scenes", "steps=[0] must increase, from 1 to 4294967295"),

@@ -154,7 +154,7 @@ def remedies(figure, arms, rows) -> list[str]:
     diverged, scores = sum("diverged" in r for r in found), list(_scores(group, rows).values())
     lines.append(f"| {name} | {len(found)} | {diverged} | {estimate(scores) if scores else ''} |")
   left.set(xlabel="step", ylabel="loss")
-  right.set(xlabel="block of the image tower", ylabel="mean |feature|", yscale="log")
+  right.set(xlabel="block of the image tower", ylabel="mean magnitude of features", yscale="log")
   left.legend()
   right.legend()
   return lines
@@ -171,10 +171,10 @@ def _of_blocks(record: dict, prefix: str, suffix: str = "") -> list[float]:
 def by_block(figure, arms, rows) -> list[str]:
   """Figure 14: fc2's gradient and the features over the steps, for some blocks."""
   panels = {
-    "mean |gradient of fc2|": ("gradient_mean_abs/image/block_", "/fc2/kernel"),
-    "max |gradient of fc2|": ("gradient_max_abs/image/block_", "/fc2/kernel"),
-    "mean |feature|": ("mean_abs_feature/image_block_", ""),
-    "max |feature|": ("max_abs_feature/image_block_", ""),
+    "mean magnitude of fc2's gradient": ("gradient_mean_abs/image/block_", "/fc2/kernel"),
+    "largest magnitude of fc2's gradient": ("gradient_max_abs/image/block_", "/fc2/kernel"),
+    "mean magnitude of features": ("mean_abs_feature/image_block_", ""),
+    "largest magnitude of features": ("max_abs_feature/image_block_", ""),
   }
   series = series_of(arms, lambda arm: f"{WORDS.get(arm.size, arm.size)}, {_remedy(arm)}")
   figure.set_size_inches(14, 3 * len(series))

@@ -72,6 +72,7 @@ LOW_CONTRAST = 1 / 16
 
 VARIANTS = {
   "full": Variant(),
+  "hard": Variant(noise=64),
   "small": Variant(8, 10, 4, ((1, 0, 0), (1, 0, 0), (1, 1, 0), (2, 0, 0)), noise=8),
 }
 

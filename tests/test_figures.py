@@ -1,0 +1,177 @@
+"""benchmarks/figures: what is trained, rows of runs, and what is drawn of them."""
+
+import json
+import math
+import sys
+
+import numpy as np
+import pytest
+
+from benchmarks.figures import __main__ as program
+from benchmarks.figures import analysis, arms, draw, draw_spikes, runs
+from benchmarks.figures.arms import FIGURES
+from train.workdir import write_json
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_arms_of_a_figure_differ_and_are_valid_configs(name):
+  figure = FIGURES[name]
+  assert len({arm.name for arm in figure.arms}) == len(figure.arms)
+  for arm in figure.arms:
+    config = arms.config_of(arm)
+    config.check()
+    assert config.steps >= 8000 and config.optimizer.warmup_steps == config.steps // 4
+    assert config.seed == arm.seed and config.model.patch_dropout == 0.5
+
+
+def test_figure_1_has_all_recipes_with_the_same_seeds():
+  found = {}
+  for arm in FIGURES["1"].arms:
+    found.setdefault((arm.size, arm.value("model.recipe")), set()).add(arm.seed)
+  assert {recipe for _, recipe in found} == set(arms.RECIPES)
+  assert all(seeds == set(range(5 if size == "ti" else 3)) for (size, _), seeds in found.items())
+
+
+def test_first_seeds_of_all_series_are_trained_first():
+  seeds = [arm.seed for arm in FIGURES["1"].arms]
+  assert seeds == sorted(seeds)
+
+
+def test_an_interval_is_students():
+  found = analysis.estimate([1.0, 2.0, 3.0])
+  assert found.mean == 2 and found.half == pytest.approx(4.302653 / math.sqrt(3), rel=1e-6)
+  assert math.isnan(analysis.estimate([1.0]).half)
+
+
+def test_a_difference_is_paired_by_seed():
+  base = {0: 10.0, 1: 50.0, 2: 30.0}
+  apart = analysis.difference({2: 31.0, 1: 51.0, 0: 11.0, 7: 99.0}, base)
+  assert apart == (1.0, 0.0, 3)
+  assert apart.within(1.0) and not apart.within(0.9)
+
+
+def test_a_run_that_diverged_has_no_score():
+  rows = [_row(FIGURES["1"].arms[0]), {"seed": 1, "diverged": 12}]
+  assert analysis.by_seed(rows, lambda row: True).keys() == {0}
+
+
+def test_a_curve_has_the_mean_of_the_losses():
+  records = [{"step": step, "loss": 1 / step} for step in range(1, 401)]
+  found = runs.curve(records)
+  assert len(found["curve"]) == 200 and found["curve"][-1][0] == found["steps"] == 400
+  means = [loss for _, loss in found["curve"]]
+  assert np.mean(means) == pytest.approx(np.mean([r["loss"] for r in records]), rel=1e-3)
+
+
+def test_a_loss_spike_after_an_rms_spike_is_counted():
+  rng = np.random.default_rng(0)
+  name = draw_spikes.PATCHES
+  records = [
+    {"step": step, "loss": 1 + 0.01 * float(rng.standard_normal()), name: 1.0}
+    for step in range(1, 1500)
+  ]
+  records[1200][name] = 5.0  # Step 1201.
+  for i in range(1204, 1208):
+    records[i]["loss"] = 9.0
+  found = runs.spikes_of(records)["spikes"][name]
+  assert found["rms"] == [1201] and found["loss"] == found["following"] == [1205]
+  assert runs.spikes_of(records[::2]) == {}  # Spikes are of consecutive steps.
+
+
+@pytest.mark.parametrize(
+  "end", [{"eval": {analysis.TOP1: 0.5}, "jax": "0"}, {"diverged": 3, "why": "Step 3: x"}]
+)
+def test_a_row_is_of_a_run_that_ended(tmp_path, end):
+  arm = FIGURES["1"].arms[0]
+  assert "error" in runs.read_row(arm, tmp_path)
+  (tmp_path / "metrics.jsonl").write_text('{"step": 20, "loss": 2.0}\n{"step": 40, "loss": 1.0}\n')
+  write_json(tmp_path / "end.json", end)
+  row = json.loads(json.dumps(runs.read_row(arm, tmp_path)))
+  assert row["name"] == arm.name and row["last_loss"] == 1.0
+  assert row.get("diverged") == end.get("diverged") and ("scores" in row) == ("eval" in end)
+
+
+def _row(arm, top1=0.5) -> dict:
+  """A row as runs.py makes it, with made-up numbers."""
+  names = ("patch_embedding/kernel", "block_0/fc2/kernel", "block_5/fc2/kernel")
+  spikes = {"loss": [1500], "rms": [1497], "following": [1500], "steps": 7000, "share": 0.01}
+  statistics = {
+    f"{kind}/image{slash}block_{i}{suffix}": 0.1 + i
+    for kind, slash, suffix in (
+      ("gradient_mean_abs", "/", "/fc2/kernel"),
+      ("gradient_max_abs", "/", "/fc2/kernel"),
+      ("mean_abs_feature", "_", ""),
+      ("max_abs_feature", "_", ""),
+    )
+    for i in range(6)
+  }
+  trace = {f"rms/image/{name}": [1.0, 2.0] for name in names}
+  trace |= {"step": [2999, 3000], "loss": [1.0, 1.5], "loss_scale": [65536.0, 32768.0]}
+  return {
+    "name": arm.name,
+    "size": arm.size,
+    "changes": dict(arm.changes),
+    "seed": arm.seed,
+    "scores": {analysis.TOP1: top1 + arm.seed / 100, analysis.HELD_OUT: top1},
+    "curve": [[4000, 2.0], [8000, 1.0]],
+    "last_loss": 1.0,
+    "spikes": {f"rms/image/{name}": spikes for name in names},
+    "watched": [{"step": step, **statistics} for step in (20, 8000)],
+    "trace": trace,
+  }
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_figure_is_drawn_of_some_of_its_rows_and_of_all(name, tmp_path):
+  chosen = FIGURES[name].arms
+  for count in (1, len(chosen)):
+    rows = {arm.name: _row(arm) for arm in chosen[:count]}
+    draw.write(name, chosen, rows, tmp_path)
+    assert (tmp_path / f"figure_{name}.png").stat().st_size > 5000
+    lines = (tmp_path / f"figure_{name}.md").read_text().splitlines()
+    assert len(lines) > 2 and len({line.count("|") for line in lines}) == 1
+
+
+def test_the_table_of_figure_1_has_the_paired_difference(tmp_path):
+  chosen = [arm for arm in FIGURES["1"].arms if arm.size == "ti"]
+  better = {"switchback": 0.51}
+  rows = {arm.name: _row(arm, better.get(arm.value("model.recipe"), 0.5)) for arm in chosen}
+  draw.write("1", chosen, rows, tmp_path)
+  (line,) = [x for x in (tmp_path / "figure_1.md").read_text().splitlines() if "`switchback`" in x]
+  assert "| 53.00 ± " in line and "| 1.00 ± 0.00 |" in line
+
+
+def _call(monkeypatch, *arguments):
+  monkeypatch.setattr(sys, "argv", ["figures", *map(str, arguments)])
+  program.main()
+
+
+def test_without_a_gpu_the_command_says_how_long_it_takes(monkeypatch, tmp_path):
+  monkeypatch.setattr(program, "_gpus", list)
+  with pytest.raises(SystemExit, match=r"lacks 66 runs, about \d+ minutes .* --tiny"):
+    _call(monkeypatch, 1, "--out", tmp_path / "runs.jsonl")
+
+
+def test_runs_that_have_rows_are_not_trained_again(monkeypatch, tmp_path, capsys):
+  out, trained = tmp_path / "runs.jsonl", []
+  chosen = FIGURES["9"].arms
+  for arm in chosen[1:]:
+    program.append(out, _row(arm))
+
+  def train_all(missing, *_):
+    trained.extend(missing)
+    yield from map(_row, missing)
+
+  monkeypatch.setattr(runs, "train_all", train_all)
+  _call(monkeypatch, 9, "--out", out, "--gpus", 0)
+  assert trained == [chosen[0]] and "nothing is missing" in capsys.readouterr().out
+  _call(monkeypatch, 9, "--out", out, "--gpus", 0)
+  assert trained == [chosen[0]]
+
+
+@pytest.mark.program
+def test_tiny_trains_two_runs_and_draws_them(monkeypatch, capsys):
+  _call(monkeypatch, 1, "--tiny")
+  printed = capsys.readouterr().out
+  assert "model.recipe=full" in printed and "model.recipe=switchback" in printed
+  assert "figure_1.png" in printed
