@@ -44,7 +44,7 @@ def test_an_interval_is_students():
 
 
 def test_a_difference_is_paired_by_seed():
-  base = {0: 10.0, 1: 50.0, 2: 30.0}
+  base = {0: 10.0, 1: 50.0, 2: 30.0, 8: 0.0}
   apart = analysis.difference({2: 31.0, 1: 51.0, 0: 11.0, 7: 99.0}, base)
   assert apart == (1.0, 0.0, 3)
   assert apart.within(1.0) and not apart.within(0.9)
