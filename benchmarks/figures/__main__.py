@@ -132,9 +132,8 @@ def read_rows(path: Path) -> dict[str, dict]:
 
 def append(path: Path, row: dict) -> None:
   path.parent.mkdir(parents=True, exist_ok=True)
-  command = " ".join(["python -m benchmarks.figures", *sys.argv[1:]])
   with path.open("a") as file:
-    file.write(json.dumps(row | {"command": command}) + "\n")
+    file.write(json.dumps(row | {"command": f"python -m benchmarks.figures {sys.argv[1]}"}) + "\n")
 
 
 def _gpus() -> list[int]:
