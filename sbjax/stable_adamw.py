@@ -241,7 +241,7 @@ def _step(w1, w2, eps, g, mu, nu, rms):
     operands = in_groups(g), *(x._replace(values=in_groups(x.values)) for x in (mu, nu))
     weights = jnp.stack([w1, w2, jnp.asarray(eps, jnp.float32)])
     if has_kernel("adam_direction", weights, *operands):
-      # The RMS reads nu before the kernel overwrites it.
+      # The RMS reads nu before the kernel overwrites it: else XLA might copy nu.
       weights, rms = jax.lax.optimization_barrier((weights, rms))
       direction, *new = get_backend().adam_direction(weights, *operands)
       mu, nu = (x._replace(values=x.values.reshape(g.shape)) for x in new)

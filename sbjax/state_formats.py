@@ -6,7 +6,9 @@ optax transformation. The update uses the new moments before they are rounded, a
 FP8-LM.
 
 XLA for GPUs (jax 0.10 and 0.11) updates all but E4M3_EXPANDED in place, without temporary memory.
-Of that it writes both new moments in float32: 8 bytes a parameter, of a leaf at a time.
+Of that it writes both new moments in float32: 8 bytes a parameter, of a leaf at a time. So
+StableAdamW takes them coded, and a kernel of `sbjax.expansion.adam_direction` writes the direction
+instead, where there is one.
 
   format          bytes   a number is stored as
   FLOAT32         4       itself
