@@ -8,16 +8,24 @@ of its own: bytes a parameter of the optimizer's state, the memory that XLA plan
 benchmarks/step.py and for the optimizer's update by itself, and the time of both. Choices take
 turns, round after round, and medians count. `--memory` compiles and times nothing. Adds a line for
 each size.
+
+`--update_only` times the update by itself, in one process, with random parameters. There
+"coat, xla" is "coat" without the kernel of sbjax/pallas/adam_triton.py.
 """
 
 import argparse
+import functools
+import importlib
 import json
 import statistics
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
+from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from benchmarks.step import CASES, compiled, draw, task_of
@@ -27,6 +35,7 @@ from train.config import OptimizerConfig
 from train.optimizer import STATES, make_optimizer, matrix_dtype
 from train.step import TrainState, make_init
 
+_STABLE_ADAMW = importlib.import_module("sbjax.stable_adamw")
 _ALL = ("B/16", "L/14", "H/14", "bigG/14")
 
 
@@ -39,12 +48,17 @@ def main() -> None:
   parser.add_argument("--rounds", type=int, default=3, help="processes of each choice")
   parser.add_argument("--steps", type=int, default=12, help="timed steps of a process")
   parser.add_argument("--memory", action="store_true", help="compile only")
+  parser.add_argument("--update_only", action="store_true", help="no step: see above")
   parser.add_argument("--one", action="store_true", help="print the first choice; for this program")
   args = parser.parse_args()
   if args.one:
     print(json.dumps(measure(args.sizes[0], args.states[0], args.recipe, args)))
     return
-  for size in args.sizes:
+  for size in args.sizes if args.update_only else ():
+    line = {"benchmark": "states_update", "size": size, "states": race_updates(size, args)}
+    print(json.dumps(line), flush=True)
+    append(args.out, [line | provenance()])
+  for size in () if args.update_only else args.sizes:
     found = {states: [] for states in args.states}
     for i in range(1 if args.memory else args.rounds):
       for states in args.states[::-1] if i % 2 else args.states:
@@ -105,6 +119,48 @@ def measure(size: str, states: str, recipe: str, args) -> dict:
   gradients = jax.tree.map(lambda p: 1e-3 * p, state.params)
   state, row["update_milliseconds"] = _timed(lambda s: update(s, gradients), state, args.steps)
   return row
+
+
+def race_updates(size: str, args) -> dict:
+  """For each choice the temporary memory and the milliseconds of an update, timed in turns."""
+  updates, rows = {}, {}
+  for states in [*args.states, *["coat, xla"] * ("coat" in args.states)]:
+    name, _, by = states.partition(", ")
+    optimizer, _ = make_optimizer(OptimizerConfig(states=name), steps=20_000)
+    task = task_of(args.recipe, SIZES[size], CASES[size][1])
+    init = make_init(task._replace(matrix_dtype=matrix_dtype(name)), optimizer, seed=0)
+    params = _drawn(jax.eval_shape(init).params)
+    state = TrainState(jnp.int32(0), params, jax.jit(optimizer.init)(params))
+    with mock.patch.object(_STABLE_ADAMW, "has_kernel", _never) if by else nullcontext():
+      lowered = jax.jit(_update(optimizer), donate_argnums=0).lower(state, params)
+    update = lowered.compile()
+    gradients = jax.tree.map(lambda p: 1e-3 * p, params)
+    temporary = update.memory_analysis().temp_size_in_bytes
+    rows[states] = {"update_temporary_gigabytes": round(temporary / 1e9, 3), "times": []}
+    run = functools.partial(lambda update, gradients, s: update(s, gradients), update, gradients)
+    updates[states] = [run, state]
+  for i in range(args.rounds):
+    for states in list(updates)[:: -1 if i % 2 else 1]:
+      run, state = updates[states]
+      updates[states][1], milliseconds = _timed(run, state, args.steps)
+      rows[states]["times"].append(milliseconds)
+  for row in rows.values():
+    times = row.pop("times")
+    row["update_milliseconds"] = round(statistics.median(times), 3)
+    row["update_milliseconds_spread"] = round((max(times) - min(times)) / min(times), 4)
+  return rows
+
+
+def _never(*args) -> bool:
+  return False
+
+
+def _drawn(shapes):
+  """Parameters of deviation 0.02."""
+  leaves, structure = jax.tree.flatten(shapes)
+  keys = jax.random.split(jax.random.key(0), len(leaves))
+  drawn = [0.02 * jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
+  return jax.tree.unflatten(structure, drawn)
 
 
 def _update(optimizer: optax.GradientTransformation):

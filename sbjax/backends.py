@@ -42,6 +42,7 @@ class Backend(NamedTuple):
   quantize_sum: Callable
   attention_forward: Callable  # as in sbjax.attention_ops
   attention_backward: Callable
+  adam_direction: Callable  # as sbjax.expansion.adam_direction
 
 
 NAMES = ("xla", "mosaic", "triton")
@@ -67,6 +68,12 @@ def get_backend(name: str | None = None) -> Backend:
 def runs(name: str) -> bool:
   """Whether the backend of that name runs on JAX's default device."""
   return _unsupported_reason(name, target()) is None
+
+
+def has_kernel(operation: str, *args, **options) -> bool:
+  """Whether backend None computes the operation of these arguments by a Triton kernel."""
+  has_fp8 = (compute_capability(target()) or 0) >= 89
+  return runs("triton") and unsupported_reason(operation, has_fp8, args, options) is None
 
 
 def _unsupported_reason(name: str, device) -> str | None:

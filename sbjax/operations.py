@@ -1,4 +1,4 @@
-"""The operations of a layer in 8 bits: the definition of each, its kernels, and how it is split.
+"""Operations in 8 bits, a layer's and an optimizer's: definitions, kernels, and how they are split.
 
 A row of OPERATIONS is an operation. Its definition is plain jnp. A backend may have a kernel of the
 same name, for the arguments that the row's limit allows. On a mesh each device runs the kernel on
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from sbjax import attention_ops, fused_ops
+from sbjax import attention_ops, expansion, fused_ops
 from sbjax.formats import INT8
 from sbjax.matmul import apply_scales, scaled_matmul
 from sbjax.partition import Names, arrays_of, is_explicit, partitioned
@@ -195,6 +195,13 @@ def _attention_heads(*arrays, **options):
   return None
 
 
+def _whole_groups(weights, g, mu, nu):
+  del weights, mu, nu
+  if g.shape[-1] != expansion.GROUP:
+    return f"takes groups of {expansion.GROUP}, not {g.shape[-1]}"
+  return f"takes at most 5 axes, not {g.ndim - 1}" if g.ndim > 6 else None
+
+
 def _is_spec(leaf) -> bool:
   return isinstance(leaf, Spec)
 
@@ -205,6 +212,8 @@ def _in_triton(
   """Both backends have the Triton kernel."""
   return Operation(definition, axes, module, module, limit)
 
+
+_CODED = "abcdk. abcdk abcdk"  # Groups, and their details.
 
 OPERATIONS = {
   "quantize": _in_triton(_quantize, "mk -> mk", "quantize_triton"),
@@ -243,5 +252,11 @@ OPERATIONS = {
     mosaic="attention_sm90",
     triton="attention_triton",
     limit=_attention_heads,
+  ),
+  "adam_direction": _in_triton(
+    expansion.adam_direction,
+    f". abcdk. {_CODED} {_CODED} -> abcdk. {_CODED} {_CODED}",
+    "adam_triton",
+    _whole_groups,
   ),
 }

@@ -17,12 +17,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from sbjax.backends import get_backend, has_kernel
+from sbjax.expansion import Coded, decode, encode, in_groups
 from sbjax.formats import floating_dtype
 from sbjax.quantize import as_floating
 
 
 class ScaleByStableAdamState(NamedTuple):
-  """The state of `scale_by_stable_adam`; each tree is like the parameters."""
+  """The state of `scale_by_stable_adam`; each tree is like the parameters.
+
+  A moment may be in e4m3, a `sbjax.expansion.Coded`, and then so is the new one.
+  """
 
   count: jax.Array  # int32 []: updates made  # pyright: ignore
   mu: optax.Updates  # first moment, debiased; the dtype of the parameter, or `mu_dtype`
@@ -74,10 +79,9 @@ def scale_by_stable_adam(
     count = optax.safe_increment(state.count)
     w1, w2 = _newest_weight(b1, count), _newest_weight(b2, count)
     g = _map(_as_gradient, updates, state.mu)
-    mu = _map(lambda g, m: (1 - w1) * m.astype(jnp.float32) + w1 * g, g, state.mu)
-    nu = _map(lambda g, n: (1 - w2) * n + w2 * g**2, g, state.nu)
-    rms = _map(lambda g, n, r: _rms(g, n, eps, _own_axes(r, g)), g, nu, state.rms)
-    direction = _map(lambda m, n: m / (jnp.sqrt(n) + eps), mu, nu)
+    step = functools.partial(_step, w1, w2, eps)
+    stepped = _map(step, g, state.mu, state.nu, state.rms)
+    direction, mu, nu, rms = (_map(lambda g, s, i=i: s[i], g, stepped) for i in range(4))
 
     def clip(tree):
       divisor = _map(lambda r: jnp.maximum(1.0, r / clip_threshold), rms)
@@ -95,7 +99,6 @@ def scale_by_stable_adam(
 
     direction = clip(decay(direction)) if decay_with == "clipped" else decay(clip(direction))
     updates = _map(lambda x, g: x.astype(g.dtype), direction, updates)
-    mu = _map(lambda m, old: m.astype(old.dtype), mu, state.mu)
     return updates, ScaleByStableAdamState(jnp.asarray(count), mu, nu, rms)
 
   return optax.GradientTransformation(init, update)
@@ -227,6 +230,31 @@ def _newest_weight(b, count):
   """
   b = jnp.asarray(b, jnp.float32)
   return (1 - b) / -jnp.expm1(count.astype(jnp.float32) * jnp.log(b))
+
+
+def _step(w1, w2, eps, g, mu, nu, rms):
+  """A leaf's unscaled direction, its new moments as they are kept, and its RMS."""
+  m = (1 - w1) * _decoded(mu) + w1 * g
+  n = (1 - w2) * _decoded(nu) + w2 * g**2
+  rms = _rms(g, n, eps, _own_axes(rms, g))
+  if isinstance(mu, Coded) and isinstance(nu, Coded):
+    operands = in_groups(g), *(x._replace(values=in_groups(x.values)) for x in (mu, nu))
+    weights = jnp.stack([w1, w2, jnp.asarray(eps, jnp.float32)])
+    if has_kernel("adam_direction", weights, *operands):
+      # The RMS reads nu before the kernel overwrites it: else XLA might copy nu.
+      weights, rms = jax.lax.optimization_barrier((weights, rms))
+      direction, *new = get_backend().adam_direction(weights, *operands)
+      mu, nu = (x._replace(values=x.values.reshape(g.shape)) for x in new)
+      return direction.reshape(g.shape), mu, nu, rms
+  return m / (jnp.sqrt(n) + eps), _like(mu, m), _like(nu, n), rms
+
+
+def _decoded(moment) -> jax.Array:
+  return decode(moment) if isinstance(moment, Coded) else moment.astype(jnp.float32)
+
+
+def _like(old, moment):
+  return encode(moment) if isinstance(old, Coded) else moment.astype(old.dtype)
 
 
 def _rms(g, nu, eps, axes):

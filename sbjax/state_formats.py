@@ -6,7 +6,9 @@ optax transformation. The update uses the new moments before they are rounded, a
 FP8-LM.
 
 XLA for GPUs (jax 0.10 and 0.11) updates all but E4M3_EXPANDED in place, without temporary memory.
-Of that it writes both new moments in float32: 8 bytes a parameter, of a leaf at a time.
+Of that it writes both new moments in float32: 8 bytes a parameter, of a leaf at a time. So
+StableAdamW takes them coded, and a kernel of `sbjax.expansion.adam_direction` writes the direction
+instead, where there is one.
 
   format          bytes   a number is stored as
   FLOAT32         4       itself
@@ -31,20 +33,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from sbjax import expansion
+from sbjax.expansion import Coded
 from sbjax.formats import E4M3, max_value
-from sbjax.quantize import group_size, magnitude
-from sbjax.stable_adamw import leading_axes
-
-_GROUP = 128  # The most numbers of E4M3_EXPANDED that share two float32.
-# Binades from 448 to 2/448, the least magnitude that an expanded group has.
-_SPAN = math.log2(448**2 / 2)
-
-
-class Coded(NamedTuple):
-  """An array in a Format."""
-
-  values: jax.Array  # of the array's shape
-  details: tuple[jax.Array, ...]  # with as many axes as the array
+from sbjax.quantize import magnitude
+from sbjax.stable_adamw import ScaleByStableAdamState, leading_axes
 
 
 class Format(NamedTuple):
@@ -111,7 +104,7 @@ def compress_state(
 
 
 def _in_fields(formats: dict[str, Format], function: Callable, state):
-  """A state with `function(format, field)` for each of its fields that has a format."""
+  """A state with `function(format, field, node)` for each field of a node that has a format."""
 
   def has_fields(node):
     return not formats.keys().isdisjoint(getattr(node, "_fields", ()))
@@ -120,7 +113,8 @@ def _in_fields(formats: dict[str, Format], function: Callable, state):
     if not has_fields(node):
       return node
     names = (name for name in node._fields if name in formats)
-    return node._replace(**{name: function(formats[name], getattr(node, name)) for name in names})
+    fields = {name: function(formats[name], getattr(node, name), node) for name in names}
+    return node._replace(**fields)
 
   return jax.tree.map(change, state, is_leaf=has_fields)
 
@@ -141,59 +135,26 @@ def _is_coded(x) -> bool:
   return isinstance(x, Coded)
 
 
-def _decode(form: Format, tree):
+def _decode(form: Format, tree, node):
+  if form == E4M3_EXPANDED and isinstance(node, ScaleByStableAdamState):
+    return tree  # It takes coded moments, and returns new ones.
   return jax.tree.map(lambda x: form.decode(x) if _is_coded(x) else x, tree, is_leaf=_is_coded)
 
 
-def _encode(stacked, min_size: int, form: Format, tree):
+def _encode(stacked, min_size: int, form: Format, tree, node):
+  del node
+
   def encode(axes, x):
+    if _is_coded(x):
+      return x
     size = math.prod(x.shape[axes:])
     if form == FLOAT32 or size < max(min_size, 1) or not jnp.issubdtype(x.dtype, jnp.floating):
       return x
     coded = form.encode(x.astype(jnp.float32), axes)
     return coded if sum(part.nbytes for part in jax.tree.leaves(coded)) <= x.nbytes else x
 
-  return jax.tree.map(encode, leading_axes(stacked, tree), tree)
-
-
-def _groups(x) -> jax.Array:
-  """x [..., n] as [..., n / g, g], g the largest divisor of n up to 128."""
-  n = x.shape[-1] if x.ndim else 1
-  group = group_size(n, _GROUP)
-  return x.reshape(*x.shape[:-1], n // group, group)
-
-
-def _power(x, exponent) -> jax.Array:
-  """x ** exponent for x >= 0 and exponent > 0."""
-  return jnp.exp(jnp.log(x) * exponent)
-
-
-def _expand(x, axes: int) -> Coded:
-  """e4m3 of `448 (|x| / top)^exponent`, with the sign of x: COAT's expansion.
-
-  The exponent takes the group's least nonzero magnitude to 2/448 or a little more, so nothing but
-  zero becomes zero. It is a multiple of 1/16.
-  """
-  del axes  # A group never has numbers of two tensors.
-  groups = _groups(x)
-  size = magnitude(groups)
-  top = jnp.max(size, -1, keepdims=True)
-  top = jnp.where(jnp.isfinite(top), top, jnp.nan)
-  low = jnp.min(jnp.where(size > 0, size, jnp.inf), -1, keepdims=True)
-  exponent = jnp.floor(16 * _SPAN / (jnp.log2(top) - jnp.log2(low))) / 16
-  exponent = jnp.where(top > 0, jnp.clip(exponent, 1 / 16, 64.0), 1.0)
-  expanded = max_value(E4M3) * _power(size / jnp.where(top == 0, 1.0, top), exponent)
-  expanded = jnp.where(size == 0, 0.0, jnp.maximum(expanded, 2.0**-9))
-  values = (jnp.sign(groups) * expanded).astype(E4M3).reshape(x.shape)
-  return Coded(values, (top[..., 0], exponent[..., 0]))
-
-
-def _contract(coded: Coded) -> jax.Array:
-  top, exponent = coded.details
-  groups = _groups(coded.values.astype(jnp.float32))
-  size = top[..., None] * _power(jnp.abs(groups) / max_value(E4M3), 1 / exponent[..., None])
-  size = jnp.maximum(size, jnp.finfo(jnp.float32).tiny)  # More than 126 binades below the top.
-  return (jnp.sign(groups) * size).reshape(coded.values.shape)
+  arrays = jax.tree.map(lambda x: x.values if _is_coded(x) else x, tree, is_leaf=_is_coded)
+  return jax.tree.map(encode, leading_axes(stacked, arrays), tree)
 
 
 def _scaled(dtype, limit: float, least: float) -> Format:
@@ -232,7 +193,8 @@ FORMATS = {
     lambda coded: coded.values.astype(jnp.float32),
   ),
   "BFLOAT16_PAIR": Format(_pair, _sum_of_pair),
-  "E4M3_EXPANDED": Format(_expand, _contract),
+  # A group never has numbers of two tensors, so axes do not matter.
+  "E4M3_EXPANDED": Format(lambda x, axes: expansion.encode(x), expansion.decode),
   "E4M3_SCALED": _scaled(E4M3, max_value(E4M3), least=0.0),
   "FLOAT16_SCALED": _scaled(jnp.float16, 65504.0, least=2.0**-24),
 }

@@ -19,7 +19,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import (
@@ -54,8 +53,6 @@ from sbjax import (
 from sbjax.pallas import scaled_matmul_sm90 as sm90
 from sbjax.recipes import SWITCHBACK
 from sbjax.split_k_matmul import split_k_matmul
-from train.config import OptimizerConfig
-from train.optimizer import STATES, make_optimizer, matrix_dtype
 
 M, K, N = 8192, 256, 512  # An eighth of an activation is as large as the weight or larger.
 
@@ -261,29 +258,6 @@ def token_sums(capability):
   }
 
 
-def update_bytes(capability):
-  """Temporary bytes a parameter of an update of a stack of layers, for each choice of states."""
-  results, shape = {}, (4, 1024, 4096)
-  for states in STATES:
-    optimizer, _ = make_optimizer(OptimizerConfig(states=states, warmup_steps=1), 10)
-
-    def step(params, state, gradients, optimizer=optimizer):
-      updates, state = optimizer.update(gradients, state, params)
-      return optax.apply_updates(params, updates), state
-
-    with _mesh(capability, (1,), ("data",)) as mesh:
-      params = {"blocks": {"w": jax.ShapeDtypeStruct(shape, matrix_dtype(states))}}
-      arguments = params, jax.eval_shape(optimizer.init, params), params
-      place = functools.partial(_argument, mesh)
-      arguments = jax.tree.map(lambda x, place=place: place(x.shape, x.dtype, P()), arguments)
-      memory = jax.jit(step, donate_argnums=(0, 1)).lower(*arguments).compile().memory_analysis()
-    results[states] = {
-      "temporary": memory.temp_size_in_bytes / math.prod(shape),
-      "in_place": memory.alias_size_in_bytes / math.prod(shape),
-    }
-  return results
-
-
 def _nnx(backend, x, w):
   del w
   return SwitchBackLinear(K, N, backend=backend, rngs=nnx.Rngs(0))(x)
@@ -368,12 +342,14 @@ def main(capability, folder):
   results = {"lowered": lowered(capability, backends), **compiled(capability)}
   results["tile_configs"] = tile_configs(capability) if "mosaic" in backends else {}
   results["stacks"] = stacks(capability)
-  if capability == 90:
-    from tests import aot_step  # This file runs as tests.aot.
+  from tests import aot_step, aot_update  # This file runs as tests.aot.
 
-    results["steps"] = aot_step.steps(functools.partial(_mesh, capability))
+  mesh_for = functools.partial(_mesh, capability)
+  if capability == 90:
+    results["steps"] = aot_step.steps(mesh_for)
   results["token_sums"] = token_sums(capability)
-  results["update_bytes"] = update_bytes(capability)
+  results["update_bytes"] = aot_update.update_bytes(mesh_for)
+  results["sharded_update"] = aot_update.sharded_update(mesh_for)
   return {**results, "kernels": kernels(folder)}
 
 

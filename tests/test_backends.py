@@ -18,6 +18,7 @@ from sbjax import (
   Spec,
   backends,
   device,
+  expansion,
   fused_ops,
   quantize,
   quantized_dot,
@@ -216,9 +217,9 @@ def draw(rows, k):
   return jnp.asarray(np.random.default_rng(rows).normal(size=(rows, k)).astype(np.float32))
 
 
-def on_a_cpu(function, *arguments):
-  """Traces for an A100, then compiles and runs on the CPU."""
-  with triton_case.chip(80):
+def on_a_cpu(function, *arguments, capability=80):
+  """Traces for a GPU, then compiles and runs on the CPU."""
+  with triton_case.chip(capability):
     lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cpu",))
   return lowered.compile()(*arguments)
 
@@ -279,9 +280,11 @@ def test_kernels_chosen_for_a_gpu_still_compute_on_a_cpu(installed):
     qkv = jnp.ones((1, 4, 3, 2, 32), jnp.bfloat16)
     o, lse = chosen.attention_forward(qkv, causal=True, length=4)
     chosen.attention_backward(o, lse, o, qkv, causal=True, length=4)
+    moment = expansion.expand(jnp.ones((2, 128)))
+    chosen.adam_direction(jnp.ones(3), jnp.ones((2, 128)), moment, moment)
     return chosen.scaled_matmul(chosen.quantize(x, ROWWISE), w_q_transposed, jnp.float32)
 
-  y = on_a_cpu(forward, x, w)
+  y = on_a_cpu(forward, x, w, capability=89)  # It has fp8.
   assert sorted(installed.calls) == sorted(OPERATIONS)
   expected = scaled_matmul(quantize(x, ROWWISE), quantize(w, TENSORWISE).T, jnp.float32)
   np.testing.assert_array_equal(y, expected)

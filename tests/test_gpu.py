@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks import attention as attention_benchmark
-from sbjax import RECIPES, LayerNormParams, Quantized, Spec, quantize, quantized_dot
+from sbjax import RECIPES, LayerNormParams, Quantized, Spec, expansion, quantize, quantized_dot
 from sbjax.attention import attention, cudnn_runs, length_for
 from sbjax.attention_ops import HEAD_DIMS
 from sbjax.backends import NAMES, get_backend
@@ -132,6 +132,23 @@ def test_kernels_quantize_as_the_definition_does(backend, form, shape):
     actual = jax.jit(getattr(backend, form), static_argnums=1)(x, spec)
     expected = on_cpu(lambda x: getattr(get_backend("xla"), form)(x, spec), x)  # noqa: B023
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+@pytest.mark.parametrize("binades", [1.0, 8.0])
+def test_adam_s_step_on_coded_moments_is_the_definition_s_to_rounding(backend, binades):
+  sizes = jax.random.normal(jax.random.key(0), (3, 3, 1001, 6, 128))
+  signs = jnp.sign(jax.random.normal(jax.random.key(1), sizes.shape))
+  g, mu, nu = jnp.exp2(binades * sizes.clip(-3, 3)) * signs
+  operands = jnp.asarray([0.1, 0.02, 1e-6]), g, expansion.expand(mu), expansion.expand(jnp.abs(nu))
+  direction, *coded = jax.jit(backend.adam_direction)(*operands)
+  expected, *same = on_cpu(expansion.adam_direction, *operands)
+  # Both terms of a new moment may cancel.
+  assert np.mean(~np.isclose(direction, expected, rtol=1e-3)) < 1e-3
+  for a, b in zip(coded, same, strict=True):
+    alike = np.asarray(a.details[1]) == np.asarray(b.details[1])
+    np.testing.assert_allclose(a.details[0], b.details[0], rtol=1e-3)
+    assert alike.mean() > 0.95
+    assert_rounded_alike(np.asarray(a.values)[alike], np.asarray(b.values)[alike], "codes")
 
 
 def row_operations(x, dy, dx, norm):

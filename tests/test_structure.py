@@ -15,7 +15,14 @@ ROOT = pathlib.Path(__file__).parent.parent
 ORDER = [
   ["sbjax.formats", "sbjax.device"],
   ["sbjax.quantize", "sbjax.partition"],
-  ["sbjax.recipes", "sbjax.exchange", "sbjax.matmul", "sbjax.fused_ops", "sbjax.attention_ops"],
+  [
+    "sbjax.recipes",
+    "sbjax.exchange",
+    "sbjax.matmul",
+    "sbjax.fused_ops",
+    "sbjax.attention_ops",
+    "sbjax.expansion",
+  ],
   ["sbjax.operations", "sbjax.pallas", "sbjax.split_k_matmul", "sbjax.fp4_ops"],
   ["sbjax.backends"],
   ["sbjax.linear", "sbjax.attention"],

@@ -1,0 +1,97 @@
+"""COAT's dynamic range expansion: groups of a moment in e4m3, and Adam's step on them.
+
+Xi et al. 2024, https://arxiv.org/abs/2410.19313. A group of neighbours along the last axis shares
+its largest magnitude and an exponent, two float32. The power stretches the group over e4m3's range.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from sbjax.formats import E4M3, max_value
+from sbjax.quantize import group_size, magnitude
+
+GROUP = 128  # The most numbers that share two float32.
+# Binades from 448 to 2/448, the least magnitude that an expanded group has.
+SPAN = math.log2(448**2 / 2)
+LEAST = 2.0**-9  # The least magnitude of e4m3.
+
+
+class Coded(NamedTuple):
+  """An array in a format of `sbjax.state_formats`, or groups in e4m3."""
+
+  values: jax.Array  # of the array's shape
+  details: tuple[jax.Array, ...]  # with as many axes as the array
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    return self.values.shape
+
+
+def in_groups(x: jax.Array) -> jax.Array:
+  """x [..., n] as [..., n / g, g], g the largest divisor of n up to 128."""
+  n = x.shape[-1] if x.ndim else 1
+  group = group_size(n, GROUP)
+  return x.reshape(*x.shape[:-1], n // group, group)
+
+
+def _power(x, exponent) -> jax.Array:
+  """x ** exponent for x >= 0 and exponent > 0."""
+  return jnp.exp(jnp.log(x) * exponent)
+
+
+def expand(groups: jax.Array) -> Coded:
+  """e4m3 of `448 (|x| / top)^exponent`, with the sign of x; details are (top, exponent) [...].
+
+  The exponent takes the least nonzero magnitude of a group [..., g] to 2/448 or a little more, so
+  nothing but zero becomes zero. It is a multiple of 1/16.
+  """
+  size = magnitude(groups)
+  top = jnp.max(size, -1, keepdims=True)
+  top = jnp.where(jnp.isfinite(top), top, jnp.nan)
+  low = jnp.min(jnp.where(size > 0, size, jnp.inf), -1, keepdims=True)
+  exponent = jnp.floor(16 * SPAN / (jnp.log2(top) - jnp.log2(low))) / 16
+  exponent = jnp.where(top > 0, jnp.clip(exponent, 1 / 16, 64.0), 1.0)
+  expanded = max_value(E4M3) * _power(size / jnp.where(top == 0, 1.0, top), exponent)
+  expanded = jnp.where(size == 0, 0.0, jnp.maximum(expanded, LEAST))
+  return Coded((jnp.sign(groups) * expanded).astype(E4M3), (top[..., 0], exponent[..., 0]))
+
+
+def contract(coded: Coded) -> jax.Array:
+  """The groups [..., g] that `expand` coded, in float32."""
+  top, exponent = coded.details
+  groups = coded.values.astype(jnp.float32)
+  size = top[..., None] * _power(jnp.abs(groups) / max_value(E4M3), 1 / exponent[..., None])
+  size = jnp.maximum(size, jnp.finfo(jnp.float32).tiny)  # More than 126 binades below the top.
+  return jnp.sign(groups) * size
+
+
+def encode(x: jax.Array) -> Coded:
+  """x [..., n] in e4m3; details are [..., n / g]."""
+  coded = expand(in_groups(x))
+  return coded._replace(values=coded.values.reshape(x.shape))
+
+
+def decode(coded: Coded) -> jax.Array:
+  """The array that `encode` coded, in float32."""
+  groups = contract(coded._replace(values=in_groups(coded.values)))
+  return groups.reshape(coded.shape)
+
+
+def adam_direction(
+  weights: jax.Array, g: jax.Array, mu: Coded, nu: Coded
+) -> tuple[jax.Array, Coded, Coded]:
+  """Adam's unscaled direction, and both moments with the newest gradient, coded again.
+
+  The direction has the new moments before they are rounded.
+
+  Args:
+    weights: float32 (w1, w2, eps): of g in the first moment, of g^2 in the second, and Adam's eps.
+    g: gradients, float32 [..., g], in groups as both moments.
+  """
+  w1, w2, eps = weights
+  m = (1 - w1) * contract(mu) + w1 * g
+  n = (1 - w2) * contract(nu) + w2 * g**2
+  return m / (jnp.sqrt(n) + eps), expand(m), expand(n)

@@ -1,0 +1,145 @@
+"""`sbjax.expansion.adam_direction` in Triton: one read and one write of each number.
+
+XLA needs the maximum and the minimum of a group before it can encode it, and writes both new
+moments in float32 between. Here a group stays in registers. Codes and details are written in place.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from sbjax import expansion
+from sbjax.expansion import Coded
+from sbjax.formats import E4M3, max_value
+from sbjax.pallas.rounding_triton import cast_finite, larger
+from sbjax.pallas.triton import compute_capability, triton_call
+
+SPAN, LEAST = tl.constexpr(expansion.SPAN), tl.constexpr(expansion.LEAST)
+GROUP, LIMIT = tl.constexpr(expansion.GROUP), tl.constexpr(max_value(E4M3))
+TINY = tl.constexpr(float(jnp.finfo(jnp.float32).tiny))
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """How many groups a program has, its warps, and how many neighbours a thread loads at once."""
+
+  groups: int = 16
+  warps: int = 4
+  vector: int = 4
+
+
+def adam_direction(
+  weights: jax.Array, g: jax.Array, mu: Coded, nu: Coded, *, config: Config | None = None
+) -> tuple[jax.Array, Coded, Coded]:
+  """`sbjax.expansion.adam_direction` for groups of 128, to the error of approximate powers."""
+  config = Config() if config is None else config
+  groups = g.size // expansion.GROUP
+  direction, mu, nu = triton_call(
+    *(weights, g, *jax.tree.leaves((mu, nu))),
+    kernel=_kernel,
+    name="sbjax_adam_direction",
+    grid=triton.cdiv(groups, config.groups),
+    out=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (g, mu, nu)),
+    num_warps=config.warps,
+    in_place={operand: operand - 1 for operand in range(2, 8)},
+    **dict(GROUPS=groups, BLOCK=config.groups, VECTOR=config.vector),
+    VIA_FLOAT16=compute_capability() < 90,
+  )
+  return direction, mu, nu
+
+
+@triton.jit
+def _kernel(
+  weights_ptr,
+  g_ptr,
+  mu_ptr,
+  mu_top_ptr,
+  mu_exponent_ptr,
+  nu_ptr,
+  nu_top_ptr,
+  nu_exponent_ptr,
+  direction_ptr,
+  new_mu_ptr,  # This and all below are the operands, or None.
+  new_mu_top_ptr,
+  new_mu_exponent_ptr,
+  new_nu_ptr,
+  new_nu_top_ptr,
+  new_nu_exponent_ptr,
+  GROUPS: tl.constexpr,
+  BLOCK: tl.constexpr,
+  VECTOR: tl.constexpr,
+  VIA_FLOAT16: tl.constexpr,
+):
+  """Makes BLOCK groups of the direction and of both moments."""
+  row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+  column = tl.max_contiguous(tl.arange(0, GROUP), VECTOR)
+  w1, w2, eps = tl.load(weights_ptr), tl.load(weights_ptr + 1), tl.load(weights_ptr + 2)
+  at = row[:, None] * GROUP + column[None, :]
+  mask = (row < GROUPS)[:, None]
+  g = tl.load(g_ptr + at, mask=mask, other=0.0)
+  mu = _contract(mu_ptr, mu_top_ptr, mu_exponent_ptr, row, at, GROUPS)
+  nu = _contract(nu_ptr, nu_top_ptr, nu_exponent_ptr, row, at, GROUPS)
+  mu = (1 - w1) * mu + w1 * g
+  nu = (1 - w2) * nu + w2 * (g * g)
+  tl.store(direction_ptr + at, mu / (tl.sqrt(nu) + eps), mask=mask)
+  _expand(mu, mu_ptr, mu_top_ptr, mu_exponent_ptr, row, at, GROUPS, VIA_FLOAT16)
+  _expand(nu, nu_ptr, nu_top_ptr, nu_exponent_ptr, row, at, GROUPS, VIA_FLOAT16)
+
+
+@triton.jit
+def _contract(values_ptr, top_ptr, exponent_ptr, row, at, GROUPS: tl.constexpr):
+  """`sbjax.expansion.contract`."""
+  top = tl.load(top_ptr + row, mask=row < GROUPS, other=0.0)[:, None]
+  exponent = tl.load(exponent_ptr + row, mask=row < GROUPS, other=1.0)[:, None]
+  values = tl.load(values_ptr + at, mask=(row < GROUPS)[:, None]).to(tl.float32)
+  size = top * _power(tl.abs(values) * (1.0 / LIMIT), 1.0 / exponent)
+  size = larger(size, TINY)
+  # top * 0 and not 0: NaN stays visible in all of a group.
+  return tl.where(values == 0, top * 0.0, tl.where(values < 0, -size, size))
+
+
+@triton.jit
+def _expand(
+  x,
+  values_ptr,
+  top_ptr,
+  exponent_ptr,
+  row,
+  at,
+  GROUPS: tl.constexpr,
+  VIA_FLOAT16: tl.constexpr,
+):
+  """`sbjax.expansion.expand`, stored."""
+  size = tl.abs(x)
+  top = tl.reduce(size, 1, larger)
+  top = tl.where(top < float("inf"), top, float("nan"))
+  low = tl.reduce(tl.where(size > 0, size, float("inf")), 1, _smaller)
+  exponent = tl.floor(tl.div_rn(tl.cast(16 * SPAN, tl.float32), _log2(top) - _log2(low))) / 16
+  exponent = tl.where(top > 0, tl.clamp(exponent, 1 / 16, 64.0), 1.0)
+  factor = 1.0 / tl.where(top == 0, 1.0, larger(top, TINY))  # A division for a group is cheap.
+  expanded = larger(_power(size * factor[:, None], exponent[:, None]) * LIMIT, LEAST)
+  expanded = tl.where(size == 0, 0.0, tl.where(x < 0, -expanded, expanded))
+  values = cast_finite(expanded, values_ptr.dtype.element_ty, VIA_FLOAT16)
+  tl.store(values_ptr + at, values, mask=(row < GROUPS)[:, None])
+  tl.store(top_ptr + row, top, mask=row < GROUPS)
+  tl.store(exponent_ptr + row, exponent, mask=row < GROUPS)
+
+
+@triton.jit
+def _power(x, exponent):
+  """x ** exponent for x >= 0 and exponent > 0."""
+  return tl.exp2(_log2(x) * exponent)
+
+
+@triton.jit
+def _log2(x):
+  """To 2**-22, in one instruction; tl.log2 takes 20 for a bit more."""
+  return tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+
+
+@triton.jit
+def _smaller(a, b):
+  return tl.minimum(a, b)
