@@ -223,6 +223,7 @@ def accuracy_by_b2(figure, arms, rows) -> list[str]:
 
 
 DRAWINGS = {
+  "easy": accuracy,
   "1": accuracy,
   "2": curves(_recipe),
   "5": remedies,

@@ -28,7 +28,7 @@ class Config:
 
   groups: int = 16
   warps: int = 4
-  vector: int = 4
+  vector: int = 16
 
 
 def adam_direction(
