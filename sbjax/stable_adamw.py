@@ -20,6 +20,7 @@ import optax
 from sbjax.backends import get_backend, has_kernel
 from sbjax.expansion import Coded, decode, encode, in_groups
 from sbjax.formats import floating_dtype
+from sbjax.partition import is_manual
 from sbjax.quantize import as_floating
 
 
@@ -240,13 +241,24 @@ def _step(w1, w2, eps, g, mu, nu, rms):
   if isinstance(mu, Coded) and isinstance(nu, Coded):
     operands = in_groups(g), *(x._replace(values=in_groups(x.values)) for x in (mu, nu))
     weights = jnp.stack([w1, w2, jnp.asarray(eps, jnp.float32)])
-    if has_kernel("adam_direction", weights, *operands):
+    if has_kernel("adam_direction", weights, *operands) and _are_whole(operands[0].shape[-2]):
       # The RMS reads nu before the kernel overwrites it: else XLA might copy nu.
       weights, rms = jax.lax.optimization_barrier((weights, rms))
       direction, *new = get_backend().adam_direction(weights, *operands)
       mu, nu = (x._replace(values=x.values.reshape(g.shape)) for x in new)
       return direction.reshape(g.shape), mu, nu, rms
   return m / (jnp.sqrt(n) + eps), _like(mu, m), _like(nu, n), rms
+
+
+def _are_whole(groups: int) -> bool:
+  """Whether no mesh can split this number of groups of 128 amid a group.
+
+  XLA decides about shardings later, and cannot give parts of a group to a kernel. A number of
+  devices that divides 128 `groups` divides `groups`, too, if its power of two does.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  devices = jax.device_count() if mesh.empty else mesh.size
+  return is_manual() or groups % 2 ** (devices.bit_length() - 1) == 0
 
 
 def _decoded(moment) -> jax.Array:

@@ -349,7 +349,7 @@ def main(capability, folder):
     results["steps"] = aot_step.steps(mesh_for)
   results["token_sums"] = token_sums(capability)
   results["update_bytes"] = aot_update.update_bytes(mesh_for)
-  results["sharded_update"] = aot_update.sharded_update(mesh_for)
+  results["sharded_update"] = {n: aot_update.sharded_update(mesh_for, n) for n in (1024, 256)}
   return {**results, "kernels": kernels(folder)}
 
 

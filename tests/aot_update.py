@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.scaling import moved
 from train.config import OptimizerConfig
 from train.optimizer import STATES, make_optimizer, matrix_dtype
+from train.sharding import state_shardings
 
 
 def argument(mesh, shape, dtype, spec):
@@ -45,20 +46,25 @@ def update_bytes(mesh_for):
   return results
 
 
-def sharded_update(mesh_for):
+def sharded_update(mesh_for, width):
   """What an update of coded moments moves between four devices, and its kernels' results."""
-  of = {"kernel": ((2, 768, 1024), P(None, "fsdp")), "embedding": ((4096, 1024), P(None, "fsdp"))}
+  shapes = {
+    "image": {"qkv": {"kernel": (2, 768, 1024)}},
+    "text": {"token_embedding": {"embedding": (4096, width)}},
+  }
+  params = jax.tree.map(
+    lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
+    shapes,
+    is_leaf=lambda x: type(x) is tuple,
+  )
   optimizer, _ = make_optimizer(OptimizerConfig(states="coat", warmup_steps=1), 10)
   with mesh_for((1, 4), ("data", "fsdp")) as mesh:
-    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, (shape, _) in of.items()}
-    state = jax.eval_shape(optimizer.init, params)
-
-    def place(path, x):
-      name = next((n for n in of if n in jax.tree_util.keystr(path)), None)
-      fits = name is not None and x.ndim == len(of[name][0])
-      return argument(mesh, x.shape, x.dtype, of[name][1] if fits else P())
-
-    arguments = jax.tree_util.tree_map_with_path(place, (params, state, params))
+    arrays = params, jax.eval_shape(optimizer.init, params), params
+    arguments = jax.tree.map(
+      lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+      arrays,
+      tuple(state_shardings(tree, params, mesh) for tree in arrays),
+    )
     hlo = jax.jit(optimizer.update, donate_argnums=1).lower(*arguments).compile().as_text()
   calls = re.findall(r"= \(f32\[([\d,]*)\].*custom_call_target=\"triton", hlo)
   return {"moved": moved(hlo), "directions": sorted(calls)}
