@@ -61,7 +61,7 @@ def start_two(cache: str, *arguments: str) -> list[subprocess.Popen]:
   environment = {
     **os.environ,
     "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+    "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=1",
     "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
     "JAX_NUM_PROCESSES": "2",
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",

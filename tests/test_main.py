@@ -45,7 +45,7 @@ class Program:
     self.environment = {
       **os.environ,
       "JAX_PLATFORMS": "cpu",
-      "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+      "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2",
       "JAX_COMPILATION_CACHE_DIR": str(shared / "compiled"),
       "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
