@@ -20,9 +20,6 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
 import jax
 import pytest
 
-if jax.__version_info__ < (0, 11):  # XLA's older emitters compile in a third of the time.
-  os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
-
 # optax mixes integer steps with floating-point rates.
 _STANDARD_PROMOTION = (
   "test_stable_adamw",
