@@ -1,7 +1,8 @@
-"""Compiles sbjax for one kind of NVIDIA GPU where there is none: python -m tests.aot 90 DIR
+"""Compiles sbjax for one kind of NVIDIA GPU where there is none: python -m tests.aot 90 DIR mainly
 
 A process compiles for one GPU: Mosaic mixes up several. The results are printed as JSON. DIR gets
-the kernels' PTX and the reports of ptxas.
+the kernels' PTX and the reports of ptxas. With `mainly` it compiles the chosen cases,
+with `exhaustive` the others.
 """
 
 import contextlib
@@ -138,13 +139,11 @@ def _with_gradients(forward, recipe, x, w):
 
 
 PIECES = {"linear": _linear, "mlp": _mlp, "qkv": _qkv}
-# Each recipe's matmuls; the fused pieces only for recipes whose row kernels differ most, unless
-# SBJAX_AOT_ALL is set.
-_IN_FUSED = ("full", "switchback", "switchback_m", "llm_int8", "fp8_tensorwise")
-CASES = [
-  (piece, name)
-  for piece, name in itertools.product(PIECES, RECIPES)
-  if piece == "linear" or name in _IN_FUSED or os.environ.get("SBJAX_AOT_ALL")
+CASES = list(itertools.product(PIECES, RECIPES))
+MAIN = [  # Recipes whose kernels differ most; llm_int8's are also compiled by other tests.
+  *(("linear", name) for name in ("full", "switchback", "switchback_m", "fp8_tensorwise")),
+  *(("mlp", name) for name in ("full", "switchback", "switchback_m", "fp8_tensorwise")),
+  ("qkv", "switchback"),
 ]
 SPLIT = [  # Layer norm takes whole rows, and layer_norm_dense returns whole outputs.
   (piece, layout)
@@ -152,6 +151,10 @@ SPLIT = [  # Layer norm takes whole rows, and layer_norm_dense returns whole out
   for layout in LAYOUTS
   if (piece, layout) not in {("mlp", "K"), ("qkv", "K"), ("qkv", "N")}
 ]
+MESHES = [
+  (piece, layout, name) for piece, layout in SPLIT for name in ("switchback", "switchback_m")
+]
+MAIN_MESHES = [case for case in MESHES if case[2] == "switchback"]
 
 
 def gathered(hlo):
@@ -169,20 +172,23 @@ def _summary(hlo):
   }
 
 
-def compiled(capability):
-  """Forward and backward of CASES, and of some on four devices."""
+def _chosen(cases, main, exhaustive):
+  return [case for case in cases if (case in main) != exhaustive]
+
+
+def compiled(capability, exhaustive):
+  """Forward and backward of layers, and of some on four devices."""
   layers, meshes = {}, {}
-  for piece, name in CASES:
+  for piece, name in _chosen(CASES, MAIN, exhaustive):
     with _mesh(capability, (1,), ("data",)) as mesh:
       run = jax.jit(functools.partial(_with_gradients, PIECES[piece], name))
       hlo = run.lower(*_arguments(mesh, P(), P())).compile().as_text()
       layers[f"{piece}, {name}"] = _summary(hlo)
-  for piece, layout in SPLIT:
-    for name in ("switchback", "switchback_m"):
-      with _mesh(capability, (2, 2), ("data", "fsdp")) as mesh:
-        run = jax.jit(functools.partial(_with_gradients, PIECES[piece], name))
-        hlo = run.lower(*_arguments(mesh, *LAYOUTS[layout])).compile().as_text()
-        meshes[f"{piece}, {name}, {layout}"] = _summary(hlo)
+  for piece, layout, name in _chosen(MESHES, MAIN_MESHES, exhaustive):
+    with _mesh(capability, (2, 2), ("data", "fsdp")) as mesh:
+      run = jax.jit(functools.partial(_with_gradients, PIECES[piece], name))
+      hlo = run.lower(*_arguments(mesh, *LAYOUTS[layout])).compile().as_text()
+      meshes[f"{piece}, {name}, {layout}"] = _summary(hlo)
   return {"layers": layers, "meshes": meshes}
 
 
@@ -211,11 +217,10 @@ def stacks(capability):
   return results
 
 
-def tile_configs(capability):
+def tile_configs(capability, exhaustive):
   """The Mosaic product in every tile config of its table, with a bias and a residual.
 
-  These use the most registers. Ping-pong leaves the fewest: it is also compiled in fp8 and without
-  scales.
+  These use the most registers. Ping-pong leaves the fewest: exhaustive are fp8 and no scales.
   """
 
   def product(config, lhs, rhs, scale, bias, residual):
@@ -233,7 +238,8 @@ def tile_configs(capability):
     (config, function, dtype)
     for config in sm90.tile_configs()
     for function, dtype in ((product, jnp.int8), (product, E4M3), (sums, jnp.int8))
-    if config.schedule == "pingpong" or (function, dtype) == (product, jnp.int8)
+    if ((function, dtype) != (product, jnp.int8)) == exhaustive
+    and (config.schedule == "pingpong" or not exhaustive)
   ]
   results = {}
   with _mesh(capability, (1,), ("data",)) as mesh:
@@ -335,25 +341,28 @@ def kernels(folder: pathlib.Path):
   }
 
 
-def main(capability, folder):
+def main(capability, folder, exhaustive):
   backends = [None, "triton", "xla"]
   if capability == 90 and jax.__version_info__ >= (0, 11):
     backends.append("mosaic")
-  results = {"lowered": lowered(capability, backends), **compiled(capability)}
-  results["tile_configs"] = tile_configs(capability) if "mosaic" in backends else {}
-  results["stacks"] = stacks(capability)
   from tests import aot_step, aot_update  # This file runs as tests.aot.
 
   mesh_for = functools.partial(_mesh, capability)
+  results = compiled(capability, exhaustive)
+  results["tile_configs"] = tile_configs(capability, exhaustive) if "mosaic" in backends else {}
   if capability == 90:
-    results["steps"] = aot_step.steps(mesh_for)
-  results["token_sums"] = token_sums(capability)
-  results["update_bytes"] = aot_update.update_bytes(mesh_for)
-  results["sharded_update"] = {n: aot_update.sharded_update(mesh_for, n) for n in (1024, 256)}
+    meshes = _chosen(aot_step.MESHES, aot_step.MAIN, exhaustive)
+    results["steps"] = aot_step.steps(mesh_for, meshes)
+  if not exhaustive:
+    results["lowered"] = lowered(capability, backends)
+    results["stacks"] = stacks(capability)
+    results["token_sums"] = token_sums(capability)
+    results["update_bytes"] = aot_update.update_bytes(mesh_for)
+    results["sharded_update"] = {n: aot_update.sharded_update(mesh_for, n) for n in (1024, 256)}
   return {**results, "kernels": kernels(folder)}
 
 
 if __name__ == "__main__":
   folder = pathlib.Path(sys.argv[2])
   assert os.environ["MOSAIC_GPU_DUMP_TO"] == os.environ["JAX_TRITON_DUMP_DIR"] == str(folder)
-  print(json.dumps(main(int(sys.argv[1]), folder)))
+  print(json.dumps(main(int(sys.argv[1]), folder, sys.argv[3] == "exhaustive")))

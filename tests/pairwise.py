@@ -1,6 +1,8 @@
-"""Grids of test cases that have every pair of factor values, not the full product."""
+"""Grids of test cases: every pair of factor values, or a few cases and the rest on request."""
 
 import itertools
+
+import pytest
 
 
 def pairwise(*factors, valid=lambda *case: True):
@@ -16,3 +18,16 @@ def pairwise(*factors, valid=lambda *case: True):
 
 def _pairs(case):
   return set(itertools.combinations(enumerate(case), 2))
+
+
+def mainly(chosen, cases):
+  """The cases as pytest's parameters; those that are not chosen are marked `exhaustive`."""
+  cases, chosen = list(cases), list(chosen)
+  assert all(case in cases for case in chosen)
+  return [
+    pytest.param(
+      *(case if type(case) is tuple else (case,)),
+      marks=() if case in chosen else pytest.mark.exhaustive,
+    )
+    for case in cases
+  ]

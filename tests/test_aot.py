@@ -1,6 +1,7 @@
 """sbjax compiled for an A100 and an H200, both absent: kernels, collectives, registers.
 
-One process of `tests/aot.py` compiles for each GPU; both run at once.
+One process of `tests/aot.py` compiles for each GPU; both run at once. Exhaustive cases
+have processes of their own.
 """
 
 import concurrent.futures
@@ -17,6 +18,7 @@ import aot
 import aot_step
 import jax
 import pytest
+from pairwise import mainly
 
 import sbjax
 from sbjax.pallas import scaled_matmul_sm90
@@ -31,15 +33,16 @@ KERNELS = {80: {TRITON}, 90: {MOSAIC, TRITON} if HAS_MOSAIC else {TRITON}}  # Wi
 
 
 @functools.cache
-def proofs():
+def proofs(exhaustive=False):
   """{chip: the results of tests/aot.py, or its error}; skips the test where wheels are missing."""
   for package in ("jax_cuda13_plugin", "jax_plugins.xla_cuda13", "triton", "jax_triton"):
     pytest.importorskip(package, reason="the extra `aot` is not installed")
   with concurrent.futures.ThreadPoolExecutor() as pool:
-    return dict(zip(CHIPS, pool.map(_proof, CHIPS), strict=True))
+    found = pool.map(functools.partial(_proof, exhaustive), CHIPS)
+    return dict(zip(CHIPS, found, strict=True))
 
 
-def _proof(capability):
+def _proof(exhaustive, capability):
   with tempfile.TemporaryDirectory() as folder:
     environment = {
       **os.environ,
@@ -54,7 +57,8 @@ def _proof(capability):
       "MOSAIC_GPU_DUMP_PTX": "1",
       "MOSAIC_GPU_DUMP_PTXAS": "1",
     }
-    command = [sys.executable, "-m", "tests.aot", str(capability), folder]
+    cases = "exhaustive" if exhaustive else "mainly"
+    command = [sys.executable, "-m", "tests.aot", str(capability), folder, cases]
     run = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True)
   return json.loads(run.stdout.splitlines()[-1]) if run.returncode == 0 else run.stderr[-5000:]
 
@@ -65,8 +69,8 @@ def chip(request):
 
 
 @pytest.fixture
-def proof(chip):
-  result = proofs()[chip]
+def proof(request, chip):
+  result = proofs("exhaustive" in request.keywords)[chip]
   return pytest.fail(result) if isinstance(result, str) else result
 
 
@@ -101,7 +105,7 @@ def test_every_public_operation_with_a_backend_argument_is_compiled():
   assert taking - elsewhere <= set(aot.OPERATIONS)
 
 
-@pytest.mark.parametrize(("piece", "name"), aot.CASES)
+@pytest.mark.parametrize(("piece", "name"), mainly(aot.MAIN, aot.CASES))
 def test_forward_and_backward_of_each_recipe_compile(chip, proof, piece, name):
   # XLA computes fp8 recipes on an A100, which has no fp8, and "full", which has no 8-bit product.
   # Layer norm's gradient is a kernel in every recipe.
@@ -130,9 +134,8 @@ def test_on_two_devices_only_the_first_layer_lowers_kernels(chip, proof):
     assert one["calls"] < three["calls"] and own(three["targets"]) == KERNELS[chip]
 
 
-@pytest.mark.parametrize(("piece", "layout"), aot.SPLIT)
-@pytest.mark.parametrize("name", ["switchback", "switchback_m"])
-def test_on_four_devices_no_activation_is_gathered(chip, proof, piece, name, layout):
+@pytest.mark.parametrize(("piece", "layout", "name"), mainly(aot.MAIN_MESHES, aot.MESHES))
+def test_on_four_devices_no_activation_is_gathered(chip, proof, piece, layout, name):
   summary = proof["meshes"][f"{piece}, {name}, {layout}"]
   assert own(summary["targets"]) == KERNELS[chip]
   # Only a weight that is split over the devices of the batch is gathered, in int8.
@@ -143,10 +146,10 @@ def test_on_four_devices_no_activation_is_gathered(chip, proof, piece, name, lay
 
 
 @pytest.fixture
-def steps():
+def steps(request):
   if 90 not in CHIPS:
     pytest.skip("SBJAX_AOT leaves this chip out")
-  result = proofs()[90]
+  result = proofs("exhaustive" in request.keywords)[90]
   return pytest.fail(result) if isinstance(result, str) else result["steps"]
 
 
@@ -157,13 +160,13 @@ def kernels_of_a_step():
   return sorted(rows * width * width for width in widths for rows in (3, 1, 4, 4))
 
 
-@pytest.mark.parametrize("mesh", aot_step.MESHES)
+@pytest.mark.parametrize("mesh", mainly(aot_step.MAIN, aot_step.MESHES))
 def test_a_step_on_several_gpus_gathers_each_kernel_once_in_8_bits(steps, mesh):
   in_8_bits = [n for kind, dtype, n in steps[mesh] if (kind, dtype) == ("all-gather", "s8")]
   assert sorted(in_8_bits) == (kernels_of_a_step() if "fsdp" in mesh else [])
 
 
-@pytest.mark.parametrize("mesh", aot_step.MESHES)
+@pytest.mark.parametrize("mesh", mainly(aot_step.MAIN, aot_step.MESHES))
 def test_a_step_on_several_gpus_moves_no_activation(steps, mesh):
   size, batch = aot_step.SIZE, aot_step.BATCH
   largest = max(kernels_of_a_step()[-1], size.text.vocab_size * size.text.width)
@@ -227,7 +230,8 @@ def test_8_bit_products_run_on_tensor_cores(chip, proof):
   assert fp8 == (set() if chip == 80 else expected)
 
 
-def test_mosaic_kernels_spill_no_registers(chip, proof):
+@pytest.mark.parametrize("cases", mainly(["main"], ["main", "exhaustive"]))
+def test_mosaic_kernels_spill_no_registers(chip, proof, cases):
   dumps = proof["kernels"]
   assert (dumps["reports"] > 0) == (MOSAIC in KERNELS[chip])
   # Each report has spill stores and spill loads; it may cover several kernels.

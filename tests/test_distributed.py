@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from flax_case import QUICK
 
 from configs import quickstart
 from train.loop import train
@@ -61,7 +62,7 @@ def start_two(cache: str, *arguments: str) -> list[subprocess.Popen]:
   environment = {
     **os.environ,
     "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+    "XLA_FLAGS": f"--xla_force_host_platform_device_count=1 {QUICK}",
     "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
     "JAX_NUM_PROCESSES": "2",
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",

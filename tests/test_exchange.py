@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from pairwise import mainly
 
 from benchmarks.scaling import collectives
 from sbjax import gather, quantized_pmean, quantized_psum, quantized_psum_scatter
@@ -174,9 +175,14 @@ def test_one_device_gets_its_own_bits_without_a_collective(form):
     np.testing.assert_array_equal(np.asarray(got).view(np.int32), x.view(np.int32))
 
 
-@pytest.mark.parametrize(("form", "most"), [("bfloat16", 4.01), ("e4m3", 2.05), ("int8", 2.05)])
+@pytest.mark.parametrize(
+  ("form", "most"),
+  mainly(
+    [("bfloat16", 4.01), ("e4m3", 2.05)], [("bfloat16", 4.01), ("e4m3", 2.05), ("int8", 2.05)]
+  ),
+)
 def test_a_tree_moves_few_bytes_in_few_collectives(form, most):
-  tree = {f"{i}": jnp.zeros((N, 16384 + 64 * i)) for i in range(40)} | {"bias": jnp.zeros((N, 99))}
+  tree = {f"{i}": jnp.zeros((N, 16384 + 64 * i)) for i in range(16)} | {"bias": jnp.zeros((N, 99))}
   run = on_devices(lambda g, a: quantized_pmean(g, a, format=form))
   found = collectives(run.lower(tree).compile().as_text())
   assert set(found) == {"all-to-all", "all-gather", "all-reduce"}
@@ -185,7 +191,7 @@ def test_a_tree_moves_few_bytes_in_few_collectives(form, most):
   assert [text.count(f'"stablehlo.{op}"') for op in ("all_to_all", "all_gather")] == [1, 1]
   count = sum(x[0].size for x in jax.tree.leaves(tree))
   moved = sum(mb for kind in found.values() for mb, _ in kind.values()) * 1e6
-  assert moved <= most * (count + N * TILE * 40)  # Padding: less than a tile a part and leaf.
+  assert moved <= most * (count + N * TILE * 16)  # Padding: less than a tile a part and leaf.
   assert most > 2.5 or moved <= 2.5 * count
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from flax_case import QUICK
 
 from configs import quickstart
 from train.errors import RunError
@@ -45,7 +46,7 @@ class Program:
     self.environment = {
       **os.environ,
       "JAX_PLATFORMS": "cpu",
-      "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+      "XLA_FLAGS": f"--xla_force_host_platform_device_count=2 {QUICK}",
       "JAX_COMPILATION_CACHE_DIR": str(shared / "compiled"),
       "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }

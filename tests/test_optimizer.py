@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from pairwise import mainly
 
 from sbjax.collage import descent_quality, summed_parameters
 from sbjax.models.clip import CLIP
@@ -194,7 +195,7 @@ def test_decay_with_reaches_stable_adamw(decay_with):
 
 
 @pytest.mark.parametrize("states", STATES)
-@pytest.mark.parametrize("name", ["stable_adamw", "adamw"])
+@pytest.mark.parametrize("name", mainly(["stable_adamw"], ["stable_adamw", "adamw"]))
 def test_every_choice_of_states_trains_like_float32_and_has_tensor_rms(name, states):
   shapes = {"blocks": {"w": jnp.ones((LAYERS, 64, 128))}, "proj": jnp.ones((64, 128))}
   params, *gradients = (random_like(shapes, seed) for seed in range(9))

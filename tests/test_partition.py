@@ -16,6 +16,7 @@ from dot_case import INT8_SUMS, Result, assert_close, assert_same, make_case
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from mesh_case import DEFINITIONS, Product, make_mesh, on_shards, plain, put
+from pairwise import mainly
 
 from sbjax import (
   INT8,
@@ -142,8 +143,16 @@ def compare(name, split, alone):
   assert_close(split.dw, alone.dw, 1e-5)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", [name for name in RECIPES if name != "full"])
+@pytest.mark.parametrize(
+  ("name", "layout"),
+  mainly(
+    [
+      *itertools.product(["switchback_m", "llm_int8"], LAYOUTS),
+      *(("fp8_tensorwise", "fsdp"), ("fp8_amax", "K"), ("fp8_switchback", "N")),
+    ],
+    itertools.product([name for name in RECIPES if name != "full"], LAYOUTS),
+  ),
+)
 def test_a_sharded_layer_equals_one_device(monkeypatch, name, layout):
   case = make_case("bfloat16", m=256, k=128, n=192)
   arrays, product = put_case(make_mesh(), layout, case), Product()

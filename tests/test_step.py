@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from clip_case import clip, drawn
 from clip_case import compiled as jit
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding
+from pairwise import mainly
 
 from sbjax.collage import summed_parameters
 from sbjax.models import SIZES
@@ -121,8 +123,10 @@ def in_float16(loss_scale, initial=65_536.0, mesh_size=1):
   return (*step(state, batch(mesh)), state)
 
 
-@pytest.mark.parametrize("loss_scale", ["fixed", "dynamic"])
-@pytest.mark.parametrize("mesh_size", [1, 2])
+@pytest.mark.parametrize(
+  ("loss_scale", "mesh_size"),
+  mainly([("dynamic", 2)], itertools.product(["fixed", "dynamic"], [1, 2])),
+)
 def test_a_loss_scale_changes_no_metric(loss_scale, mesh_size):
   _, plain, _, _ = in_float16("none")
   _, metrics, finite, _ = in_float16(loss_scale, 1024.0, mesh_size)
@@ -132,7 +136,10 @@ def test_a_loss_scale_changes_no_metric(loss_scale, mesh_size):
     np.testing.assert_allclose(metrics[name], plain[name], rtol=2e-3, err_msg=name)
 
 
-@pytest.mark.parametrize(("loss_scale", "scale"), [("fixed", 2.0**40), ("dynamic", 2.0**39)])
+@pytest.mark.parametrize(
+  ("loss_scale", "scale"),
+  mainly([("dynamic", 2.0**39)], [("fixed", 2.0**40), ("dynamic", 2.0**39)]),
+)
 def test_a_step_whose_gradients_overflow_is_skipped(loss_scale, scale):
   state, metrics, finite, before = in_float16(loss_scale, 2.0**40)
   assert np.asarray(finite).all()
