@@ -156,7 +156,7 @@ def test_runs_that_have_rows_are_not_trained_again(monkeypatch, tmp_path, capsys
   out, trained = tmp_path / "runs.jsonl", []
   chosen = FIGURES["9"].arms
   for arm in chosen[1:]:
-    program.append(out, _row(arm))
+    program.append(out, "9", _row(arm))
 
   def train_all(missing, *_):
     trained.extend(missing)

@@ -52,7 +52,7 @@ def main() -> None:
     for row in runs.train_all(missing, args.runs, gpus, args.at_once, args.seconds):
       _report(row)
       if "error" not in row:
-        append(args.out, row)
+        append(args.out, args.figure, row)
   rows = read_rows(args.out)
   left = sum(a.name not in rows for a in figure.arms)
   draw.write(args.figure, figure.arms, rows, args.out.parent)
@@ -130,10 +130,10 @@ def read_rows(path: Path) -> dict[str, dict]:
   return {row["name"]: row for row in map(json.loads, path.read_text().splitlines())}
 
 
-def append(path: Path, row: dict) -> None:
+def append(path: Path, figure: str, row: dict) -> None:
   path.parent.mkdir(parents=True, exist_ok=True)
   with path.open("a") as file:
-    file.write(json.dumps(row | {"command": f"python -m benchmarks.figures {sys.argv[1]}"}) + "\n")
+    file.write(json.dumps(row | {"command": f"python -m benchmarks.figures {figure}"}) + "\n")
 
 
 def _gpus() -> list[int]:
