@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from clip_case import clip, compiled, image_gradient, image_loss, pairs, random_params
+from clip_case import clip, image_gradient, image_loss, pairs, random_params
 from dot_case import assert_close, assert_same
 from jax.sharding import PartitionSpec as P
 
