@@ -64,7 +64,7 @@ class BlockOptions:
     keep: the inputs of layer norm and GELU for the backward pass: "original", or "grouped" in e4m3
       (COAT), with a scale for each 16 numbers. With remat the policies "residuals" and
       "dots_and_residuals" keep them that way.
-    block_maxima: whether CLIP's outputs have the largest |feature| after each block, too.
+    block_maxima: whether CLIP's outputs have the largest magnitude after each block, too.
     activation_sharding: of the blocks' [B, L, D] inputs and outputs. None: XLA chooses. It may
       follow the sharding of a split embedding table, which splits widths and gathers tokens.
     parametrization: "standard", or "unit" for munit scaling (sbjax/models/unit_block.py).
