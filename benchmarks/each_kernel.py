@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from sbjax.backends import NAMES, Backend, get_backend
+from sbjax.expansion import expand, in_groups
 from sbjax.formats import E4M3, INT8
 from sbjax.fused_ops import LayerNormParams
 from sbjax.quantize import Quantized, Spec
@@ -28,7 +29,7 @@ def main() -> None:
     for dtype in (INT8, E4M3):
       results = matmuls(ops, dtype), row_operations(ops, dtype), tile_configs(name, dtype)
       jax.block_until_ready(results)
-    jax.block_until_ready(attentions(ops))
+    jax.block_until_ready((attentions(ops), adam_step(ops)))
     print(f"{name}: ran")
 
 
@@ -87,6 +88,13 @@ def attentions(ops: Backend):
     o, lse = ops.attention_forward(qkv, **options)
     results.append(ops.attention_backward(o, lse, o, qkv, **options))
   return results
+
+
+def adam_step(ops: Backend):
+  """Runs Adam's step on coded moments, with a number of groups that no block divides."""
+  g = in_groups(jax.random.normal(jax.random.key(3), (33, 384)))
+  weights = jnp.array([0.1, 0.02, 1e-6], jnp.float32)
+  return ops.adam_direction(weights, g, expand(g), expand(g**2))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ _STANDARD_PROMOTION = (
   "test_state_formats",
   "test_collage",
   "test_optimizer",
+  "test_figures",
   "test_finetune",
   "test_step",
   "test_exchange_step",

@@ -141,8 +141,7 @@ def test_model_flops_are_three_times_the_forward_matmul_flops(patch_dropout):
 
 @pytest.mark.parametrize("dtype", [INT8, E4M3])
 def test_each_kernel_benchmark_calls_every_operation(dtype):
-  ops = get_backend("xla")
-  called = set()
+  ops, called = get_backend("xla"), set()
 
   def watched(name, operation):
     return lambda *args, **kwargs: called.add(name) or operation(*args, **kwargs)
@@ -151,6 +150,7 @@ def test_each_kernel_benchmark_calls_every_operation(dtype):
   each_kernel.matmuls(ops._replace(**operations), dtype)
   each_kernel.row_operations(ops._replace(**operations), dtype)
   each_kernel.attentions(ops._replace(**operations))
+  each_kernel.adam_step(ops._replace(**operations))
   assert called == set(operations)
 
 
