@@ -54,11 +54,12 @@ def main() -> None:
   if args.one:
     print(json.dumps(measure(args.sizes[0], args.states[0], args.recipe, args)))
     return
-  for size in args.sizes if args.update_only else ():
-    line = {"benchmark": "states_update", "size": size, "states": race_updates(size, args)}
-    print(json.dumps(line), flush=True)
-    append(args.out, [line | provenance()])
-  for size in () if args.update_only else args.sizes:
+  for size in args.sizes:
+    if args.update_only:
+      line = {"benchmark": "states_update", "size": size, "states": race_updates(size, args)}
+      print(json.dumps(line), flush=True)
+      append(args.out, [line | provenance()])
+      continue
     found = {states: [] for states in args.states}
     for i in range(1 if args.memory else args.rounds):
       for states in args.states[::-1] if i % 2 else args.states:

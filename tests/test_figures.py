@@ -10,6 +10,7 @@ import pytest
 from benchmarks.figures import __main__ as program
 from benchmarks.figures import analysis, arms, draw, draw_spikes, runs
 from benchmarks.figures.arms import FIGURES
+from benchmarks.timing import append
 from train.workdir import write_json
 
 
@@ -52,7 +53,7 @@ def test_a_difference_is_paired_by_seed():
 
 def test_a_run_that_diverged_has_no_score():
   rows = [_row(FIGURES["1"].arms[0]), {"seed": 1, "diverged": 12}]
-  assert analysis.by_seed(rows, lambda row: True).keys() == {0}
+  assert analysis.by_seed(rows).keys() == {0}
 
 
 def test_a_curve_has_the_mean_of_the_losses():
@@ -156,7 +157,7 @@ def test_runs_that_have_rows_are_not_trained_again(monkeypatch, tmp_path, capsys
   out, trained = tmp_path / "runs.jsonl", []
   chosen = FIGURES["9"].arms
   for arm in chosen[1:]:
-    program.append(out, "9", _row(arm))
+    append(out, [_row(arm)])
 
   def train_all(missing, *_):
     trained.extend(missing)

@@ -11,7 +11,6 @@ lists the figures.
 """
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,8 @@ from pathlib import Path
 from benchmarks.figures import arms as all_arms
 from benchmarks.figures import draw, runs
 from benchmarks.figures.arms import FIGURES, Arm
+from benchmarks.tables import read_file
+from benchmarks.timing import append
 
 RESULTS = Path(__file__).parent.parent / "results" / "figures"
 # Seconds of a step with 1,024 pictures on an H100 (results/scenes.jsonl), and of what is around it.
@@ -52,7 +53,7 @@ def main() -> None:
     for row in runs.train_all(missing, args.runs, gpus, args.at_once, args.seconds):
       _report(row)
       if "error" not in row:
-        append(args.out, args.figure, row)
+        append(args.out, [row | {"command": f"python -m benchmarks.figures {args.figure}"}])
   rows = read_rows(args.out)
   left = sum(a.name not in rows for a in figure.arms)
   draw.write(args.figure, figure.arms, rows, args.out.parent)
@@ -125,15 +126,7 @@ def minutes(arms: list[Arm]) -> float:
 
 def read_rows(path: Path) -> dict[str, dict]:
   """The rows of a file by their names; of several with one name, the last."""
-  if not path.is_file():
-    return {}
-  return {row["name"]: row for row in map(json.loads, path.read_text().splitlines())}
-
-
-def append(path: Path, figure: str, row: dict) -> None:
-  path.parent.mkdir(parents=True, exist_ok=True)
-  with path.open("a") as file:
-    file.write(json.dumps(row | {"command": f"python -m benchmarks.figures {figure}"}) + "\n")
+  return {row["name"]: row for row in read_file(path)} if path.is_file() else {}
 
 
 def _gpus() -> list[int]:

@@ -1,7 +1,7 @@
 """Means and 95 % intervals over seeds, and differences that are paired by seed."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -39,17 +39,9 @@ def estimate(values: Sequence[float]) -> Estimate:
   return Estimate(float(x.mean()), float(half), len(x))
 
 
-def points(row: dict, score: str = TOP1) -> float | None:
-  """A score in percent; None of a run that diverged."""
-  return 100 * row["scores"][score] if "scores" in row else None
-
-
-def by_seed(
-  rows: Sequence[dict], chosen: Callable[[dict], bool], score: str = TOP1
-) -> dict[int, float]:
-  """The score of the chosen rows that did not diverge, by seed."""
-  found = {row["seed"]: points(row, score) for row in rows if chosen(row)}
-  return {seed: value for seed, value in found.items() if value is not None}
+def by_seed(rows: Sequence[dict], score: str = TOP1) -> dict[int, float]:
+  """The score in percent of the rows that did not diverge, by seed."""
+  return {row["seed"]: 100 * row["scores"][score] for row in rows if "scores" in row}
 
 
 def difference(ours: dict[int, float], base: dict[int, float]) -> Estimate:

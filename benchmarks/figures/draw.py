@@ -65,7 +65,7 @@ def _clip(arm: Arm) -> str:
 
 
 def _scores(arms: Sequence[Arm], rows: Rows, score: str = TOP1) -> dict[int, float]:
-  return by_seed([rows[arm.name] for arm in arms], lambda row: True, score)
+  return by_seed([rows[arm.name] for arm in arms], score)
 
 
 def accuracy(figure, arms, rows) -> list[str]:

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Sequence
 
-from scipy.stats import binom, chi2
+from scipy.stats import chi2
 
 from benchmarks.figures.arms import SHIFT, Arm
+from train.spikes import Spikes, together
 
 PATCHES = "rms/image/patch_embedding/kernel"
 
@@ -14,8 +15,8 @@ def count(rows: Sequence[dict]) -> int:
   return sum(len(_of(row)["loss"]) for row in rows if "spikes" in row)
 
 
-def _of(row: dict, name: str = PATCHES) -> dict:
-  return row["spikes"][name]
+def _of(row: dict) -> dict:
+  return row["spikes"][PATCHES]
 
 
 def interval(events: int) -> tuple[float, float]:
@@ -96,12 +97,10 @@ def follow_table(rows: Sequence[dict]) -> list[str]:
   ]
   rows = [row for row in rows if "spikes" in row]
   for name in sorted({name for row in rows for name in row["spikes"]}):
-    found = [row["spikes"][name] for row in rows if name in row["spikes"]]
-    loss, following = (sum(len(f[key]) for f in found) for key in ("loss", "following"))
-    share = sum(f["share"] * f["steps"] for f in found) / sum(f["steps"] for f in found)
-    chance = binom.sf(following - 1, loss, share) if loss else 1.0
+    found = together([Spikes(**row["spikes"][name]) for row in rows if name in row["spikes"]])
     lines.append(
-      f"| {name.removeprefix('rms/')} | {loss} | {following} | {share:.2%} | {chance:.2g} |"
+      f"| {name.removeprefix('rms/')} | {len(found.loss)} | {len(found.following)}"
+      f" | {found.share:.2%} | {found.chance:.2g} |"
     )
   return lines
 

@@ -140,11 +140,8 @@ def spikes_of(records: Sequence[dict], rules: Rules = _RULES) -> dict:
     except ValueError:  # Not each step is logged, or too few.
       return {}
     found[name] = {
-      "loss": one.loss.tolist(),
-      "rms": one.rms.tolist(),
-      "following": one.following.tolist(),
-      "steps": one.steps,
-      "share": one.share,
+      key: value.tolist() if isinstance(value, np.ndarray) else value
+      for key, value in one._asdict().items()
     }
   return {"spikes": found} if found else {}
 
