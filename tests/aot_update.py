@@ -19,8 +19,8 @@ from train.optimizer import STATES, make_optimizer, matrix_dtype
 from train.sharding import state_shardings
 
 
-def argument(mesh, shape, dtype, spec):
-  return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+def _placed(x, sharding):
+  return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def update_bytes(mesh_for):
@@ -36,8 +36,8 @@ def update_bytes(mesh_for):
     with mesh_for((1,), ("data",)) as mesh:
       params = {"blocks": {"w": jax.ShapeDtypeStruct(shape, matrix_dtype(states))}}
       arguments = params, jax.eval_shape(optimizer.init, params), params
-      place = functools.partial(argument, mesh)
-      arguments = jax.tree.map(lambda x, place=place: place(x.shape, x.dtype, P()), arguments)
+      whole = functools.partial(_placed, sharding=NamedSharding(mesh, P()))
+      arguments = jax.tree.map(whole, arguments)
       memory = jax.jit(step, donate_argnums=(0, 1)).lower(*arguments).compile().memory_analysis()
     results[states] = {
       "temporary": memory.temp_size_in_bytes / math.prod(shape),
@@ -61,9 +61,7 @@ def sharded_update(mesh_for, width):
   with mesh_for((1, 4), ("data", "fsdp")) as mesh:
     arrays = params, jax.eval_shape(optimizer.init, params), params
     arguments = jax.tree.map(
-      lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-      arrays,
-      tuple(state_shardings(tree, params, mesh) for tree in arrays),
+      _placed, arrays, tuple(state_shardings(tree, params, mesh) for tree in arrays)
     )
     hlo = jax.jit(optimizer.update, donate_argnums=1).lower(*arguments).compile().as_text()
   calls = re.findall(r"= \(f32\[([\d,]*)\].*custom_call_target=\"triton", hlo)
