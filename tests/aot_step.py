@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ SIZE = SIZES["tiny"]
 
 
 def steps(mesh_for, meshes) -> dict:
-  """The arrays that a step moves between devices on each mesh, and the kernels that it lowers.
+  """What a step moves between devices and copies on each mesh, and the kernels that it lowers.
 
   mesh_for: a context manager from sizes and names of axes to a mesh of absent devices.
   meshes: names of MESHES.
@@ -33,7 +34,9 @@ def steps(mesh_for, meshes) -> dict:
     # cuDNN is not here to compile its attention.
     patch.setattr(importlib.import_module("sbjax.attention"), "cudnn_runs", lambda *_: False)
     for name in meshes:
-      results[name] = sorted(moved(_hlo(mesh_for, MESHES[name], LAYERS, compiled=True)))
+      text = _hlo(mesh_for, MESHES[name], LAYERS, compiled=True)
+      results[name] = sorted(moved(text))
+      results[f"{name}: copied"] = re.findall(r"= (f32\[\d+,\d+,\d+\])\S* copy\(", text)
     for layers in (LAYERS, LAYERS + 1):
       text = _hlo(mesh_for, (2, 1), layers, compiled=False)
       results[f"{layers} layers"] = text.count("@mosaic_gpu") + text.count("@triton_kernel_call")
@@ -66,6 +69,7 @@ def _hlo(mesh_for, sizes, layers: int, *, compiled: bool) -> str:
       make_train_step(task, optimizer, 0, mesh=mesh_here),
       in_shardings=(shardings, {"image": rows, "text": rows}),
       out_shardings=(shardings, everywhere, everywhere),
+      donate_argnums=0,
     )
     lowered = step.lower(state, batch)
     return lowered.compile().as_text() if compiled else lowered.as_text()

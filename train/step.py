@@ -85,8 +85,11 @@ def make_train_step(
     (_, (value, features, statistics, metrics)), gradients = run(state.params, batch, key, scale)
     blocks = statistics["block_outputs"]
     with jax.named_scope("optimizer"):
-      updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
-      params = optax.apply_updates(state.params, updates)
+      # Barriers: XLA writes parameters in place only with a kernel that computes nothing else.
+      were_finite = [jnp.isfinite(x).all() for x in jax.tree.leaves(state.params)]
+      params, were_finite = jax.lax.optimization_barrier((state.params, were_finite))
+      updates, opt_state = optimizer.update(gradients, state.opt_state, params)
+      params = jax.lax.optimization_barrier(optax.apply_updates(params, updates))
     metrics = {
       "loss": value,
       **metrics,
@@ -110,7 +113,6 @@ def make_train_step(
     if scale is not None:
       metrics |= {"loss_scale": scale, "skipped_updates": skipped_updates(opt_state)}
     checked = (
-      *jax.tree.leaves(state.params),
       *(x for tower in task.layers for x in blocks[tower]),
       *features,
       value,
@@ -118,7 +120,7 @@ def make_train_step(
       *jax.tree.leaves(gradients if scale is None else updates),
       metrics["parameter_norm"],
     )
-    finite = jnp.stack([jnp.isfinite(x).all() for x in checked])
+    finite = jnp.stack([*were_finite, *(jnp.isfinite(x).all() for x in checked)])
     return TrainState(state.step + 1, params, opt_state), metrics, finite
 
   return train_step

@@ -44,7 +44,7 @@ def adam_direction(
     grid=triton.cdiv(groups, config.groups),
     out=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (g, mu, nu)),
     num_warps=config.warps,
-    in_place={operand: operand - 1 for operand in range(2, 8)},
+    in_place={operand: operand - 1 for operand in range(1, 8)},
     **dict(GROUPS=groups, BLOCK=config.groups, VECTOR=config.vector),
     VIA_FLOAT16=compute_capability() < 90,
   )
@@ -61,8 +61,8 @@ def _kernel(
   nu_ptr,
   nu_top_ptr,
   nu_exponent_ptr,
-  direction_ptr,
-  new_mu_ptr,  # This and all below are the operands, or None.
+  direction_ptr,  # This and all below are the operands, or None.
+  new_mu_ptr,
   new_mu_top_ptr,
   new_mu_exponent_ptr,
   new_nu_ptr,
@@ -84,7 +84,8 @@ def _kernel(
   nu = _contract(nu_ptr, nu_top_ptr, nu_exponent_ptr, row, at, GROUPS)
   mu = (1 - w1) * mu + w1 * g
   nu = (1 - w2) * nu + w2 * (g * g)
-  tl.store(direction_ptr + at, mu / (tl.sqrt(nu) + eps), mask=mask)
+  tl.debug_barrier()  # All threads have loaded what is overwritten.
+  tl.store(g_ptr + at, mu / (tl.sqrt(nu) + eps), mask=mask)
   _expand(mu, mu_ptr, mu_top_ptr, mu_exponent_ptr, row, at, GROUPS, VIA_FLOAT16)
   _expand(nu, nu_ptr, nu_top_ptr, nu_exponent_ptr, row, at, GROUPS, VIA_FLOAT16)
 
