@@ -23,7 +23,7 @@ def get_config() -> Config:
     ),
     data=DataConfig(
       name="scenes",
-      eval_split="scenes,classes,heldout",
+      eval_split="scenes,classes[:4000],heldout[:2000]",
       label_key="label",
       templates=TEMPLATES,
       tokenizer="words",

@@ -20,6 +20,8 @@ from train.gather import gather_parameters
 from train.images import normalize
 from train.sharding import batch_sharding, parameter_specs, replicated
 
+_AT_ONCE = 4096  # images whose logits are in memory
+
 
 class Encoders(NamedTuple):
   """Jitted functions (parameters, batch) -> [B, E]; B is a multiple of the number of devices."""
@@ -170,7 +172,13 @@ def accuracy(
   known = labels >= 0
   if not known.any():
     return {}
-  ranks = label_ranks(image_features[known] @ classifier.T, labels[known])
+  images, labels = image_features[known], labels[known]
+  ranks = np.concatenate(
+    [
+      label_ranks(images[i : i + _AT_ONCE] @ classifier.T, labels[i : i + _AT_ONCE])
+      for i in range(0, len(images), _AT_ONCE)
+    ]
+  )
   shares = top_k_accuracy(ranks, len(classifier))
   return {f"top{k}": share for k, share in shares.items()}
 

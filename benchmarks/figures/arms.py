@@ -56,6 +56,7 @@ def config_of(arm: Arm) -> Config:
   config = scenes_s8.get_config()
   config.model.size = str(_MODELS / f"{arm.size}.json")
   config.model.remat, config.data.name = "none", "scenes/hard"
+  config.data.eval_split = "scenes,classes,heldout"
   config.seed = arm.seed
   config.eval_every, config.checkpoint_every, config.log_every = 0, 2000, 20
   for path, value in arm.changes:

@@ -42,8 +42,8 @@ class _Split(NamedTuple):
 SPLITS = {
   "train": _Split(0, None, None),
   "scenes": _Split(1, 2000, None),
-  "classes": _Split(2, 4000, False),
-  "heldout": _Split(3, 2000, True),
+  "classes": _Split(2, 40_000, False),
+  "heldout": _Split(3, 20_000, True),
 }
 
 
