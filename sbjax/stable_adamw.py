@@ -32,13 +32,13 @@ class ScaleByStableAdamState(NamedTuple):
 
   count: jax.Array  # int32 []: updates made  # pyright: ignore
   mu: optax.Updates  # first moment, debiased; the dtype of the parameter, or `mu_dtype`
-  nu: optax.Updates  # second moment, debiased; float32
+  nu: optax.Updates  # second moment, debiased if b2 is a number; float32
   rms: optax.Updates  # RMS_t of the last update, float32 []; [layers] for a stack of layers
 
 
 def scale_by_stable_adam(
   b1: jax.typing.ArrayLike = 0.9,
-  b2: jax.typing.ArrayLike = 0.99,
+  b2: jax.typing.ArrayLike | optax.Schedule = 0.99,
   eps: jax.typing.ArrayLike = 1e-6,
   mu_dtype: jax.typing.DTypeLike | None = None,
   *,
@@ -54,7 +54,8 @@ def scale_by_stable_adam(
   >>> state = optimizer.init({"w": jnp.ones(3)})
   """
   _check("b1", b1, "from 0 to below 1", lambda b: 0 <= b < 1)
-  _check("b2", b2, "from 0 to below 1", lambda b: 0 <= b < 1)
+  if not callable(b2):
+    _check("b2", b2, "from 0 to below 1, or a schedule", lambda b: 0 <= b < 1)
   _check("eps", eps, "0 or more", lambda e: 0 <= e < jnp.inf)
   _check("clip_threshold", clip_threshold, "above 0", lambda d: d > 0)
   if not callable(weight_decay):
@@ -78,7 +79,8 @@ def scale_by_stable_adam(
 
   def update(updates, state, params=None):
     count = optax.safe_increment(state.count)
-    w1, w2 = _newest_weight(b1, count), _newest_weight(b2, count)
+    w1 = _newest_weight(b1, count)
+    w2 = _scheduled_weight(b2, state.count) if callable(b2) else _newest_weight(b2, count)
     g = _map(_as_gradient, updates, state.mu)
     step = functools.partial(_step, w1, w2, eps)
     stepped = _map(step, g, state.mu, state.nu, state.rms)
@@ -108,7 +110,7 @@ def scale_by_stable_adam(
 def stable_adamw(
   learning_rate: optax.ScalarOrSchedule,
   b1: jax.typing.ArrayLike = 0.9,
-  b2: jax.typing.ArrayLike = 0.99,
+  b2: jax.typing.ArrayLike | optax.Schedule = 0.99,
   eps: jax.typing.ArrayLike = 1e-6,
   mu_dtype: jax.typing.DTypeLike | None = None,
   weight_decay: optax.ScalarOrSchedule = 1e-4,
@@ -132,7 +134,10 @@ def stable_adamw(
 
   Args:
     learning_rate: a number or a schedule.
-    b1, b2: decay of the first and the second moment.
+    b1, b2: decay of the first and the second moment. b2 may be a schedule: a function of the number
+      of updates made before, 0 at first. A number is debiased. A schedule's value is used as it is,
+      so it should start at 0, as that of AdaFactor does (Shazeer and Stern 2018, section 7):
+      `lambda count: 1 - (count + 1.0) ** -0.8`. The paper tries the powers 0.45, 0.5 and 0.65.
     eps: added to the root of the second moment, whose least value it is in the RMS.
     mu_dtype: of the first moment; None is the parameter's. The second is always float32.
     weight_decay: multiplied with the learning rate; a number or a schedule.
@@ -145,8 +150,8 @@ def stable_adamw(
       one, as the layers that `nn.scan` stacks: an int for each leaf (a prefix does, as for
       `mask`) or a function from parameters to these. Each tensor has its own RMS and rate.
 
-  `optax.inject_hyperparams` takes functions for schedules: name `mask` and `stacked` in its
-  `static_args` where they are functions.
+  `optax.inject_hyperparams` takes functions for schedules, and gives numbers in their place: name
+  `b2`, `mask` and `stacked` in its `static_args` where they are functions.
 
   >>> optimizer, params = stable_adamw(1e-3, b2=0.95, weight_decay=0.2), {"w": jnp.ones(3)}
   >>> updates, state = optimizer.update(params, optimizer.init(params), params)
@@ -231,6 +236,11 @@ def _newest_weight(b, count):
   """
   b = jnp.asarray(b, jnp.float32)
   return (1 - b) / -jnp.expm1(count.astype(jnp.float32) * jnp.log(b))
+
+
+def _scheduled_weight(b2, count):
+  """Weight of the newest value by a schedule, which is not debiased."""
+  return 1 - jnp.asarray(b2(count), jnp.float32)
 
 
 def _step(w1, w2, eps, g, mu, nu, rms):

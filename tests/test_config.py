@@ -42,6 +42,8 @@ REFUSED = [
   *(("optimizer.eps", bad, "must be more than 0, and finite") for bad in (-1.0, 0, float("nan"))),
   *((f"optimizer.{field}", bad, "must be at least 0 and less than 1")
     for field in ("b1", "b2") for bad in (1.0, -0.5, float("nan"))),
+  *(("optimizer.b2_power", bad, "must be from 0 (b2 stays the same) to 1")
+    for bad in (-0.5, 1.5, float("nan"))),
   ("optimizer.warmup_steps", -1, "optimizer.warmup_steps=-1 must be in [0, steps=4)"),
   ("optimizer.decay_with", "rms", "decay_with='rms' is not a rule for weight decay"),
   ("mesh.data", 0, "must be -1 (what the other leaves) or at least 1"),

@@ -1,10 +1,12 @@
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import serialization
 from pairwise import mainly
 
 from sbjax.collage import descent_quality, summed_parameters
@@ -192,6 +194,33 @@ def test_decay_with_reaches_stable_adamw(decay_with):
       atol=1e-6,
     )
   assert tensor_rms(state)["w"] > 1.2
+
+
+@pytest.mark.parametrize("name", ["stable_adamw", "adamw"])
+def test_b2_power_weighs_the_newest_square_by_a_power_of_the_step(name):
+  params, *gradients = (random_like({"w": jnp.ones((5, 4))}, seed) for seed in range(9))
+  optimizer, _ = make_optimizer(config(name=name, b2_power=0.5), 20)
+  nu, state, step = np.zeros((5, 4)), optimizer.init(params), jax.jit(optimizer.update)
+  for t, g in enumerate(gradients, start=1):
+    _, state = step(g, state, params)
+    nu += t**-0.5 * (np.float64(g["w"]) ** 2 - nu)
+    np.testing.assert_allclose(optax.tree.get(state, "nu")["w"], nu, rtol=1e-5)
+
+
+@pytest.mark.parametrize("states", ["float32", "coat", "collage_plus"])
+def test_b2_power_continues_with_the_same_bits_from_a_saved_state(states):
+  shapes = {"w": jnp.ones((64, 128)), "b": jnp.ones(128)}
+  params, *gradients = (random_like(shapes, seed) for seed in range(7))
+  params = cast_matrices(params, matrix_dtype(states))
+  make = functools.partial(make_optimizer, config(states=states, b2_power=0.65), 20)
+  whole, whole_state = train(make()[0], params, gradients)
+  half, state = train(make()[0], params, gradients[:3])
+  state = serialization.from_bytes(make()[0].init(params), serialization.to_bytes(state))
+  step = jax.jit(make()[0].update)  # As another process makes it.
+  for g in gradients[3:]:
+    updates, state = step(g, state, half)
+    half = optax.apply_updates(half, updates)
+  jax.tree.map(np.testing.assert_array_equal, (half, state), (whole, whole_state))
 
 
 @pytest.mark.parametrize("states", STATES)

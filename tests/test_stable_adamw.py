@@ -11,15 +11,19 @@ from sbjax.stable_adamw import scale_by_stable_adam, stable_adamw, tensor_rms
 B1, B2, EPS, DECAY = 0.9, 0.95, 1e-6, 0.1
 
 
-def reference(gradients, params, rates, decayed, decay_with):
+def debiased(b, t):
+  """The paper's beta_hat at step t, from 1."""
+  return b * (1 - b ** (t - 1)) / (1 - b**t)
+
+
+def reference(gradients, params, rates, decayed, decay_with, b2_at=lambda t: debiased(B2, t)):
   """Algorithm 2 for one tensor in numpy float64; the parameter and the RMS after each step."""
   p = np.float64(params)
   v, u = np.zeros_like(p), np.zeros_like(p)
   history = []
   for t, (g, rate) in enumerate(zip(gradients, rates, strict=True), start=1):
     g = np.float64(g)
-    b1 = B1 * (1 - B1 ** (t - 1)) / (1 - B1**t)
-    b2 = B2 * (1 - B2 ** (t - 1)) / (1 - B2**t)
+    b1, b2 = debiased(B1, t), b2_at(t)
     v = b1 * v + (1 - b1) * g
     u = b2 * u + (1 - b2) * g**2
     rms = np.sqrt(np.mean(g**2 / np.maximum(u, EPS**2)))
@@ -93,6 +97,54 @@ def test_bfloat16_is_computed_in_float32_and_rounded_once():
     expected = p - before - DECAY * np.float64(params) / max(1, rms)
     np.testing.assert_allclose(np.float64(updates), expected, rtol=2**-8, atol=1e-5)  # Half a step.
     before = p
+
+
+def power(c):
+  """AdaFactor's schedule `1 - t^-c`, of the number of updates before step t."""
+  return lambda count: 1 - (count + 1.0) ** -c
+
+
+@pytest.mark.parametrize("c", [0.45, 0.65, 0.8])
+def test_a_schedule_of_b2_is_used_without_debiasing(c):
+  steps = 50
+  gradients = random_gradients((8, 5), steps)
+  params = jnp.asarray(np.random.default_rng(6).normal(size=(8, 5)), jnp.float32)
+  tx = stable_adamw(0.02, B1, power(c), EPS, weight_decay=DECAY)
+  rates = [0.02] * steps
+  expected = reference(gradients, params, rates, True, "clipped", lambda t: 1 - t**-c)
+  for (got, state), (p, rms) in zip(train(tx, params, gradients), expected, strict=True):
+    np.testing.assert_allclose(got, p, rtol=2e-5, atol=1e-6)
+    np.testing.assert_allclose(state[0].rms, rms, rtol=1e-5)
+  assert max(rms for _, rms in expected) > 1.5  # The update was clipped.
+
+
+def test_a_number_is_the_schedule_of_its_debiased_values():
+  gradients, params = random_gradients((6, 4), 30), jnp.ones((6, 4))
+  number = stable_adamw(0.1, b2=B2, weight_decay=DECAY)
+  schedule = stable_adamw(0.1, b2=lambda n: debiased(B2, n + 1.0), weight_decay=DECAY)
+  for (a, _), (b, _) in zip(
+    train(number, params, gradients), train(schedule, params, gradients), strict=True
+  ):
+    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_the_second_moment_of_a_number_has_the_bits_of_the_debiased_average():
+  nu, tx = jnp.zeros((6, 4)), scale_by_stable_adam(b2=B2)
+  state = tx.init(nu)
+  for t, g in enumerate(map(jnp.asarray, random_gradients((6, 4), 20)), start=1):
+    _, state = tx.update(g, state)
+    b = jnp.float32(B2)
+    weight = (1 - b) / -jnp.expm1(jnp.float32(t) * jnp.log(b))
+    nu = (1 - weight) * nu + weight * g**2
+    np.testing.assert_array_equal(state.nu, nu)
+
+
+def test_an_injected_schedule_of_b2_is_static():
+  gradients, params = random_gradients((3, 2), 5), jnp.ones((3, 2))
+  make = optax.inject_hyperparams(stable_adamw, static_args=("b2",))
+  *_, (a, _) = train(make(0.1, b2=power(0.5)), params, gradients)
+  *_, (b, _) = train(stable_adamw(0.1, b2=power(0.5)), params, gradients)
+  np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
 @pytest.mark.parametrize("mu_dtype", [None, jnp.bfloat16, jnp.float32])
@@ -278,6 +330,10 @@ def test_a_nan_gradient_reaches_the_update_and_the_rms():
 def test_errors_name_the_right_value():
   with pytest.raises(ValueError, match=r"'paper'.*'clipped' or 'plain'"):
     stable_adamw(0.1, decay_with="paper")
+  with pytest.raises(ValueError, match=r"b2=1.0 must be .* below 1, or a schedule"):
+    stable_adamw(0.1, b2=1.0)
+  with pytest.raises(ValueError, match=r"b1=<function .* must be a number, from 0 to below 1\."):
+    stable_adamw(0.1, b1=power(0.5))
   tx = stable_adamw(0.1, mask=lambda tree: jax.tree.map(lambda p: p.ndim > 1, tree))
   with pytest.raises(ValueError, match="needs the parameters"):
     tx.update(jnp.ones(2), tx.init(jnp.ones(2)))

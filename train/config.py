@@ -86,6 +86,8 @@ class OptimizerConfig:
   warmup_steps: int = 5000  # steps of linear warm-up
   b1: float = 0.9  # decay of the first moment
   b2: float = 0.98  # decay of the second moment
+  # Decay of the second moment in place of b2: 1 - t^-b2_power at step t, from 1. 0: b2
+  b2_power: float = 0.0
   eps: float = 1e-6  # added to the root of the second moment
   # Of parameters with two or more dimensions: times the rate. With model.parametrization="unit" it
   # does not depend on the rate: the share of a parameter that a step takes away, such as 1e-4
@@ -262,6 +264,7 @@ LIMITS = (  # What the fields' values must be, in words and as a test that nan f
   ("from 0 to 4294967295", lambda x: 0 <= x < 2**32, "seed"),
   ("at least 0 and less than 1", lambda x: 0 <= x < 1,
    "model.patch_dropout optimizer.b1 optimizer.b2"),
+  ("from 0 (b2 stays the same) to 1", lambda x: 0 <= x <= 1, "optimizer.b2_power"),
   ("0 or more, and finite", lambda x: 0 <= x < math.inf,
    "optimizer.learning_rate optimizer.weight_decay optimizer.clip_norm"),
   ("more than 0, and finite", lambda x: 0 < x < math.inf,

@@ -77,7 +77,7 @@ def _stable_adamw(config: OptimizerConfig, schedule: optax.Schedule, clip_thresh
   return stable_adamw(
     schedule,
     b1=config.b1,
-    b2=config.b2,
+    b2=growing_b2(config.b2_power) if config.b2_power else config.b2,
     eps=config.eps,
     weight_decay=config.weight_decay,
     mask=decays,
@@ -85,6 +85,14 @@ def _stable_adamw(config: OptimizerConfig, schedule: optax.Schedule, clip_thresh
     clip_threshold=clip_threshold,
     stacked=stacked,
   )
+
+
+def growing_b2(power: float) -> optax.Schedule:
+  """AdaFactor's decay of the second moment, `1 - t^-power` at step t: 0 at the first.
+
+  `stable_adamw` gives it the number of steps before.
+  """
+  return lambda count: 1 - (jnp.asarray(count, jnp.float32) + 1) ** -power
 
 
 OPTIMIZERS = {  # Functions of a config and a schedule.
