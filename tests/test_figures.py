@@ -33,6 +33,25 @@ def test_figure_1_has_all_recipes_with_the_same_seeds():
   assert all(seeds == set(range(5 if size == "ti" else 3)) for (size, _), seeds in found.items())
 
 
+def test_figure_15_shares_its_constant_b2_with_figure_10():
+  figure, shared = (set(FIGURES[name].arms) for name in ("15", "10"))
+  assert {arm.value("optimizer.b2") for arm in figure & shared} == {0.98, 0.99}
+  rest = figure - shared
+  assert {arm.value("optimizer.b2_power") for arm in rest} == {0.45, 0.5, 0.65}
+  assert {arm.value("optimizer.name") for arm in figure} == {"stable_adamw"}
+  assert len(rest) == 9 and len(figure) == 15
+
+
+def test_the_table_of_figure_15_has_b2_at_the_last_step(tmp_path):
+  chosen = FIGURES["15"].arms
+  draw.write("15", chosen, {arm.name: _row(arm) for arm in chosen}, tmp_path)
+  table = (tmp_path / "figure_15.md").read_text().splitlines()[2:]
+  last = {line.split("|")[1].strip(): line.split("|")[2].strip() for line in table}
+  # Of 8,000 steps: 8000^-0.5 is 0.01118.
+  expected = {"b2 0.98": "0.9800", "b2 0.99": "0.9900", "1 - t^-0.5": "0.9888"}
+  assert last == expected | {"1 - t^-0.45": "0.9825", "1 - t^-0.65": "0.9971"}
+
+
 def test_first_seeds_of_all_series_are_trained_first():
   seeds = [arm.seed for arm in FIGURES["1"].arms]
   assert seeds == sorted(seeds)

@@ -146,6 +146,15 @@ def _clips(size: str, seed: int) -> list[Arm]:
   ]
 
 
+def _schedules(size: str, seed: int) -> list[Arm]:
+  """Figure 15: b2 of 1 - t^-power, and constants, which figure 10 has, too."""
+  fixed = {"log_every": 1, "model__recipe": "full", "optimizer__name": "stable_adamw"}
+  return [
+    *(arm(size, seed, optimizer__b2_power=power, **fixed) for power in (0.45, 0.5, 0.65)),
+    *(arm(size, seed, optimizer__b2=b2, **fixed) for b2 in (0.98, 0.99)),
+  ]
+
+
 def _shifts(size: str, seed: int) -> list[Arm]:
   watch = (_PATCHES, r"image/block_\d+/fc2/kernel")
   data = {"data__name": f"scenes/shift:{SHIFT}", "watch": watch}
@@ -204,6 +213,9 @@ FIGURES = {
   ),
   "9": Figure("loss and RMS around a shift of the data", _by_seed({"ti": 3}, _shifts)),
   "10": Figure("accuracy by b2: AdamW, gradient and update clipping", _by_seed({"ti": 3}, _clips)),
+  "15": Figure(
+    "accuracy with a b2 of 1 - t^-l, and with constants", _by_seed({"ti": 3}, _schedules)
+  ),
   "11": Figure("two loss scalers around a shift of the data", _by_seed({"ti": 1}, _scalers)),
   "long": Figure(
     "one longer run, full against switchback",

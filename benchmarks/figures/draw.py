@@ -222,6 +222,45 @@ def accuracy_by_b2(figure, arms, rows) -> list[str]:
   return lines
 
 
+def _b2(arm: Arm) -> str:
+  """Of figure 15: "b2 0.98" or "1 - t^-0.5"."""
+  changes = dict(arm.changes)
+  power = changes.get("optimizer.b2_power")
+  return f"1 - t^-{power}" if power else f"b2 {changes['optimizer.b2']}"
+
+
+def last_b2(arm: Arm) -> float:
+  """b2 at the last step."""
+  power = arm.value("optimizer.b2_power")
+  return 1 - arm.value("steps") ** -power if power else arm.value("optimizer.b2")
+
+
+def accuracy_by_last_b2(figure, arms, rows) -> list[str]:
+  """Figure 15: loss curves, and accuracy by b2 at the last step, constant or grown to it."""
+  left, right = figure.subplots(1, 2)
+  lines = [
+    "| series | last b2 | seeds | top-1, % | loss spikes | diverged |",
+    "|---|---|---|---|---|---|",
+  ]
+  points = {"constant b2": [], "b2 of 1 - t^-l": []}
+  for name, group in series_of(arms, _b2).items():
+    own, last = [rows[arm.name] for arm in group], last_b2(group[0])
+    found = estimate(list(_scores(group, rows).values()))
+    spikes, diverged = draw_spikes.count(own), sum("diverged" in row for row in own)
+    lines.append(f"| {name} | {last:.4f} | {len(own)} | {found} | {spikes} | {diverged} |")
+    plot_curve(left, own, name)
+    kind = "b2 of 1 - t^-l" if name.startswith("1") else "constant b2"
+    points[kind].append((1 / (1 - last), found.mean, np.nan_to_num(found.half)))
+  for kind, some in points.items():
+    if some:
+      right.errorbar(*zip(*some, strict=True), marker="o", capsize=3, label=kind)
+  left.set(xlabel="step", ylabel="loss")
+  right.set(xlabel="1 / (1 - last b2): steps", ylabel="zero-shot top-1, %", xscale="log")
+  left.legend()
+  right.legend()
+  return lines
+
+
 DRAWINGS = {
   "easy": accuracy,
   "1": accuracy,
@@ -235,6 +274,7 @@ DRAWINGS = {
   ),
   "9": draw_spikes.around_shift,
   "10": accuracy_by_b2,
+  "15": accuracy_by_last_b2,
   "11": draw_spikes.scalers,
   "long": curves(_recipe),
 }
