@@ -9,6 +9,12 @@ from scipy.stats import t
 
 TOP1 = "classes/zero_shot_top1"
 HELD_OUT = "heldout/zero_shot_top1"
+# Scores on photos, by the headings of their columns.
+RECALL = {
+  "image to text, %": "image_to_text_recall@1",
+  "text to image, %": "text_to_image_recall@1",
+}
+CIFAR10 = {"top-1, %": "zero_shot_top1"}
 
 
 class Estimate(NamedTuple):

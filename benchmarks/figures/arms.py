@@ -2,8 +2,9 @@
 
 The main schedule is configs/scenes_s8.py on scenes/hard: pictures of 64 pixels, batches of 1,024,
 8,000 steps of which a quarter is warm-up, StableAdamW with b2 .98, weight decay .2, and half of the
-patches dropped. Figures share arms, and an arm is trained once. The order of a figure's arms is by
-seed, so that runs that were interrupted compare all series with the same seeds.
+patches dropped. An arm of the size "flickr8k" or "cifar10" has that config of photos.py instead.
+Figures share arms, and an arm is trained once. The order of a figure's arms is by seed, so that
+runs that were interrupted compare all series with the same seeds.
 """
 
 import dataclasses
@@ -12,13 +13,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.figures import photos
 from configs import scenes_s8
 from train.config import Config
 
 _MODELS = Path(__file__).with_name("models")
 # Towers of width 192 and 6 layers; 384 and 6; 384 and 12, which is the image tower of ViT-S.
 SIZES = ("ti", "s6", "s12")
-WORDS = {"ti": "width 192, 6 layers", "s6": "width 384, 6 layers", "s12": "width 384, 12 layers"}
+WORDS = {
+  "ti": "width 192, 6 layers",
+  "s6": "width 384, 6 layers",
+  "s12": "width 384, 12 layers",
+  "flickr8k": "Flickr8k",
+  "cifar10": "CIFAR-10",
+}
 RECIPES = (
   "full", "switchback", "llm_int8", "fp8_tensorwise", "fp8_switchback", "switchback_m",
 )  # fmt: skip
@@ -29,7 +37,7 @@ _PATCHES = "image/patch_embedding/kernel"
 
 
 class Arm(NamedTuple):
-  """A run: a size, fields of the Config by path, and a seed."""
+  """A run: a size or a key of photos.CONFIGS, fields of the Config by path, and a seed."""
 
   size: str
   changes: tuple[tuple[str, object], ...]
@@ -53,15 +61,19 @@ def arm(size: str, seed: int, **changes) -> Arm:
 
 def config_of(arm: Arm) -> Config:
   """The Config of an arm."""
-  config = scenes_s8.get_config()
-  config.model.size = str(_MODELS / f"{arm.size}.json")
-  config.model.remat, config.data.name = "none", "scenes/hard"
-  config.data.eval_split = "scenes,classes,heldout"
-  config.seed = arm.seed
+  config = photos.CONFIGS[arm.size]() if arm.size in photos.CONFIGS else _scenes(arm.size)
+  config.model.remat, config.seed = "none", arm.seed
   config.eval_every, config.checkpoint_every, config.log_every = 0, 2000, 20
   for path, value in arm.changes:
     group, _, field = path.rpartition(".")
     setattr(config.get(group) if group else config, field, value)
+  return config
+
+
+def _scenes(size: str) -> Config:
+  config = scenes_s8.get_config()
+  config.model.size = str(_MODELS / f"{size}.json")
+  config.data.name, config.data.eval_split = "scenes/hard", "scenes,classes,heldout"
   return config
 
 
@@ -70,6 +82,8 @@ def tiny(arm: Arm) -> Arm:
   fields = dict(arm.changes)
   shifts = "shift" in fields.get("data.name", "")
   fields |= {"batch_size": 16, "steps": 12}
+  if arm.size in photos.CONFIGS:
+    return arm._replace(changes=tuple(sorted(fields.items())))
   fields["data.name"] = f"scenes/shift:{_TINY_SHIFT}" if shifts else "scenes/small"
   return Arm("tiny", tuple(sorted(fields.items())), arm.seed)
 
@@ -81,10 +95,10 @@ def tiny_config(arm: Arm) -> Config:
     config.model, size="tiny", image_size=32, dtype="float32", patch_size=16
   )
   config.data = dataclasses.replace(
-    config.data,
-    eval_split="scenes[:32],classes[:32],heldout[:32]",
-    templates=config.data.templates[:1],
+    config.data, templates=config.data.templates[:1], workers=0, prefetch=4
   )
+  if arm.size not in photos.CONFIGS:
+    config.data.eval_split = "scenes[:32],classes[:32],heldout[:32]"
   config.optimizer.warmup_steps, config.log_every, config.eval_batch_size = 3, 1, 32
   return config
 
@@ -173,6 +187,11 @@ def _scalers(size: str, seed: int) -> list[Arm]:
   return [arm(size, seed, optimizer__loss_scale=scale, **fixed) for scale in ("dynamic", "fixed")]
 
 
+def _photos(name: str) -> tuple[Arm, ...]:
+  recipes = ("full", "switchback", "fp8_switchback")
+  return _by_seed({name: 5}, lambda *a: [arm(*a, model__recipe=recipe) for recipe in recipes])
+
+
 _LONG = {"steps": 20_000, "optimizer__warmup_steps": 5000, "eval_every": 2000}
 
 FIGURES = {
@@ -217,6 +236,8 @@ FIGURES = {
     "accuracy with a b2 of 1 - t^-l, and with constants", _by_seed({"ti": 3}, _schedules)
   ),
   "11": Figure("two loss scalers around a shift of the data", _by_seed({"ti": 1}, _scalers)),
+  "flickr8k": Figure("recall on Flickr8k's test photos by recipe", _photos("flickr8k")),
+  "cifar10": Figure("zero-shot accuracy on CIFAR-10 by recipe", _photos("cifar10")),
   "long": Figure(
     "one longer run, full against switchback",
     _by_seed({"s12": 3}, lambda *a: [arm(*a, model__recipe=r, **_LONG) for r in RECIPES[:2]]),

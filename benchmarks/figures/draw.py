@@ -14,7 +14,15 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from benchmarks.figures import draw_spikes
-from benchmarks.figures.analysis import HELD_OUT, TOP1, by_seed, difference, estimate
+from benchmarks.figures.analysis import (
+  CIFAR10,
+  HELD_OUT,
+  RECALL,
+  TOP1,
+  by_seed,
+  difference,
+  estimate,
+)
 from benchmarks.figures.arms import WORDS, Arm
 
 Rows = dict[str, dict]
@@ -84,24 +92,45 @@ def accuracy(figure, arms, rows) -> list[str]:
     axis.set_xticks(range(len(sizes)), [WORDS.get(s, s) for s in sizes])
     axis.set(title=title, ylabel="zero-shot top-1, %")
   axes[0].legend()
-  return _accuracy_table(arms, rows, sizes)
+  return _accuracy_table(arms, rows, "size", {"top-1, %": TOP1, "held out, %": HELD_OUT})
+
+
+def by_recipe(scores: dict[str, str]) -> Callable:
+  """A drawing of scores by recipe: a grey line for each seed, and the means; and the table."""
+
+  def draw(figure, arms, rows) -> list[str]:
+    recipes = series_of(arms, _recipe)
+    axes = figure.subplots(1, len(scores), squeeze=False)[0]
+    for axis, (title, score) in zip(axes, scores.items(), strict=True):
+      found = [_scores(group, rows, score) for group in recipes.values()]
+      for seed in sorted(set().union(*found)):
+        axis.plot(list(recipes), [one.get(seed, np.nan) for one in found], "0.7", linewidth=0.8)
+      means = [estimate(list(one.values())) for one in found]
+      halves = np.nan_to_num([e.half for e in means])
+      axis.errorbar(list(recipes), [e.mean for e in means], halves, fmt="o", capsize=3)
+      axis.set(ylabel=title)
+    return _accuracy_table(arms, rows, "data", scores)
+
+  return draw
 
 
 def _of_size(arms: Sequence[Arm], size: str) -> list[Arm]:
   return [arm for arm in arms if arm.size == size]
 
 
-def _accuracy_table(arms, rows, sizes) -> list[str]:
+def _accuracy_table(arms, rows, what: str, scores: dict[str, str]) -> list[str]:
+  """Scores, by their headings, and their paired differences from `full`."""
+  headings = [f"{heading} | minus `full`" for heading in scores]
   lines = [
-    "| size | recipe | seeds | top-1, % | minus `full` | held out, % | minus `full` | diverged |",
-    "|---|---|---|---|---|---|---|---|",
+    f"| {what} | recipe | seeds | {' | '.join(headings)} | diverged |",
+    f"|---|---|---|{'---|---|' * len(scores)}---|",
   ]
-  for size in sizes:
+  for size in dict.fromkeys(arm.size for arm in arms):
     recipes = series_of(_of_size(arms, size), _recipe)
-    bases = [_scores(recipes.get("full", []), rows, score) for score in (TOP1, HELD_OUT)]
+    bases = [_scores(recipes.get("full", []), rows, score) for score in scores.values()]
     for recipe, group in recipes.items():
       cells = []
-      for base, score in zip(bases, (TOP1, HELD_OUT), strict=True):
+      for base, score in zip(bases, scores.values(), strict=True):
         found = _scores(group, rows, score)
         cells.append(str(estimate(list(found.values()))) if found else "")
         apart = difference(found, base)
@@ -276,5 +305,7 @@ DRAWINGS = {
   "10": accuracy_by_b2,
   "15": accuracy_by_last_b2,
   "11": draw_spikes.scalers,
+  "flickr8k": by_recipe(RECALL),
+  "cifar10": by_recipe(CIFAR10),
   "long": curves(_recipe),
 }

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.figures import photos
 from benchmarks.figures.arms import Arm, config_of, tiny_config
 from train.record import read_metrics
 from train.spikes import Rules, find_spikes
@@ -30,7 +31,12 @@ _TRACE = (-100, 200)  # steps around a shift of the data
 
 
 def train_all(
-  arms: Sequence[Arm], folder: Path, gpus: Sequence[int], at_once: int, seconds: float
+  arms: Sequence[Arm],
+  folder: Path,
+  gpus: Sequence[int],
+  at_once: int,
+  seconds: float,
+  data: Path | None = None,
 ) -> Iterator[dict]:
   """Trains arms, and yields the row of each as it ends.
 
@@ -39,6 +45,7 @@ def train_all(
     gpus: their numbers.
     at_once: processes that share a GPU. A small model leaves it idle between kernels.
     seconds: after these no run is started, and those that train are stopped, with a checkpoint.
+    data: the folder of the shards, for arms on photos.
   """
   waiting, rows, deadline = queue.SimpleQueue(), queue.SimpleQueue(), time.monotonic() + seconds
   for arm in arms:
@@ -50,7 +57,7 @@ def train_all(
         arm = waiting.get_nowait()
       except queue.Empty:
         break
-      rows.put(_in_process(arm, folder, gpu, at_once, deadline - time.monotonic()))
+      rows.put(_in_process(arm, folder, gpu, at_once, deadline - time.monotonic(), data))
     rows.put(None)
 
   workers = [threading.Thread(target=work, args=(gpu,)) for gpu in gpus for _ in range(at_once)]
@@ -61,7 +68,9 @@ def train_all(
       yield row
 
 
-def _in_process(arm: Arm, folder: Path, gpu: int, at_once: int, seconds: float) -> dict:
+def _in_process(
+  arm: Arm, folder: Path, gpu: int, at_once: int, seconds: float, data: Path | None
+) -> dict:
   """Trains an arm in a process of its own; its row, or one with `error`."""
   workdir = folder / re.sub(r"[^\w.=-]+", "_", arm.name)
   workdir.mkdir(parents=True, exist_ok=True)
@@ -70,6 +79,7 @@ def _in_process(arm: Arm, folder: Path, gpu: int, at_once: int, seconds: float) 
     "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / at_once:.3f}",
   }
   command = [sys.executable, "-m", "benchmarks.figures.runs", json.dumps(arm), str(workdir)]
+  command += [str(data)] if data else []
   started = time.monotonic()
   with (workdir / "log.txt").open("a") as log:
     process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
@@ -82,16 +92,22 @@ def _in_process(arm: Arm, folder: Path, gpu: int, at_once: int, seconds: float) 
   return row | {"minutes": round((time.monotonic() - started) / 60, 2)}
 
 
-def train_one(arm: Arm, workdir: Path, make_config=config_of) -> None:
-  """Trains an arm in this process, and writes end.json if it did not diverge."""
+def train_one(arm: Arm, workdir: Path, make_config=config_of, data: Path | None = None) -> None:
+  """Trains an arm in this process, and writes end.json, if only that it diverged.
+
+  data: the folder of the shards, for an arm on photos. Their import is beside `workdir`.
+  """
   from train import xla_flags  # JAX starts with the first of these imports.
   from train.errors import RunError
 
   xla_flags.set_flags()
   from train.loop import train
 
+  config = make_config(arm)
+  if data and arm.size in photos.CONFIGS:
+    photos.place(config, data, workdir.parent)
   try:
-    result = train(make_config(arm), workdir)
+    result = train(config, workdir)
   except RunError as error:
     diverged = re.match(r"Step (\d+): .*not finite", str(error))
     if not diverged:
@@ -170,11 +186,15 @@ def watched(records: Sequence[dict]) -> dict:
 
 
 def main() -> None:
-  """Trains the arm that is the first argument, as JSON, in the folder that is the second."""
+  """Trains the arm that is the first argument, as JSON, in the folder that is the second.
+
+  For an arm on photos the third is the folder of the shards.
+  """
   size, changes, seed = json.loads(sys.argv[1])
   pairs = ((path, tuple(v) if isinstance(v, list) else v) for path, v in changes)
   arm = Arm(size, tuple(pairs), seed)
-  train_one(arm, Path(sys.argv[2]), tiny_config if size == "tiny" else config_of)
+  workdir, *data = map(Path, sys.argv[2:])
+  train_one(arm, workdir, tiny_config if size == "tiny" else config_of, *data)
 
 
 if __name__ == "__main__":
