@@ -66,8 +66,9 @@ def main() -> None:
   write("scaling", scaling_report.short_table(scaling), README)
   write("links", scaling_report.prediction(scaling_report.one_gpu(scaling)), SCALING)
   write("models", models.table(), DOCS / "convert_a_model.md")
-  easy = (RESULTS / "figures" / "figure_easy.md").read_text()  # By python -m benchmarks.figures.
-  write("figure easy", easy.splitlines(), DOCS / "evidence.md")
+  for figure in ("easy", "1", "2"):  # By python -m benchmarks.figures.
+    lines = (RESULTS / "figures" / f"figure_{figure}.md").read_text().splitlines()
+    write(f"figure {figure}", lines, DOCS / "evidence.md")
 
 
 def write(name: str, lines: list[str], page: Path = PERFORMANCE) -> None:

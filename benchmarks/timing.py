@@ -76,8 +76,17 @@ def provenance() -> dict:
     "jax": jax.__version__,
     "python": sys.version.split()[0],
     "versions": {name: version for name in _PACKAGES if (version := _version(name))},
-    "command": " ".join([*flags, "python -m", module, *sys.argv[1:]]),
+    "command": " ".join([*flags, "python -m", module, *_arguments()]),
   }
+
+
+def _arguments() -> list[str]:
+  """The command's arguments, without the file that the results go to."""
+  arguments = sys.argv[1:]
+  if "--out" in arguments:
+    at = arguments.index("--out")
+    del arguments[at : at + 2]
+  return arguments
 
 
 def _version(name: str) -> str | None:

@@ -68,7 +68,13 @@ def test_a_difference_is_paired_by_seed():
   base = {0: 10.0, 1: 50.0, 2: 30.0, 8: 0.0}
   apart = analysis.difference({2: 31.0, 1: 51.0, 0: 11.0, 7: 99.0}, base)
   assert apart == (1.0, 0.0, 3)
-  assert apart.within(1.0) and not apart.within(0.9)
+  assert (apart.within(1.0), apart.within(0.9)) == ("yes", "no")
+
+
+def test_a_difference_is_within_a_limit_if_its_interval_is():
+  found = [analysis.Estimate(mean, 0.3, 5).within(0.5) for mean in (0.2, -0.2, 0.3, -0.7, 0.9)]
+  assert found == ["yes", "yes", "open", "open", "no"]
+  assert analysis.estimate([0.1]).within(0.5) == "open"
 
 
 def test_a_run_that_diverged_has_no_score():

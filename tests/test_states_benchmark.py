@@ -26,4 +26,4 @@ def test_choices_of_states_take_turns_and_memory_counts_their_bytes(monkeypatch,
   (line,) = read_file(out)
   for row in line["states"].values():
     assert row["step_peak_gigabytes"] == 0.5
-    assert row["update_milliseconds"] > row["step_milliseconds"] > 0
+    assert row["update_milliseconds"] > row["step_milliseconds"] >= 0

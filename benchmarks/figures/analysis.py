@@ -27,9 +27,14 @@ class Estimate(NamedTuple):
   def __str__(self) -> str:
     return f"{self.mean:.2f} ± {self.half:.2f}" if self.n > 1 else f"{self.mean:.2f} (1 seed)"
 
-  def within(self, limit: float) -> bool:
-    """Whether the interval is inside [-limit, limit]."""
-    return self.n > 1 and abs(self.mean) + self.half <= limit
+  def within(self, limit: float) -> str:
+    """Whether the mean is in [-limit, limit]: "yes", "no", or "open" if some of its interval is.
+
+    >>> [Estimate(mean, 0.3, 5).within(0.5) for mean in (0.1, 0.3, -0.9)]
+    ['yes', 'open', 'no']
+    """
+    least, most = abs(self.mean) - self.half, abs(self.mean) + self.half
+    return "yes" if most <= limit else "no" if least > limit else "open"
 
 
 def estimate(values: Sequence[float]) -> Estimate:

@@ -1,7 +1,7 @@
 """Draws a figure and its table from the rows of its arms: `write`.
 
 A series is the arms that differ only in their seed; lines and bars are means over seeds, with 95 %
-intervals where there are two seeds or more.
+intervals where there are several seeds.
 """
 
 from collections.abc import Callable, Sequence
@@ -77,7 +77,7 @@ def _scores(arms: Sequence[Arm], rows: Rows, score: str = TOP1) -> dict[int, flo
 
 
 def accuracy(figure, arms, rows) -> list[str]:
-  """Figure 1: zero-shot accuracy by size, a line for each recipe; and the table."""
+  """Figure 1: zero-shot accuracy by size, a line for each recipe, a dot for each run; the table."""
   axes = figure.subplots(1, 2)
   sizes = list(dict.fromkeys(arm.size for arm in arms))
   for axis, score, title in (
@@ -85,14 +85,20 @@ def accuracy(figure, arms, rows) -> list[str]:
     (axes[1], HELD_OUT, "held-out triples"),
   ):
     for i, (recipe, group) in enumerate(series_of(arms, _recipe).items()):
-      found = [estimate(list(_scores(_of_size(group, s), rows, score).values())) for s in sizes]
-      halves = np.nan_to_num([e.half for e in found])
-      places = np.arange(len(sizes)) + 0.04 * i
-      axis.errorbar(places, [e.mean for e in found], halves, marker="o", capsize=3, label=recipe)
+      runs = [list(_scores(_of_size(group, s), rows, score).values()) for s in sizes]
+      found = [estimate(scores) for scores in runs]
+      halves = [e.half if e.n > 2 else 0 for e in found]  # That of two is 9 deviations long.
+      places = np.arange(len(sizes)) + 0.06 * i
+      (line, *_) = axis.errorbar(
+        places, [e.mean for e in found], halves, marker="_", capsize=3, label=recipe
+      )
+      for place, scores in zip(places, runs, strict=True):
+        axis.plot([place] * len(scores), scores, "o", color=line.get_color(), alpha=0.5)
     axis.set_xticks(range(len(sizes)), [WORDS.get(s, s) for s in sizes])
     axis.set(title=title, ylabel="zero-shot top-1, %")
   axes[0].legend()
-  return _accuracy_table(arms, rows, "size", {"top-1, %": TOP1, "held out, %": HELD_OUT})
+  scores = {"top-1, %": TOP1, "held out, %": HELD_OUT}
+  return _accuracy_table(arms, rows, "size", scores, limit=0.5)
 
 
 def by_recipe(scores: dict[str, str]) -> Callable:
@@ -109,7 +115,7 @@ def by_recipe(scores: dict[str, str]) -> Callable:
       halves = np.nan_to_num([e.half for e in means])
       axis.errorbar(list(recipes), [e.mean for e in means], halves, fmt="o", capsize=3)
       axis.set(ylabel=title)
-    return _accuracy_table(arms, rows, "data", scores)
+    return _accuracy_table(arms, rows, "data", scores, limit=1.0)
 
   return draw
 
@@ -118,23 +124,26 @@ def _of_size(arms: Sequence[Arm], size: str) -> list[Arm]:
   return [arm for arm in arms if arm.size == size]
 
 
-def _accuracy_table(arms, rows, what: str, scores: dict[str, str]) -> list[str]:
-  """Scores, by their headings, and their paired differences from `full`."""
+def _accuracy_table(arms, rows, what: str, scores: dict[str, str], limit: float) -> list[str]:
+  """Scores, by heading, their paired differences from `full`, and whether all are in the limit."""
   headings = [f"{heading} | minus `full`" for heading in scores]
   lines = [
-    f"| {what} | recipe | seeds | {' | '.join(headings)} | diverged |",
-    f"|---|---|---|{'---|---|' * len(scores)}---|",
+    f"| {what} | recipe | seeds | {' | '.join(headings)} | within {limit} | diverged |",
+    f"|---|---|---|{'---|---|' * len(scores)}---|---|",
   ]
   for size in dict.fromkeys(arm.size for arm in arms):
     recipes = series_of(_of_size(arms, size), _recipe)
     bases = [_scores(recipes.get("full", []), rows, score) for score in scores.values()]
     for recipe, group in recipes.items():
-      cells = []
+      cells, verdicts = [], set()
       for base, score in zip(bases, scores.values(), strict=True):
         found = _scores(group, rows, score)
         cells.append(str(estimate(list(found.values()))) if found else "")
         apart = difference(found, base)
-        cells.append(str(apart) if recipe != "full" and apart.n else "")
+        compared = recipe != "full" and apart.n > 0
+        cells.append(str(apart) if compared else "")
+        verdicts |= {apart.within(limit)} if compared else set()
+      cells.append(next((v for v in ("no", "open", "yes") if v in verdicts), ""))
       diverged = sum("diverged" in rows[arm.name] for arm in group)
       cells = " | ".join([WORDS.get(size, size), f"`{recipe}`", str(len(group)), *cells])
       lines.append(f"| {cells} | {diverged} |")
