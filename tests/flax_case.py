@@ -7,15 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxprs_in_params
 
-# Compilation takes most of a test's time, and programs run only a few times. XLA's older emitters
-# compile in a third of the time, but may round a product and a sum at once in one program and not
-# in another: where the bits of two programs are compared, jax.jit.
+# Compilation takes most of a test's time, and programs run only a few times.
 _OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-if jax.__version_info__ < (0, 11):
-  _OPTIONS["xla_cpu_use_fusion_emitters"] = False
-# For the XLA_FLAGS of programs.
-QUICK = "--xla_cpu_use_fusion_emitters=false" if jax.__version_info__ < (0, 11) else ""
 compiled = functools.partial(jax.jit, compiler_options=_OPTIONS)
+# XLA's older emitters (conftest.py) may round a product and a sum at once in one program and not in
+# another. This is for programs whose bits are compared.
+_NEW_EMITTERS = {"xla_cpu_use_fusion_emitters": True} if jax.__version_info__ < (0, 11) else {}
+bitwise = functools.partial(jax.jit, compiler_options=_OPTIONS | _NEW_EMITTERS)
 
 
 def normal(shape, dtype="float32", seed=0):

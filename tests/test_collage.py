@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from flax_case import bitwise
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sbjax.collage import (
@@ -47,7 +48,7 @@ def gradients(step):
 def train(optimizer, params, steps, state=None, first=0):
   """The parameters and the state after steps."""
   state = optimizer.init(params) if state is None else state
-  update = jax.jit(optimizer.update)
+  update = bitwise(optimizer.update)
   for t in range(first, first + steps):
     updates, state = update(gradients(t), state, params)
     params = optax.apply_updates(params, updates)

@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from flax_case import QUICK
+from conftest import QUICK
 
 from configs import quickstart
 from train.loop import train

@@ -128,7 +128,9 @@ def test_the_table_on_photos_has_the_paired_difference_by_students_t(tmp_path):
   lines = (tmp_path / "figure_cifar10.md").read_text().splitlines()
   (line,) = (line for line in lines if "`switchback`" in line)
   # Of 0, 1, 2, 3 and 4: 2.776 * sqrt(2.5 / 5).
-  assert line.startswith("| CIFAR-10 | `switchback` | 5 | ") and "| 2.00 ± 1.96 | open | 0 |" in line
+  assert (
+    line.startswith("| CIFAR-10 | `switchback` | 5 | ") and "| 2.00 ± 1.96 | open | 0 |" in line
+  )
 
 
 def test_minutes_of_photos_are_about_two_a_run(name):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax_case import drawn, normal
+from flax_case import bitwise, drawn, normal
 from pairwise import mainly
 
 from sbjax import (
@@ -65,7 +65,7 @@ def results(function, x, gradients, parameters, recipe):
   return jax.tree.map(np.asarray, _results(function, recipe, x, gradients, parameters))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(bitwise, static_argnums=(0, 1))
 def _results(function, recipe, x, gradients, parameters):
   (same, y), backward = jax.vjp(lambda x, p: function(x, *p, recipe), x, parameters)
   dx, dy = gradients
@@ -76,7 +76,7 @@ def _results(function, recipe, x, gradients, parameters):
 def output_and_gradients(function, dy, *arguments):
   """y, and the gradients of the arguments for dy."""
 
-  @jax.jit
+  @bitwise
   def run(dy, *arguments):
     y, backward = jax.vjp(function, *arguments)
     return y, *backward(dy)

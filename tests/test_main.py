@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from flax_case import QUICK
+from conftest import QUICK
 
 from configs import quickstart
 from train.errors import RunError

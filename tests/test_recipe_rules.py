@@ -10,6 +10,7 @@ import optax
 import pytest
 from clip_case import clip, image_gradient, image_loss, pairs, random_params
 from dot_case import assert_close, assert_same
+from flax_case import bitwise
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.flax_block import FlaxBlock
@@ -83,9 +84,9 @@ def test_quantize_weights_follows_the_rules():
   assert set(quantized["image"]["blocks"]) == {"qkv", "out", "fc2"}
   image, text = pairs()
   variables = {"params": params, "quantized": quantized}
-  assert_same(  # Bit for bit: see flax_case.compiled.
-    jax.jit(model.apply)(variables, image, text),
-    jax.jit(model.apply)({"params": params}, image, text),
+  assert_same(
+    bitwise(model.apply)(variables, image, text),
+    bitwise(model.apply)({"params": params}, image, text),
   )
 
 

@@ -10,6 +10,7 @@ def test_choices_of_states_take_turns_and_memory_counts_their_bytes(monkeypatch,
   monkeypatch.setitem(step.CASES, "tiny", (8, "none"))
   compiled = (lambda state, batch: (state, len(batch))), {"peak_gigabytes": 0.5}
   monkeypatch.setattr(states, "compiled", lambda *_: compiled)
+  monkeypatch.setattr(states, "provenance", dict)
   turns, timed = [], states._Choice.time
 
   def time(choice, steps):

@@ -78,7 +78,7 @@ def test_the_program_writes_a_row_a_table_and_a_plot(tmp_path, monkeypatch, caps
   (tmp_path / "captions.txt").write_text("\n".join(CAPTIONS))
   out = tmp_path / "rows.jsonl"
   flags = {"widths": "32 64", "contenders": "unit,_fp8_static", "float16_width": 64, "rates": 2}
-  flags |= {"steps": 30, "batch": 4, "length": 16, "layers": 2, "tests": 8, "out": out}
+  flags |= {"steps": 30, "batch": 4, "length": 16, "layers": 1, "tests": 8, "out": out}
   arguments = ["width_transfer", "--captions", str(tmp_path / "captions.txt")]
   for name, values in flags.items():
     arguments += [f"--{name}", *(v.replace("_f", " f") for v in str(values).split())]
