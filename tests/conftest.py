@@ -1,5 +1,6 @@
 """Eight virtual CPU devices and strict JAX for every test."""
 
+import gc
 import os
 
 os.environ["XLA_FLAGS"] = (
@@ -19,6 +20,9 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
 
 import jax
 import pytest
+
+# Traces make many objects and few cycles: the default collects garbage for a sixth of the time.
+gc.set_threshold(100_000, 50, 100)
 
 # XLA's older emitters compile in half of the time. Programs that tests start get this flag, too.
 QUICK = "--xla_cpu_use_fusion_emitters=false" if jax.__version_info__ < (0, 11) else ""

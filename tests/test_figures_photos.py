@@ -7,6 +7,7 @@ import sys
 import jax
 import pytest
 from figure_case import call, row_of
+from pairwise import mainly
 
 from benchmarks.figures import __main__ as program
 from benchmarks.figures import arms, draw, photos, runs
@@ -138,6 +139,7 @@ def test_minutes_of_photos_are_about_two_a_run(name):
 
 
 @pytest.mark.program
+@pytest.mark.parametrize("name", mainly(["cifar10"], photos.CONFIGS))
 def test_tiny_trains_on_made_up_pictures(name, monkeypatch, capsys):
   with jax.numpy_dtype_promotion("standard"):  # optax promotes.
     call(monkeypatch, name, "--tiny")

@@ -81,7 +81,7 @@ def _parse() -> argparse.Namespace:
   parser.add_argument("--only", nargs="+", help="train only arms with one of these in their name")
   parser.add_argument("--seeds", type=int, default=99, help="train only the first seeds")
   parser.add_argument("--gpus", type=int, nargs="+", help="numbers of the GPUs; default: all")
-  parser.add_argument("--at_once", type=int, default=3, help="runs that share a GPU")
+  parser.add_argument("--at_once", type=int, default=2, help="runs that share a GPU")
   parser.add_argument("--seconds", type=float, default=1e9, help="stop after these")
   return parser.parse_args()
 

@@ -22,7 +22,7 @@ from train.config import Config, DataConfig
 
 # Pictures of train and test. CIFAR-10 has 50,000 to train on; our shards have 30,000.
 COUNTS = {"flickr8k": (6000, 1000), "cifar10": (30_000, 10_000)}
-_WORKERS = 5  # Three runs share 16 cores.
+_WORKERS = 7  # Two runs share 16 cores.
 
 
 def flickr8k() -> Config:

@@ -43,7 +43,7 @@ def train_all(
   Args:
     folder: of the runs, a folder each.
     gpus: their numbers.
-    at_once: processes that share a GPU. A small model leaves it idle between kernels.
+    at_once: processes that share a GPU, so that one trains while another starts or is scored.
     seconds: after these no run is started, and those that train are stopped, with a checkpoint.
     data: the folder of the shards, for arms on photos.
   """
