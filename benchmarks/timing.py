@@ -82,11 +82,9 @@ def provenance() -> dict:
 
 def _arguments() -> list[str]:
   """The command's arguments, without the file that the results go to."""
-  arguments = sys.argv[1:]
-  if "--out" in arguments:
-    at = arguments.index("--out")
-    del arguments[at : at + 2]
-  return arguments
+  before = [None, *sys.argv[1:]]
+  pairs = zip(before, sys.argv[1:], strict=False)
+  return [x for last, x in pairs if last != "--out" and x.partition("=")[0] != "--out"]
 
 
 def _version(name: str) -> str | None:

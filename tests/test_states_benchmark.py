@@ -1,8 +1,9 @@
 """benchmarks/states.py on the smallest model, with a step that does nothing."""
 
 import jax
+import pytest
 
-from benchmarks import states, step
+from benchmarks import states, step, timing
 from benchmarks.tables import read_file
 
 
@@ -28,3 +29,9 @@ def test_choices_of_states_take_turns_and_memory_counts_their_bytes(monkeypatch,
   for row in line["states"].values():
     assert row["step_peak_gigabytes"] == 0.5
     assert row["update_milliseconds"] > row["step_milliseconds"] >= 0
+
+
+@pytest.mark.parametrize("out", [["--out", "x/rows.jsonl"], ["--out=x/rows.jsonl"]])
+def test_a_recorded_command_leaves_out_the_file_that_it_writes(monkeypatch, out):
+  monkeypatch.setattr(timing.sys, "argv", ["states", *out, "--rounds", "2"])
+  assert timing._arguments() == ["--rounds", "2"]

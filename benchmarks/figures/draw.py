@@ -287,7 +287,7 @@ def accuracy_by_last_b2(figure, arms, rows) -> list[str]:
     spikes, diverged = draw_spikes.count(own), sum("diverged" in row for row in own)
     lines.append(f"| {name} | {last:.4f} | {len(own)} | {found} | {spikes} | {diverged} |")
     plot_curve(left, own, name)
-    kind = "b2 of 1 - t^-l" if name.startswith("1") else "constant b2"
+    kind = "b2 of 1 - t^-l" if group[0].value("optimizer.b2_power") else "constant b2"
     points[kind].append((1 / (1 - last), found.mean, np.nan_to_num(found.half)))
   for kind, some in points.items():
     if some:
