@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from clip_case import MICRO, clip, compiled, pairs, random_params
-from flax_case import normal
+from flax_case import bitwise, normal
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -229,10 +229,10 @@ def test_tokens_split_over_devices_stay_split():
 
 
 def tower_gradient(params, **options):
-  """The gradient of an image tower, as one vector."""
+  """The gradient of an image tower, as one vector; no rounding differs with what is recomputed."""
   image, model = pairs()[0], clip(**options)
 
-  @compiled
+  @bitwise
   def run(params):
     def loss(params):
       return jnp.sum(model.apply({"params": params}, image, method=model.encode_image)[:, 0])
@@ -248,7 +248,7 @@ def test_a_clip_has_the_gradients_of_the_same_kept_bits_with_remat():
   grouped = tower_gradient(params, keep="grouped")
   assert 0 < jnp.linalg.norm(grouped - full) <= 2**-4 * jnp.linalg.norm(full)
   again = tower_gradient(params, keep="grouped", remat="dots_and_residuals")
-  assert jnp.linalg.norm(again - grouped) <= 1e-5 * jnp.linalg.norm(full)
+  assert jnp.linalg.norm(again - grouped) <= 1e-7 * jnp.linalg.norm(full)
 
 
 @pytest.mark.parametrize("remat", ["none", "residuals", "dots_and_residuals"])
