@@ -63,10 +63,9 @@ def main() -> None:
   scaling, _ = by_chip(last(scaling, "chip", "row"))
   scaling_report.plot(scaling, RESULTS / "scaling.png")
   write("scaling", scaling_report.table(scaling), SCALING)
-  write("scaling", scaling_report.short_table(scaling), README)
   write("links", scaling_report.prediction(scaling_report.one_gpu(scaling)), SCALING)
   write("models", models.table(), DOCS / "convert_a_model.md")
-  for figure in ("easy", "1", "2"):  # By python -m benchmarks.figures.
+  for figure in ("easy", "1", "2", "flickr8k"):  # By python -m benchmarks.figures.
     lines = (RESULTS / "figures" / f"figure_{figure}.md").read_text().splitlines()
     write(f"figure {figure}", lines, DOCS / "evidence.md")
 

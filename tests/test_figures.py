@@ -78,8 +78,8 @@ def test_a_difference_is_within_a_limit_if_its_interval_is():
 
 
 def test_a_run_that_diverged_has_no_score():
-  rows = [row_of(FIGURES["1"].arms[0]), {"seed": 1, "diverged": 12}]
-  assert analysis.by_seed(rows).keys() == {0}
+  rows = [row_of(FIGURES["1"].arms[0]), {"size": "ti", "seed": 1, "diverged": 12}]
+  assert analysis.by_run(rows).keys() == {("ti", 0)}
 
 
 def test_a_curve_has_the_mean_of_the_losses():
@@ -136,6 +136,18 @@ def test_the_table_of_figure_1_has_the_paired_difference(tmp_path):
   draw.write("1", chosen, rows, tmp_path)
   (line,) = [x for x in (tmp_path / "figure_1.md").read_text().splitlines() if "`switchback`" in x]
   assert "| 53.00 ± " in line and "| 1.00 ± 0.00 |" in line
+
+
+def test_the_table_of_figure_1_has_the_pairs_of_all_sizes_together(tmp_path):
+  chosen = [arm for arm in FIGURES["1"].arms if arm.size != "s6"]
+  better = {("ti", "switchback"): 0.52, ("s12", "switchback"): 0.44}
+  rows = {a.name: row_of(a, better.get((a.size, a.value("model.recipe")), 0.5)) for a in chosen}
+  draw.write("1", chosen, rows, tmp_path)
+  lines = [x for x in (tmp_path / "figure_1.md").read_text().splitlines() if "all sizes" in x]
+  (line,) = [x for x in lines if "`switchback`" in x]
+  # 5 pairs with +2 and 3 with -6: mean -1, deviation sqrt(120 / 7), and t's quantile is 2.365.
+  assert line.startswith("| all sizes | `switchback` | 8 |  | -1.00 ± 3.46 |")
+  assert not [x for x in lines if "`full`" in x]
 
 
 def test_without_a_gpu_the_command_says_how_long_it_takes(monkeypatch, tmp_path):

@@ -1,4 +1,4 @@
-"""Means and 95 % intervals over seeds, and differences that are paired by seed."""
+"""Means and 95 % intervals over runs, and differences that are paired by size and seed."""
 
 import math
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ CIFAR10 = {"top-1, %": "zero_shot_top1"}
 
 
 class Estimate(NamedTuple):
-  """A mean over n seeds and half of its 95 % interval (Student's t); nan with one seed."""
+  """A mean over n runs and half of its 95 % interval (Student's t); nan with one run."""
 
   mean: float
   half: float
@@ -50,11 +50,12 @@ def estimate(values: Sequence[float]) -> Estimate:
   return Estimate(float(x.mean()), float(half), len(x))
 
 
-def by_seed(rows: Sequence[dict], score: str = TOP1) -> dict[int, float]:
-  """The score in percent of the rows that did not diverge, by seed."""
-  return {row["seed"]: 100 * row["scores"][score] for row in rows if "scores" in row}
+def by_run(rows: Sequence[dict], score: str = TOP1) -> dict[tuple[str, int], float]:
+  """The score in percent of the rows that did not diverge, by size and seed."""
+  scored = [row for row in rows if "scores" in row]
+  return {(row["size"], row["seed"]): 100 * row["scores"][score] for row in scored}
 
 
-def difference(ours: dict[int, float], base: dict[int, float]) -> Estimate:
-  """The mean of ours minus base over the seeds that both have."""
-  return estimate([ours[seed] - base[seed] for seed in sorted(ours.keys() & base.keys())])
+def difference(ours: dict, base: dict) -> Estimate:
+  """The mean of ours minus base over the keys that both have."""
+  return estimate([ours[key] - base[key] for key in sorted(ours.keys() & base.keys())])

@@ -19,7 +19,7 @@ from benchmarks.figures.analysis import (
   HELD_OUT,
   RECALL,
   TOP1,
-  by_seed,
+  by_run,
   difference,
   estimate,
 )
@@ -72,8 +72,8 @@ def _clip(arm: Arm) -> str:
   return "gradient clipping" if "optimizer.clip_norm" in changes else "AdamW"
 
 
-def _scores(arms: Sequence[Arm], rows: Rows, score: str = TOP1) -> dict[int, float]:
-  return by_seed([rows[arm.name] for arm in arms], score)
+def _scores(arms: Sequence[Arm], rows: Rows, score: str = TOP1) -> dict[tuple[str, int], float]:
+  return by_run([rows[arm.name] for arm in arms], score)
 
 
 def accuracy(figure, arms, rows) -> list[str]:
@@ -109,8 +109,8 @@ def by_recipe(scores: dict[str, str]) -> Callable:
     axes = figure.subplots(1, len(scores), squeeze=False)[0]
     for axis, (title, score) in zip(axes, scores.items(), strict=True):
       found = [_scores(group, rows, score) for group in recipes.values()]
-      for seed in sorted(set().union(*found)):
-        axis.plot(list(recipes), [one.get(seed, np.nan) for one in found], "0.7", linewidth=0.8)
+      for run in sorted(set().union(*found)):
+        axis.plot(list(recipes), [one.get(run, np.nan) for one in found], "0.7", linewidth=0.8)
       means = [estimate(list(one.values())) for one in found]
       halves = np.nan_to_num([e.half for e in means])
       axis.errorbar(list(recipes), [e.mean for e in means], halves, fmt="o", capsize=3)
@@ -125,28 +125,35 @@ def _of_size(arms: Sequence[Arm], size: str) -> list[Arm]:
 
 
 def _accuracy_table(arms, rows, what: str, scores: dict[str, str], limit: float) -> list[str]:
-  """Scores, by heading, their paired differences from `full`, and whether all are in the limit."""
+  """Scores by heading, their paired differences from `full`, and whether all are in the limit.
+
+  Several sizes have their pairs together too, in lines without scores.
+  """
   headings = [f"{heading} | minus `full`" for heading in scores]
   lines = [
     f"| {what} | recipe | seeds | {' | '.join(headings)} | within {limit} | diverged |",
     f"|---|---|---|{'---|---|' * len(scores)}---|---|",
   ]
-  for size in dict.fromkeys(arm.size for arm in arms):
-    recipes = series_of(_of_size(arms, size), _recipe)
-    bases = [_scores(recipes.get("full", []), rows, score) for score in scores.values()]
-    for recipe, group in recipes.items():
+  sizes = list(dict.fromkeys(arm.size for arm in arms))
+  groups = {WORDS.get(size, size): _of_size(arms, size) for size in sizes}
+  if len(sizes) > 1:
+    groups["all sizes"] = arms
+  for word, group in groups.items():
+    recipes = series_of(group, _recipe)
+    for recipe, runs in recipes.items():
       cells, verdicts = [], set()
-      for base, score in zip(bases, scores.values(), strict=True):
-        found = _scores(group, rows, score)
-        cells.append(str(estimate(list(found.values()))) if found else "")
+      for score in scores.values():
+        found, base = _scores(runs, rows, score), _scores(recipes.get("full", []), rows, score)
         apart = difference(found, base)
         compared = recipe != "full" and apart.n > 0
+        cells.append(str(estimate(list(found.values()))) if found and group is not arms else "")
         cells.append(str(apart) if compared else "")
         verdicts |= {apart.within(limit)} if compared else set()
+      if group is arms and not verdicts:
+        continue
       cells.append(next((v for v in ("no", "open", "yes") if v in verdicts), ""))
-      diverged = sum("diverged" in rows[arm.name] for arm in group)
-      cells = " | ".join([WORDS.get(size, size), f"`{recipe}`", str(len(group)), *cells])
-      lines.append(f"| {cells} | {diverged} |")
+      diverged = sum("diverged" in rows[arm.name] for arm in runs)
+      lines.append(f"| {' | '.join([word, f'`{recipe}`', str(len(runs)), *cells])} | {diverged} |")
   return lines
 
 
