@@ -58,25 +58,6 @@ def table(rows: list[dict]) -> list[str]:
   return lines
 
 
-def short_table(rows: list[dict]) -> list[str]:
-  """README's table: each model on its mesh with the least memory, with float32 gradients."""
-  lines = [
-    "| two H200s, images a GPU | images/s, over twice one GPU's | over plain Flax on the two |",
-    "|---|---|---|",
-  ]
-  for row in rows:
-    ours = [c for c in row["cases"] if c["fused"] and "efficiency" in c]
-    ours = [c for c in ours if c["data"] * c["fsdp"] == 2 and c["gradient_dtype"] == "float32"]
-    case = min(ours, key=lambda c: c["gigabytes"])
-    mesh = "`fsdp=2`" if case["fsdp"] > 1 else "`data=2`"
-    remat = ", remat" if case["remat"] != "none" else ""
-    lines.append(
-      f"| ViT-{row['row']}, {case['batch_size']:,}{remat}, {mesh} | {case['efficiency']:.3f} |"
-      f" {_over_flax(case, row['cases']):.2f}x |"
-    )
-  return lines
-
-
 def _over_flax(case, cases):
   """Images a second relative to the fastest plain Flax on the same mesh."""
   mesh = (case["data"], case["fsdp"])
