@@ -8,6 +8,7 @@ import loop_case
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from flax_case import bitwise
 
 from configs import scenes_s8, scenes_tiny
 from train import loop
@@ -29,6 +30,7 @@ def final_state(workdir):
 
 def test_a_resumed_run_trains_on_the_same_batches_on_another_mesh(monkeypatch, tmp_path):
   loop_case.replace_model(monkeypatch.setattr)
+  monkeypatch.setattr(jax, "jit", bitwise)  # Meshes are to draw the same bits.
   devices = jax.devices()
 
   def train(workdir, count):
