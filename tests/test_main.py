@@ -181,7 +181,6 @@ def test_sigterm_saves_a_checkpoint_and_the_run_resumes_exactly(program, whole, 
   assert_same_run(tmp_path, whole[0])
 
 
-@pytest.mark.exhaustive  # A killed run resumes exactly, and microbatches leave nothing behind.
 def test_a_run_in_microbatches_resumes_exactly(program, tmp_path):
   options = {"accumulate": 2, "model.patch_dropout": 0.5, "eval_every": 0}
   code, _, err = program.run(tmp_path, **options)
