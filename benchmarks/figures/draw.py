@@ -139,17 +139,18 @@ def _accuracy_table(arms, rows, what: str, scores: dict[str, str], limit: float)
   if len(sizes) > 1:
     groups["all sizes"] = arms
   for word, group in groups.items():
-    recipes = series_of(group, _recipe)
+    recipes, together = series_of(group, _recipe), group is arms
+    bases = [_scores(recipes.get("full", []), rows, score) for score in scores.values()]
     for recipe, runs in recipes.items():
       cells, verdicts = [], set()
-      for score in scores.values():
-        found, base = _scores(runs, rows, score), _scores(recipes.get("full", []), rows, score)
+      for base, score in zip(bases, scores.values(), strict=True):
+        found = _scores(runs, rows, score)
         apart = difference(found, base)
         compared = recipe != "full" and apart.n > 0
-        cells.append(str(estimate(list(found.values()))) if found and group is not arms else "")
+        cells.append(str(estimate(list(found.values()))) if found and not together else "")
         cells.append(str(apart) if compared else "")
         verdicts |= {apart.within(limit)} if compared else set()
-      if group is arms and not verdicts:
+      if together and not verdicts:
         continue
       cells.append(next((v for v in ("no", "open", "yes") if v in verdicts), ""))
       diverged = sum("diverged" in rows[arm.name] for arm in runs)
