@@ -17,10 +17,12 @@ from jax.sharding import PartitionSpec as P
 from sbjax.pallas import attention_sm90
 from tests import aot
 
-CASES = {  # Tokens, packed, causal, dtype.
-  "L/14": (257, True, False, jnp.bfloat16),
-  "B/16": (197, False, False, jnp.float16),
-  "half": (129, False, True, jnp.bfloat16),
+CASES = {  # Tokens, head size, packed, causal, dtype.
+  "L/14": (257, 64, True, False, jnp.bfloat16),
+  "B/16": (197, 64, False, False, jnp.float16),
+  "half": (129, 64, False, True, jnp.bfloat16),
+  "H/14": (257, 80, True, False, jnp.bfloat16),
+  "bigG/14": (257, 104, True, False, jnp.bfloat16),
 }
 
 
@@ -37,12 +39,12 @@ def main(folder: pathlib.Path):
   return results
 
 
-def _compiled(tokens, packed, causal, dtype):
+def _compiled(tokens, head_dim, packed, causal, dtype):
   backward = functools.partial(attention_sm90.attention_backward, causal=causal, length=tokens)
   with aot._mesh(90, (1,), ("data",)) as mesh:
-    o = aot._argument(mesh, (256, tokens, 16, 64), dtype, P())
+    o = aot._argument(mesh, (256, tokens, 16, head_dim), dtype, P())
     lse = aot._argument(mesh, (256, 16, tokens), jnp.float32, P())
-    shape = (256, tokens, 3 if packed else 1, 16, 64)
+    shape = (256, tokens, 3 if packed else 1, 16, head_dim)
     qkv = [aot._argument(mesh, shape, dtype, P())] * (1 if packed else 3)
     hlo = jax.jit(backward).lower(o, lse, o, *qkv).compile().as_text()
   return aot._summary(hlo)["targets"]

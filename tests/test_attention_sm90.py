@@ -24,9 +24,10 @@ def sm90():
   return triton_case.loaded("attention_sm90")
 
 
-def draw(batch, tokens, heads, dtype="bfloat16", packed=False):
+def draw(batch, tokens, heads, dtype="bfloat16", packed=False, head_dim=64):
   """qkv and do, normal."""
-  x = np.random.default_rng(tokens).normal(size=(batch, tokens, 4, heads, 64)).astype(np.float32)
+  shape = (batch, tokens, 4, heads, head_dim)
+  x = np.random.default_rng(tokens).normal(size=shape).astype(np.float32)
   x = jnp.asarray(x).astype(dtype)
   return (x[:, :, :3],) if packed else tuple(x[:, :, i : i + 1] for i in range(3)), x[:, :, 3]
 
@@ -80,6 +81,33 @@ def test_gradients_are_near_the_definition_s(sm90, tokens, packed, causal, dtype
 
 
 @needs_interpreter
+@pytest.mark.parametrize(
+  ("tokens", "head_dim", "packed", "causal", "config"),
+  [
+    # A second block of 16 columns, of 32, and of 64 that a head of 104 does not fill.
+    (129, 80, True, False, {"kv_stages": 2}),
+    (77, 96, False, True, {}),
+    (129, 104, False, True, {"ds_buffers": 1}),
+    # Two parts of the keys: the second adds to dQ.
+    (257, 80, True, False, {"kv_stages": 2, "ds_buffers": 1}),
+    *mainly(
+      [],
+      [
+        (145, 128, False, False, {"ds_buffers": 1}),
+        (197, 88, True, True, {}),
+        (257, 104, False, False, {"ds_buffers": 1}),
+      ],
+    ),
+  ],
+)
+def test_wide_heads_gradients_are_near_the_definition_s(
+  sm90, tokens, head_dim, packed, causal, config
+):
+  case = draw(1, tokens, 2, packed=packed, head_dim=head_dim)
+  assert_near(*gradients(sm90, *case, causal, **config))
+
+
+@needs_interpreter
 def test_nan_stays_in_its_head(sm90):
   (q, k, v), do = draw(2, 129, 2)
   actual, expected = gradients(sm90, (q, k.at[0, 128, 0, 1].set(jnp.nan), v), do)
@@ -101,7 +129,7 @@ def test_large_negative_logits_give_no_nan(sm90):
 
 
 @pytest.mark.parametrize(
-  ("tokens", "head_dim", "length"), [(64, 64, 64), (258, 64, 258), (257, 80, 257), (257, 64, 256)]
+  ("tokens", "head_dim", "length"), [(64, 64, 64), (258, 64, 258), (257, 32, 257), (257, 64, 256)]
 )
 def test_other_shapes_go_to_triton(sm90, monkeypatch, tokens, head_dim, length):
   x = jax.ShapeDtypeStruct((1, tokens, 1, 1, head_dim), jnp.bfloat16)

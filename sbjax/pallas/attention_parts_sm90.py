@@ -15,11 +15,15 @@ def sums(rows, columns):
 
 def vector(ref, layout):
   """A vector [TILE] in registers: a number for each row, or each column, of a tile."""
+  return load(ref, layout)
+
+
+def load(ref, layout=plgpu.Layout.WGMMA):
   return plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
 
 
-def store_vector(ref, values):
-  """Stores a vector in global memory, two bytes a thread, which JAX 0.12 must be told to allow."""
+def store(ref, values):
+  """Stores in global memory, a few bytes a thread, which JAX 0.12 must be told to allow."""
   if hasattr(plgpu, "store"):
     plgpu.store(ref, values, optimized=False)  # pyright: ignore[reportAttributeAccessIssue]
   else:
@@ -31,9 +35,9 @@ def varying(step):
   return step >> 24
 
 
-def across(vector, axis):
-  """A tile [TILE, TILE] of a vector that varies along `axis`."""
-  return lax.broadcast_in_dim(vector, (TILE, TILE), (axis,))
+def across(vector, axis, columns=TILE):
+  """A tile [TILE, columns] of a vector that varies along `axis`."""
+  return lax.broadcast_in_dim(vector, (TILE, columns), (axis,))
 
 
 def first_column(x):
@@ -42,14 +46,44 @@ def first_column(x):
   return jnp.sum(jnp.where(column == 0, x, 0.0), axis=1)
 
 
+def in_first_row(vector):
+  """A tile [TILE, TILE] of zeros, but for a vector in the first row."""
+  row = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 0, layout=plgpu.Layout.WGMMA)
+  return jnp.where(row == 0, across(vector, 1), 0.0)
+
+
+def with_zeros(x):
+  """A tile [TILE, TILE]: the columns of x, then zeros."""
+  if x.shape[1] == TILE:
+    return x
+  zeros = jnp.zeros((TILE, TILE - x.shape[1]), x.dtype)
+  return lax.concatenate([x, plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)], 1)
+
+
+def column_blocks(head_dim: int) -> tuple[int, ...]:
+  """The columns of a head in blocks of 64, the last one of 16, 32 or 64, maybe with some to spare."""
+  whole, rest = divmod(head_dim, TILE)
+  return (TILE,) * whole + ((next(w for w in (16, 32, TILE) if w >= rest),) if rest else ())
+
+
+def swizzled(shape, columns, dtype):
+  """Shared memory for wgmma, tiled in blocks of `columns`, of which the last axis is a multiple."""
+  swizzle = plgpu.SwizzleTransform(columns * jnp.dtype(dtype).itemsize)
+  return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, columns)), swizzle))
+
+
 def tiled(buffers, rows, columns, dtype):
-  """Shared memory of 64 columns under two names: for wgmma and for TMA.
+  """Shared memory of 16, 32 or 64 columns under two names: for wgmma and for TMA.
 
   wgmma's is tiled. TMA's is not, since it clips whole rows to an array, of which 8 need not divide
-  the tokens. With 128 bytes a row, both lay the same bytes out.
+  the tokens. With one tile a row, both lay the same bytes out.
   """
-  assert columns * jnp.dtype(dtype).itemsize == 128
   shape = (buffers, rows, columns) if buffers else (rows, columns)
-  swizzle = plgpu.SwizzleTransform(128)
-  for_wgmma = plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, columns)), swizzle))
-  return plgpu.RefUnion(for_wgmma, plgpu.SMEM(shape, dtype, transforms=(swizzle,)))
+  for_wgmma = swizzled(shape, columns, dtype)
+  for_tma = plgpu.SMEM(shape, dtype, transforms=for_wgmma.transforms[1:])
+  return plgpu.RefUnion(for_wgmma, for_tma)
+
+
+def both(smem):
+  """Two tuples of the two names of each block."""
+  return tuple(zip(*smem, strict=True))

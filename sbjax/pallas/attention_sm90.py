@@ -29,17 +29,21 @@ from sbjax.pallas.attention_parts_sm90 import (
   BY_ROW,
   TILE,
   across,
+  both,
+  column_blocks,
   first_column,
-  store_vector,
+  in_first_row,
+  load,
+  store,
   sums,
+  swizzled,
   tiled,
   varying,
   vector,
+  with_zeros,
 )
 
 _COMPUTE_WARPGROUPS = 2
-# A thread's. Three warpgroups start with 168 registers each: 56 + 2 * 224 = 3 * 168.
-_MEMORY_REGISTERS, _COMPUTE_REGISTERS = 56, 224
 _LOG2_E = math.log2(math.e)
 
 attention_forward = attention_triton.attention_forward
@@ -47,23 +51,43 @@ attention_forward = attention_triton.attention_forward
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-  """What a thread block keeps in shared memory.
+  """What a thread block keeps in shared memory, and the registers of its threads.
 
   stages: tiles of queries.
-  kv_stages: heads' keys and values, the next head's included.
+  kv_stages: parts of heads' keys and values, the next part included.
   ds_buffers: tiles of dS. With two, a warpgroup need not wait for the other's product.
+  memory_registers: of a thread of the memory warpgroup; the two compute warpgroups get the rest of
+    3 * 168.
   """
 
   stages: int = 2
   kv_stages: int = 1
   ds_buffers: int = 2
+  memory_registers: int = 56
+
+  @property
+  def compute_registers(self) -> int:
+    return (3 * 168 - self.memory_registers) // _COMPUTE_WARPGROUPS
 
 
-def default_config(tokens: int) -> Config:
+def default_config(tokens: int, head_dim: int) -> Config:
   """The fastest of benchmarks/attention.py's on an H200."""
+  if head_dim > 96:
+    return Config(ds_buffers=1, memory_registers=88)
+  if head_dim > 64:
+    return Config(kv_stages=2, ds_buffers=1, memory_registers=88)
   if tokens > 129:
     return Config()
   return Config(stages=2 if tokens == 129 else 3, kv_stages=2)
+
+
+def split_keys(tokens: int, head_dim: int) -> tuple[bool, int, int]:
+  """Whether the memory warpgroup has a key, and how many keys a part has, and how many parts."""
+  # The tensor cores' keys are a multiple of 128; a single key beyond is the memory warpgroup's.
+  has_tail = tokens % 128 == 1
+  # The gradients of so many keys and values fit in two warpgroups' registers.
+  keys = min(256 if head_dim <= 64 else 128, pl.cdiv(tokens - has_tail, 128) * 128)
+  return has_tail, keys, pl.cdiv(tokens - has_tail, keys)
 
 
 def attention_backward(
@@ -86,14 +110,23 @@ def attention_backward(
     interpret: False, or plgpu.InterpretGPUParams for a run on the CPU.
   """
   batch, tokens, _, heads, head_dim = qkv[0].shape
-  if head_dim != 64 or not 65 <= tokens <= 257 or length != tokens:
+  if not 64 <= head_dim <= 128 or not 65 <= tokens <= 257 or length != tokens:
     return attention_triton.attention_backward(o, lse, do, *qkv, causal=causal, length=length)
   num_sms = num_sms or devices.num_sms(devices.target()) or 132
-  config = config or default_config(tokens)
-  return plgpu.kernel(
-    functools.partial(_kernel, config=config, causal=causal),
-    out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in qkv],
-    grid=(min(batch * heads, num_sms),),
+  blocks = min(batch * heads, num_sms)
+  out_type = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in qkv]
+  if split_keys(tokens, head_dim)[2] > 1:
+    shape = blocks, pl.cdiv(tokens, TILE) * TILE, sum(column_blocks(head_dim))
+    out_type.append(jax.ShapeDtypeStruct(shape, jnp.float32))
+  kernel = plgpu.kernel(
+    functools.partial(
+      _kernel,
+      arrays=len(qkv),
+      config=config or default_config(tokens, head_dim),
+      causal=causal,
+    ),
+    out_type=out_type,
+    grid=(blocks,),
     grid_names=("sm",),
     num_threads=_COMPUTE_WARPGROUPS + 1,
     thread_name="warpgroup",
@@ -104,47 +137,62 @@ def attention_backward(
       lowering_semantics=plgpu.LoweringSemantics.Lane,
     ),
     interpret=interpret,
-  )(*qkv, o[:, :, None], do[:, :, None], jnp.pad(lse.reshape(-1), (0, TILE)))
+  )
+  results = kernel(*qkv, o[:, :, None], do[:, :, None], jnp.pad(lse.reshape(-1), (0, TILE)))
+  return tuple(results[: len(qkv)])
 
 
-def _kernel(*refs, config: Config, causal: bool):
-  """Makes the gradients of qkv; `refs` are qkv, o, do and lse, and the gradients."""
-  arrays = (len(refs) - 3) // 2
-  qkv, (o, do, lse), dqkv = refs[:arrays], refs[arrays : arrays + 3], refs[arrays + 3 :]
+def _kernel(*refs, arrays: int, config: Config, causal: bool):
+  """Makes the gradients of qkv; `refs` are qkv, o, do and lse, the gradients, and sums of dq."""
+  qkv, (o, do, lse), dqkv = refs[:arrays], refs[arrays : arrays + 3], refs[arrays + 3 :][:arrays]
+  dq_sums = refs[2 * arrays + 3 :]
   batch, tokens, _, heads, head_dim = qkv[0].shape
   stages, kv_stages, ds_buffers = config.stages, config.kv_stages, config.ds_buffers
   scale, dtype = head_dim**-0.5, qkv[0].dtype
-  # The tensor cores' keys are a multiple of 128; a single key beyond is the memory warpgroup's.
-  has_tail = tokens % 128 == 1
-  keys = pl.cdiv(tokens - has_tail, 128) * 128
+  has_tail, keys, parts = split_keys(tokens, head_dim)
   own_keys = keys // _COMPUTE_WARPGROUPS
   tiles = pl.cdiv(tokens, TILE)
+  # Of the last tile, of which a class token may be the only query.
+  last_queries = next(n for n in (8, 16, 32, TILE) if n >= tokens - (tiles - 1) * TILE)
+  widths = column_blocks(head_dim)
+  blocks = range(len(widths))
 
-  def head(array, which, item, rows):
-    """Rows of q, k or v, or of their gradient; of o and do with which = 0."""
+  def head(array, which, item, rows, block):
+    """Rows and a block of columns of q, k or v, or of their gradient; of o and do with which = 0."""
     array, index = (array[0], which) if len(array) == 1 else (array[which], 0)
-    return array.at[item // heads, rows, index, item % heads]
+    first, width = block * TILE, widths[block]
+    # TMA clips a block that is wider than what is left of a head; a constant slice may not be.
+    columns = pl.ds(first if first + width <= head_dim else item * 0 + first, width)
+    return array.at[item // heads, rows, index, item % heads, columns]
+
+  def of_blocks(buffers, rows):
+    return [tiled(buffers, rows, width, dtype) for width in widths]
 
   @functools.partial(
     pl.run_scoped,
-    q_smem=tiled(stages, TILE, head_dim, dtype),
-    do_smem=tiled(stages, TILE, head_dim, dtype),
-    o_smem=tiled(stages, TILE, head_dim, dtype),
-    k_smem=tiled(kv_stages, keys, head_dim, dtype),
-    v_smem=tiled(kv_stages, keys, head_dim, dtype),
-    ds_smem=tiled(ds_buffers, keys, TILE, dtype),
-    dq_smem=tiled(_COMPUTE_WARPGROUPS, TILE, head_dim, dtype),
+    q_smem=of_blocks(stages, TILE),
+    do_smem=of_blocks(stages, TILE),
+    o_smem=of_blocks(stages, TILE),
+    k_smem=of_blocks(kv_stages, keys),
+    v_smem=of_blocks(kv_stages, keys),
+    # wgmma multiplies operands that are tiled alike: dS is there for each width of blocks.
+    ds_smem=[tiled(ds_buffers, keys, TILE, dtype)]
+    + [swizzled((ds_buffers, keys, TILE), width, dtype) for width in widths if width < TILE],
+    dq_smem=of_blocks(_COMPUTE_WARPGROUPS, TILE),
     # Of each query: lse in base 2, delta, and the tail key's dS.
     query_smem=plgpu.SMEM((stages, 3, TILE), jnp.float32),
     # The tail key is the first of 8 rows, and so are its probabilities and dS.
-    tail_k_smem=tiled(kv_stages, 8, head_dim, dtype),
-    tail_v_smem=tiled(kv_stages, 8, head_dim, dtype),
+    tail_k_smem=of_blocks(kv_stages, 8),
+    tail_v_smem=of_blocks(kv_stages, 8),
     tail_p_smem=tiled(0, 8, TILE, dtype),
     tail_ds_smem=tiled(0, 8, TILE, dtype),
-    loaded=plgpu.Barrier(num_arrivals=3, num_barriers=stages),
+    tail_out_smem=[tiled(2, 8 if width == TILE else TILE, width, dtype) for width in widths],
+    loaded=plgpu.Barrier(num_arrivals=3 * len(widths), num_barriers=stages),
     ready=plgpu.Barrier(num_arrivals=1, num_barriers=stages),
     free=plgpu.Barrier(num_arrivals=_COMPUTE_WARPGROUPS + 1, num_barriers=stages),
-    kv_loaded=plgpu.Barrier(num_arrivals=2 * (keys // TILE + has_tail), num_barriers=kv_stages),
+    kv_loaded=plgpu.Barrier(
+      num_arrivals=2 * len(widths) * (keys // TILE + has_tail), num_barriers=kv_stages
+    ),
     kv_free=plgpu.Barrier(num_arrivals=_COMPUTE_WARPGROUPS + has_tail, num_barriers=kv_stages),
     # Of tiles whose dQ the one or the other warpgroup computes.
     ds_ready=plgpu.Barrier(num_arrivals=_COMPUTE_WARPGROUPS, num_barriers=2),
@@ -153,78 +201,97 @@ def _kernel(*refs, config: Config, causal: bool):
   )
   def _(
     q_smem, do_smem, o_smem, k_smem, v_smem, ds_smem, dq_smem, query_smem,
-    tail_k_smem, tail_v_smem, tail_p_smem, tail_ds_smem,
+    tail_k_smem, tail_v_smem, tail_p_smem, tail_ds_smem, tail_out_smem,
     loaded, ready, free, kv_loaded, kv_free, ds_ready, ds_free,
   ):  # fmt: skip
-    (q_tile, q_rows), (do_tile, do_rows), (o_tile, o_rows) = q_smem, do_smem, o_smem
-    (k_tile, k_rows), (v_tile, v_rows) = k_smem, v_smem
-    (ds_tile, ds_rows), (dq_tile, dq_rows) = ds_smem, dq_smem
-    (tail_k_tile, tail_k_row), (tail_v_tile, tail_v_row) = tail_k_smem, tail_v_smem
+    # Of each block of columns, for wgmma and for TMA.
+    (q_tile, q_rows), (do_tile, do_rows), (o_tile, o_rows) = map(both, (q_smem, do_smem, o_smem))
+    (k_tile, k_rows), (v_tile, v_rows), (dq_tile, dq_rows) = map(both, (k_smem, v_smem, dq_smem))
+    (tail_k_tile, tail_k_row), (tail_v_tile, tail_v_row) = map(both, (tail_k_smem, tail_v_smem))
+    tail_out_tile, tail_out_row = both(tail_out_smem)
+    (ds_tile, ds_rows), *ds_copies = ds_smem
     (tail_p_tile, tail_p_row), (tail_ds_tile, tail_ds_row) = tail_p_smem, tail_ds_smem
     warpgroup = lax.axis_index("warpgroup")
     sm, sms = lax.axis_index("sm"), lax.axis_size("sm")
-    items = (batch * heads - sm + sms - 1) // sms
+    # The thread block's i-th unit is a part of the keys of a head, its `item`.
+    units = (batch * heads - sm + sms - 1) // sms * parts
+
+    def item_of(unit):
+      return sm + unit // parts * sms
+
+    def if_last_part(unit, function):
+      return pl.when(unit % parts == parts - 1)(function) if parts > 1 else function()
 
     def load_queries(step):
       """Starts to load the tile that the thread block computes in this step, if there is one."""
       slot = step % stages
       pl.when(step >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
 
-      @pl.when(step < items * tiles)
+      @pl.when(step < units * tiles)
       def _():
-        item, tile = sm + step // tiles * sms, step % tiles
-        rows = pl.ds(tile * TILE, TILE)
+        item, rows = item_of(step // tiles), pl.ds(step % tiles * TILE, TILE)
         for array, smem in ((qkv, q_rows), ([do], do_rows), ([o], o_rows)):
-          plgpu.copy_gmem_to_smem(head(array, 0, item, rows), smem.at[slot], loaded.at[slot])
+          for n in blocks:
+            from_ = head(array, 0, item, rows, n)
+            plgpu.copy_gmem_to_smem(from_, smem[n].at[slot], loaded.at[slot])
 
-    def load_keys(i):
-      """Starts to load the keys and values of the thread block's i-th head, if there is one."""
-      slot = i % kv_stages
-      pl.when(i >= kv_stages)(lambda: plgpu.barrier_wait(kv_free.at[slot]))
+    def load_keys(unit):
+      """Starts to load the keys and values of a unit, if there is one."""
+      slot = unit % kv_stages
+      pl.when(unit >= kv_stages)(lambda: plgpu.barrier_wait(kv_free.at[slot]))
 
-      @pl.when(i < items)
+      @pl.when(unit < units)
       def _():
-        item = sm + i * sms
+        item, part = item_of(unit), unit % parts
+
+        def copy(which, smem, first, rows):
+          for n in blocks:
+            from_ = head(qkv, which, item, pl.ds(unit * 0 + first, rows), n)
+            plgpu.copy_gmem_to_smem(from_, smem[n], kv_loaded.at[slot])
+
         for which, smem in ((1, k_rows), (2, v_rows)):
           for first in range(0, keys, TILE):
-            rows = pl.ds(i * 0 + first, TILE)
-            to = smem.at[slot, pl.ds(first, TILE)]
-            plgpu.copy_gmem_to_smem(head(qkv, which, item, rows), to, kv_loaded.at[slot])
+            to = [ref.at[slot, pl.ds(first, TILE)] for ref in smem]
+            copy(which, to, part * keys + first, TILE)
         if has_tail:
           for which, smem in ((1, tail_k_row), (2, tail_v_row)):
-            rows = head(qkv, which, item, pl.ds(i * 0 + keys, 8))
-            plgpu.copy_gmem_to_smem(rows, smem.at[slot], kv_loaded.at[slot])
+            copy(which, [ref.at[slot] for ref in smem], tokens - 1, 8)
 
     @pl.when(warpgroup == _COMPUTE_WARPGROUPS)
     def _():
-      plgpu.set_max_registers(_MEMORY_REGISTERS, action="decrease")
+      plgpu.set_max_registers(config.memory_registers, action="decrease")
       load_keys(jnp.int32(0))
       for step in range(stages - 1):
         load_queries(jnp.int32(step))
       if kv_stages == 2:
         load_keys(jnp.int32(1))
 
-      def queries(step, i, tile, *accs):
-        """Makes what all keys need of a tile of queries; the tail key's probabilities and dS."""
-        slot, kv_slot = step % stages, i % kv_stages
+      def queries(step, unit, tile, *accs):
+        """Makes what all keys need of a tile of queries, and the tail key's gradients of it."""
+        slot, kv_slot = step % stages, unit % kv_stages
         # TMA would need an address that is a multiple of 16 bytes.
-        first = (sm + i * sms) * tokens + tile * TILE
+        first = item_of(unit) * tokens + tile * TILE
         lse2 = vector(lse.at[pl.ds(first, TILE)], BY_ROW) * _LOG2_E
         plgpu.barrier_wait(loaded.at[slot])
         row = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=BY_ROW)
         # Rows beyond the last token are another head's, and must count for nothing.
         lse2 = jnp.where(row < tokens - tile * TILE, lse2, jnp.inf)
-        delta = jnp.sum(
-          o_tile.at[slot][...].astype(jnp.float32) * do_tile.at[slot][...].astype(jnp.float32),
-          axis=1,
+        delta = sum(
+          jnp.sum(
+            o_tile[n].at[slot][...].astype(jnp.float32)
+            * do_tile[n].at[slot][...].astype(jnp.float32),
+            axis=1,
+          )
+          for n in blocks
         )
         query_smem.at[slot, 0][...] = lse2
         query_smem.at[slot, 1][...] = delta
-        if has_tail:
 
+        def tail_probabilities():
           def products(s_acc, dp_acc):
-            plgpu.wgmma(s_acc, q_tile.at[slot], tail_k_tile.at[kv_slot].transpose((1, 0)))
-            plgpu.wgmma(dp_acc, do_tile.at[slot], tail_v_tile.at[kv_slot].transpose((1, 0)))
+            for n in blocks:
+              plgpu.wgmma(s_acc, q_tile[n].at[slot], tail_k_tile[n].at[kv_slot].transpose((1, 0)))
+              plgpu.wgmma(dp_acc, do_tile[n].at[slot], tail_v_tile[n].at[kv_slot].transpose((1, 0)))
             return [first_column(acc[...]) for acc in (s_acc, dp_acc)]
 
           s, dp = pl.run_scoped(products, *[sums(TILE, 8)] * 2)
@@ -235,156 +302,235 @@ def _kernel(*refs, config: Config, causal: bool):
           tail_ds_row.at[0][...] = (p * (dp - delta)).astype(dtype)
           query_smem.at[slot, 2][...] = p * (dp - delta)
           plgpu.commit_smem()
-        plgpu.barrier_arrive(ready.at[slot])
-        if has_tail:
-          dk_acc, dv_acc = accs
-          plgpu.wgmma(dv_acc, do_tile.at[slot].transpose((1, 0)), tail_p_tile.transpose((1, 0)))
-          plgpu.wgmma(dk_acc, q_tile.at[slot].transpose((1, 0)), tail_ds_tile.transpose((1, 0)))
+
+        def tail_gradients():
+          for acc_blocks, b_tile, a_tile, a_row in zip(
+            accs, (q_tile, do_tile), (tail_ds_tile, tail_p_tile), (tail_ds_row, tail_p_row),
+            strict=True,
+          ):  # fmt: skip
+            for n, acc in enumerate(acc_blocks):
+              b = b_tile[n].at[slot]
+              if widths[n] == TILE:
+                plgpu.wgmma(acc, b.transpose((1, 0)), a_tile.transpose((1, 0)))
+              else:
+                plgpu.wgmma(acc, in_first_row(vector(a_row.at[0], BY_COLUMN)), b)
           plgpu.wgmma_wait(0)
           plgpu.commit_smem()  # All warps have read the tail's rows.
+
+        if has_tail:
+          if_last_part(unit, tail_probabilities)
+        plgpu.barrier_arrive(ready.at[slot])
+        if has_tail:
+          if_last_part(unit, tail_gradients)
         plgpu.barrier_arrive(free.at[slot])
         load_queries(step + stages - 1)
 
-      @pl.loop(0, items)
-      def _(i):
-        item = sm + i * sms
+      def store_tail(unit, *accs):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for which, acc_blocks, factor in zip((1, 2), accs, (scale, 1.0), strict=True):
+          for n, acc in enumerate(acc_blocks):
+            if widths[n] == TILE:
+              gradient = (first_column(acc[...]) * factor).astype(dtype)
+              tail_out_row[n].at[which - 1, 0][...] = gradient
+            else:
+              tail_out_tile[n].at[which - 1 + varying(unit)][...] = (acc[...] * factor).astype(
+                dtype
+              )
+        plgpu.commit_smem()
+        for which in (1, 2):
+          for n in blocks:
+            ref = tail_out_row[n].at[which - 1]
+            rows = pl.ds(unit * 0 + tokens - 1, ref.shape[0])
+            plgpu.copy_smem_to_gmem(ref, head(dqkv, which, item_of(unit), rows, n))
 
-        def whole_head(*accs):
+      @pl.loop(0, units)
+      def _(unit):
+        def whole_unit(*accs):
           if has_tail:
-            plgpu.barrier_wait(kv_loaded.at[i % kv_stages])
+            plgpu.barrier_wait(kv_loaded.at[unit % kv_stages])
           # Keys and values are loaded when all warpgroups are about to leave the previous ones.
           if kv_stages == 2:
-            queries(i * tiles, i, 0, *accs)
-            pl.when(i > 0)(lambda: load_keys(i + 1))
+            queries(unit * tiles, unit, 0, *accs)
+            pl.when(unit > 0)(lambda: load_keys(unit + 1))
 
           @pl.loop(kv_stages - 1, tiles)
           def _(tile):
-            queries(i * tiles + tile, i, tile, *accs)
+            queries(unit * tiles + tile, unit, tile, *accs)
 
           if has_tail:
-            plgpu.barrier_arrive(kv_free.at[i % kv_stages])
+            plgpu.barrier_arrive(kv_free.at[unit % kv_stages])
           if kv_stages == 1:
-            load_keys(i + 1)
-          for acc, which, factor in zip(accs, (1, 2), (scale, 1.0), strict=False):
-            gradient = first_column(acc[...]) * factor
-            store_vector(head(dqkv, which, item, tokens - 1), gradient.astype(dtype))
+            load_keys(unit + 1)
+          if has_tail:
+            if_last_part(unit, lambda: store_tail(unit, *accs))
 
-        accs = [sums(head_dim, 8)] * 2 if has_tail else []
-        pl.run_scoped(whole_head, *accs)
+        # The gradients of 64 columns are transposed: a product has at least 64 rows.
+        accs = [sums(TILE, 8 if width == TILE else width) for width in widths]
+        pl.run_scoped(whole_unit, *[accs] * 2 * has_tail)
 
       # The last tile's and head's buffers are free: nobody signals a barrier after this.
-      load_queries(items * tiles + stages - 1)
+      load_queries(units * tiles + stages - 1)
       if kv_stages == 2:
-        load_keys(items + 1)
+        load_keys(units + 1)
+      if has_tail:
+        plgpu.wait_smem_to_gmem(0)
 
     @pl.when(warpgroup < _COMPUTE_WARPGROUPS)
     def _():
-      plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
+      plgpu.set_max_registers(config.compute_registers, action="increase")
       first_key = warpgroup * own_keys
 
-      def gradients(step, i, tile, dk_accs, dv_accs):
-        """Adds the tile's queries to the gradients of k and v, and stores its dS."""
-        slot, kv_slot, ds_slot = step % stages, i % kv_stages + varying(step), step % ds_buffers
+      def gradients(step, unit, tile, dk_accs, dv_accs, queries):
+        """Adds the tile's first queries to the gradients of k and v, and stores its dS."""
+        slot, ds_slot = step % stages, step % ds_buffers
+        kv_slot = unit % kv_stages + varying(step)
         plgpu.barrier_wait(loaded.at[slot])
         plgpu.barrier_wait(ready.at[slot])
         for n in range(own_keys // TILE):
           rows = pl.ds(first_key + n * TILE, TILE)
 
-          def probabilities(acc, n=n, rows=rows):
-            plgpu.wgmma(acc, k_tile.at[kv_slot, rows], q_tile.at[slot].transpose((1, 0)))
-            lse2 = vector(query_smem.at[slot, 0], BY_COLUMN)
-            p = jnp.exp2(acc[...] * (scale * _LOG2_E) - across(lse2, 1))
-            return mask(p, first_key + n * TILE, tile)
+          def product(acc, left, right, rows=rows):
+            for b in blocks:
+              of_queries = right[b].at[slot, pl.ds(0, queries)]
+              plgpu.wgmma(acc, left[b].at[kv_slot, rows], of_queries.transpose((1, 0)))
+            return acc[...]
 
-          def logit_gradients(acc, p, rows=rows):
-            plgpu.wgmma(acc, v_tile.at[kv_slot, rows], do_tile.at[slot].transpose((1, 0)))
-            delta = vector(query_smem.at[slot, 1], BY_COLUMN)
-            ds = p * (acc[...] - across(delta, 1))
+          def probabilities(acc, n=n):
+            s = product(acc, k_tile, q_tile)
+            lse2 = vector(query_smem.at[slot, 0, pl.ds(0, queries)], BY_COLUMN)
+            p = jnp.exp2(s * (scale * _LOG2_E) - across(lse2, 1, queries))
+            return mask(p, unit % parts * keys + first_key, n * TILE, tile)
+
+          def logit_gradients(acc, p):
+            dp = product(acc, v_tile, do_tile)
+            delta = vector(query_smem.at[slot, 1, pl.ds(0, queries)], BY_COLUMN)
+            ds = p * (dp - across(delta, 1, queries))
             # The barrier keeps pairs in one register.
-            return lax.optimization_barrier((p.astype(dtype), ds.astype(dtype)))
+            p, ds = lax.optimization_barrier((p.astype(dtype), ds.astype(dtype)))
+            return with_zeros(p), with_zeros(ds)
 
-          scores = sums(TILE, TILE)
+          scores = sums(TILE, queries)
           p = pl.run_scoped(probabilities, scores)
           p, ds = pl.run_scoped(functools.partial(logit_gradients, p=p), scores)
-          plgpu.wgmma(dv_accs[n], p, do_tile.at[slot])
+          for b in blocks:
+            plgpu.wgmma(dv_accs[n][b], p, do_tile[b].at[slot])
           if n == 0:
             pl.when(tile >= ds_buffers)(
-              lambda: plgpu.barrier_wait(ds_free.at[(step - ds_buffers) % 2])
+              lambda: plgpu.barrier_wait(ds_free.at[(owner(unit, tile) - ds_buffers) % 2])
             )
-            # The stores of the previous head's gradients have left the buffers.
-            pl.when(tile < ds_buffers)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
-          ds_tile.at[ds_slot, rows][...] = ds
-          plgpu.wgmma(dk_accs[n], ds, q_tile.at[slot])
+            if len(blocks) == 1:
+              # The stores of the previous unit's gradients have left the buffers.
+              pl.when(tile < ds_buffers)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
+          for ref in (ds_tile, *ds_copies):
+            ref.at[ds_slot, rows][...] = ds
+          for b in blocks:
+            plgpu.wgmma(dk_accs[n][b], ds, q_tile[b].at[slot])
           plgpu.wgmma_wait(0)
 
-      def mask(p, first, tile):
+      def mask(p, first, own, tile):
         """Zeros for keys beyond the last token, and for later ones than the query."""
-        if keys + has_tail == tokens and not causal:
+        beyond = keys * parts - own_keys + own + TILE > tokens  # Of the last warpgroup's.
+        if not beyond and not causal:
           return p
-        key = plgpu.broadcasted_iota(jnp.int32, p.shape, 0, layout=plgpu.Layout.WGMMA) + first
-        if keys + has_tail > tokens:
+        key = plgpu.broadcasted_iota(jnp.int32, p.shape, 0, layout=plgpu.Layout.WGMMA) + first + own
+        if beyond:
           p = jnp.where(key < tokens, p, 0.0)
         if causal:
           query = plgpu.broadcasted_iota(jnp.int32, p.shape, 1, layout=plgpu.Layout.WGMMA)
           p = jnp.where(key <= query + tile * TILE, p, 0.0)
         return p
 
-      def query_gradient(step, i, item, tile):
-        """Stores the gradient of the tile's queries."""
-        slot, kv_slot, ds_slot = step % stages, i % kv_stages + varying(step), step % ds_buffers
+      def query_gradient(step, unit, tile):
+        """Stores the gradient of the tile's queries, or its sum so far."""
+        slot, ds_slot = step % stages, step % ds_buffers
+        kv_slot = unit % kv_stages + varying(step)
+        ds_for = dict(
+          zip([TILE, *(w for w in widths if w < TILE)], [ds_tile, *ds_copies], strict=True)
+        )
         plgpu.barrier_wait(ds_ready.at[warpgroup])
 
-        def product(acc):
-          plgpu.wgmma(acc, ds_tile.at[ds_slot].transpose((1, 0)), k_tile.at[kv_slot])
+        def product(acc, n):
+          ds = ds_for[widths[n]].at[ds_slot].transpose((1, 0))
+          plgpu.wgmma(acc, ds, k_tile[n].at[kv_slot])
           return acc[...]
 
-        dq = pl.run_scoped(product, sums(TILE, head_dim))
-        plgpu.barrier_arrive(ds_free.at[warpgroup])
-        if has_tail:
-          ds = vector(query_smem.at[slot, 2], BY_ROW)
-          tail_k = vector(tail_k_row.at[kv_slot, 0], BY_COLUMN)
-          dq += across(ds, 0) * across(tail_k.astype(jnp.float32), 1)
+        def stage(n, dq):
+          if has_tail:
+            ds = vector(query_smem.at[slot, 2], BY_ROW)
+            tail_k = vector(tail_k_row[n].at[kv_slot, 0], BY_COLUMN).astype(jnp.float32)
+            dq += across(ds, 0, widths[n]) * across(tail_k, 1, widths[n])
+          dq_tile[n].at[warpgroup + varying(step)][...] = (dq * scale).astype(dtype)
+
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        dq_tile.at[warpgroup + varying(step)][...] = (dq * scale).astype(dtype)
-        plgpu.commit_smem()
         rows = pl.ds(tile * TILE, TILE)
-        plgpu.copy_smem_to_gmem(dq_rows.at[warpgroup], head(dqkv, 0, item, rows))
+        for n in blocks:
+          so_far = [ref.at[sm, rows, pl.ds(n * TILE, widths[n])] for ref in dq_sums]
+          before = [load(ref) for ref in so_far]
+          dq = pl.run_scoped(functools.partial(product, n=n), sums(TILE, widths[n]))
+          for ref, x in zip(so_far, before, strict=True):
+            dq += jnp.where(unit % parts > 0, x, 0.0)
+            pl.when(unit % parts < parts - 1)(functools.partial(store, ref, dq))
+          if_last_part(unit, functools.partial(stage, n, dq))
+        plgpu.barrier_arrive(ds_free.at[warpgroup])
 
-      def key_gradients(i, item, dk_accs, dv_accs):
-        """Stores the gradients of the warpgroup's keys and values by way of the buffers of dS."""
-        for n, (which, accs) in enumerate(((2, dv_accs), (1, dk_accs))):
-          if n == 0 or ds_buffers == 1:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-          for m, acc in enumerate(accs):
-            rows = pl.ds(first_key + m * TILE, TILE)
-            gradient = acc[...] * (scale if which == 1 else 1.0)
-            ds_tile.at[n % ds_buffers + varying(i), rows][...] = gradient.astype(dtype)
+        def send():
           plgpu.commit_smem()
-          for m in range(len(accs)):
-            rows = pl.ds(first_key + m * TILE, TILE)
-            plgpu.copy_smem_to_gmem(ds_rows.at[n % ds_buffers, rows], head(dqkv, which, item, rows))
+          for n in blocks:
+            to = head(dqkv, 0, item_of(unit), rows, n)
+            plgpu.copy_smem_to_gmem(dq_rows[n].at[warpgroup], to)
 
-      @pl.loop(0, items)
-      def _(i):
-        item = sm + i * sms
-        plgpu.barrier_wait(kv_loaded.at[i % kv_stages])
+        if_last_part(unit, send)
 
-        def whole_head(dk_accs, dv_accs):
-          @pl.loop(0, tiles)
-          def _(tile):
-            step = i * tiles + tile
-            gradients(step, i, tile, dk_accs, dv_accs)
+      def key_gradients(unit, dk_accs, dv_accs):
+        """Stores the gradients of the warpgroup's keys and values by way of shared memory."""
+        for m, (which, accs) in enumerate(((2, dv_accs), (1, dk_accs))):
+          if m == 0 or ds_buffers == 1 or len(blocks) > 1:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+          def buffers(n, b, m=m):
+            if len(blocks) > 1:
+              return [ref[b].at[warpgroup + varying(unit)] for ref in (dq_tile, dq_rows)]
+            rows = pl.ds(first_key + n * TILE, TILE)
+            return [ref.at[m % ds_buffers + varying(unit), rows] for ref in (ds_tile, ds_rows)]
+
+          for n, acc_blocks in enumerate(accs):
+            for b, acc in enumerate(acc_blocks):
+              gradient = acc[...] * (scale if which == 1 else 1.0)
+              buffers(n, b)[0][...] = gradient.astype(dtype)
+          plgpu.commit_smem()
+          for n in range(len(accs)):
+            rows = pl.ds(unit % parts * keys + first_key + n * TILE, TILE)
+            for b in blocks:
+              plgpu.copy_smem_to_gmem(buffers(n, b)[1], head(dqkv, which, item_of(unit), rows, b))
+
+      def owner(unit, tile):
+        """The warpgroup that computes dQ of a tile, which is the same for all parts of a head."""
+        return (tile + unit // parts) % 2
+
+      @pl.loop(0, units)
+      def _(unit):
+        plgpu.barrier_wait(kv_loaded.at[unit % kv_stages])
+
+        def whole_unit(dk_accs, dv_accs):
+          def compute(tile, queries):
+            step = unit * tiles + tile
+            gradients(step, unit, tile, dk_accs, dv_accs, queries)
             plgpu.commit_smem()
-            plgpu.barrier_arrive(ds_ready.at[step % 2])
-            pl.when(step % 2 == warpgroup)(lambda: query_gradient(step, i, item, tile))
+            plgpu.barrier_arrive(ds_ready.at[owner(unit, tile)])
+            pl.when(owner(unit, tile) == warpgroup)(lambda: query_gradient(step, unit, tile))
             plgpu.barrier_arrive(free.at[step % stages])
 
-          plgpu.barrier_arrive(kv_free.at[i % kv_stages])
-          for n in range(ds_buffers, 0, -1):
-            plgpu.barrier_wait(ds_free.at[((i + 1) * tiles - n) % 2])
-          key_gradients(i, item, dk_accs, dv_accs)
+          has_short_tile = last_queries < TILE
+          pl.loop(0, tiles - has_short_tile)(lambda tile: compute(tile, TILE))
+          if has_short_tile:
+            compute(unit * 0 + tiles - 1, last_queries)
 
-        accs = [sums(TILE, head_dim)] * (own_keys // TILE)
-        pl.run_scoped(whole_head, accs, accs)
+          plgpu.barrier_arrive(kv_free.at[unit % kv_stages])
+          for n in range(ds_buffers, 0, -1):
+            plgpu.barrier_wait(ds_free.at[owner(unit, tiles - n)])
+          key_gradients(unit, dk_accs, dv_accs)
+
+        accs = [[sums(TILE, width) for width in widths]] * (own_keys // TILE)
+        pl.run_scoped(whole_unit, accs, accs)
 
       plgpu.wait_smem_to_gmem(0)
