@@ -22,7 +22,7 @@ CASES = {  # Tokens, head size, packed, causal, dtype.
   "B/16": (197, 64, False, False, jnp.float16),
   "half": (129, 64, False, True, jnp.bfloat16),
   "H/14": (257, 80, True, False, jnp.bfloat16),
-  "bigG/14": (257, 104, True, False, jnp.bfloat16),
+  "H/14, half": (129, 80, False, False, jnp.bfloat16),
 }
 
 

@@ -22,6 +22,15 @@ def load(ref, layout=plgpu.Layout.WGMMA):
   return plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
 
 
+def branches(refs):
+  """Functions of nothing for lax.cond: what the refs hold, and zeros."""
+
+  def zeros():
+    return [plgpu.layout_cast(jnp.zeros(ref.shape, ref.dtype), plgpu.Layout.WGMMA) for ref in refs]
+
+  return lambda: [load(ref) for ref in refs], zeros
+
+
 def store(ref, values):
   """Stores in global memory, a few bytes a thread, which JAX 0.12 must be told to allow."""
   if hasattr(plgpu, "store"):

@@ -30,6 +30,7 @@ from sbjax.pallas.attention_parts_sm90 import (
   TILE,
   across,
   both,
+  branches,
   column_blocks,
   first_column,
   in_first_row,
@@ -44,6 +45,7 @@ from sbjax.pallas.attention_parts_sm90 import (
 )
 
 _COMPUTE_WARPGROUPS = 2
+_O_STAGES = 2
 _LOG2_E = math.log2(math.e)
 
 attention_forward = attention_triton.attention_forward
@@ -72,13 +74,16 @@ class Config:
 
 def default_config(tokens: int, head_dim: int) -> Config:
   """The fastest of benchmarks/attention.py's on an H200."""
-  if head_dim > 96:
-    return Config(ds_buffers=1, memory_registers=88)
   if head_dim > 64:
-    return Config(kv_stages=2, ds_buffers=1, memory_registers=88)
+    return Config(ds_buffers=1 if tokens > 129 or head_dim > 96 else 2, memory_registers=88)
   if tokens > 129:
     return Config()
   return Config(stages=2 if tokens == 129 else 3, kv_stages=2)
+
+
+def fits(tokens: int, head_dim: int) -> bool:
+  """Whether shared memory and registers hold what the kernel needs of a head."""
+  return 64 <= head_dim <= 128 and 65 <= tokens <= (257 if head_dim <= 80 else 129)
 
 
 def split_keys(tokens: int, head_dim: int) -> tuple[bool, int, int]:
@@ -110,7 +115,7 @@ def attention_backward(
     interpret: False, or plgpu.InterpretGPUParams for a run on the CPU.
   """
   batch, tokens, _, heads, head_dim = qkv[0].shape
-  if not 64 <= head_dim <= 128 or not 65 <= tokens <= 257 or length != tokens:
+  if not fits(tokens, head_dim) or length != tokens:
     return attention_triton.attention_backward(o, lse, do, *qkv, causal=causal, length=length)
   num_sms = num_sms or devices.num_sms(devices.target()) or 132
   blocks = min(batch * heads, num_sms)
@@ -147,11 +152,13 @@ def _kernel(*refs, arrays: int, config: Config, causal: bool):
   qkv, (o, do, lse), dqkv = refs[:arrays], refs[arrays : arrays + 3], refs[arrays + 3 :][:arrays]
   dq_sums = refs[2 * arrays + 3 :]
   batch, tokens, _, heads, head_dim = qkv[0].shape
-  stages, kv_stages, ds_buffers = config.stages, config.kv_stages, config.ds_buffers
+  ds_buffers = config.ds_buffers
   scale, dtype = head_dim**-0.5, qkv[0].dtype
   has_tail, keys, parts = split_keys(tokens, head_dim)
   own_keys = keys // _COMPUTE_WARPGROUPS
   tiles = pl.cdiv(tokens, TILE)
+  # Tiles of queries stay for all parts of the keys, of which one fits beside them.
+  stages, kv_stages = (tiles, 1) if parts > 1 else (config.stages, config.kv_stages)
   # Of the last tile, of which a class token may be the only query.
   last_queries = next(n for n in (8, 16, 32, TILE) if n >= tokens - (tiles - 1) * TILE)
   widths = column_blocks(head_dim)
@@ -172,7 +179,7 @@ def _kernel(*refs, arrays: int, config: Config, causal: bool):
     pl.run_scoped,
     q_smem=of_blocks(stages, TILE),
     do_smem=of_blocks(stages, TILE),
-    o_smem=of_blocks(stages, TILE),
+    o_smem=of_blocks(_O_STAGES, TILE),
     k_smem=of_blocks(kv_stages, keys),
     v_smem=of_blocks(kv_stages, keys),
     # wgmma multiplies operands that are tiled alike: dS is there for each width of blocks.
@@ -182,12 +189,12 @@ def _kernel(*refs, arrays: int, config: Config, causal: bool):
     # Of each query: lse in base 2, delta, and the tail key's dS.
     query_smem=plgpu.SMEM((stages, 3, TILE), jnp.float32),
     # The tail key is the first of 8 rows, and so are its probabilities and dS.
-    tail_k_smem=of_blocks(kv_stages, 8),
-    tail_v_smem=of_blocks(kv_stages, 8),
+    tail_kv_smem=of_blocks(2 * kv_stages, 8),
     tail_p_smem=tiled(0, 8, TILE, dtype),
     tail_ds_smem=tiled(0, 8, TILE, dtype),
-    tail_out_smem=[tiled(2, 8 if width == TILE else TILE, width, dtype) for width in widths],
-    loaded=plgpu.Barrier(num_arrivals=3 * len(widths), num_barriers=stages),
+    tail_out_smem=[tiled(0, 8 if width == TILE else TILE, width, dtype) for width in widths],
+    loaded=plgpu.Barrier(num_arrivals=2 * len(widths), num_barriers=stages),
+    o_loaded=plgpu.Barrier(num_arrivals=len(widths), num_barriers=_O_STAGES),
     ready=plgpu.Barrier(num_arrivals=1, num_barriers=stages),
     free=plgpu.Barrier(num_arrivals=_COMPUTE_WARPGROUPS + 1, num_barriers=stages),
     kv_loaded=plgpu.Barrier(
@@ -201,48 +208,54 @@ def _kernel(*refs, arrays: int, config: Config, causal: bool):
   )
   def _(
     q_smem, do_smem, o_smem, k_smem, v_smem, ds_smem, dq_smem, query_smem,
-    tail_k_smem, tail_v_smem, tail_p_smem, tail_ds_smem, tail_out_smem,
-    loaded, ready, free, kv_loaded, kv_free, ds_ready, ds_free,
+    tail_kv_smem, tail_p_smem, tail_ds_smem, tail_out_smem,
+    loaded, o_loaded, ready, free, kv_loaded, kv_free, ds_ready, ds_free,
   ):  # fmt: skip
     # Of each block of columns, for wgmma and for TMA.
     (q_tile, q_rows), (do_tile, do_rows), (o_tile, o_rows) = map(both, (q_smem, do_smem, o_smem))
     (k_tile, k_rows), (v_tile, v_rows), (dq_tile, dq_rows) = map(both, (k_smem, v_smem, dq_smem))
-    (tail_k_tile, tail_k_row), (tail_v_tile, tail_v_row) = map(both, (tail_k_smem, tail_v_smem))
-    tail_out_tile, tail_out_row = both(tail_out_smem)
+    (tail_kv_tile, tail_kv_row), (tail_out_tile, tail_out_row) = map(
+      both, (tail_kv_smem, tail_out_smem)
+    )
     (ds_tile, ds_rows), *ds_copies = ds_smem
     (tail_p_tile, tail_p_row), (tail_ds_tile, tail_ds_row) = tail_p_smem, tail_ds_smem
     warpgroup = lax.axis_index("warpgroup")
     sm, sms = lax.axis_index("sm"), lax.axis_size("sm")
-    # The thread block's i-th unit is a part of the keys of a head, its `item`.
-    units = (batch * heads - sm + sms - 1) // sms * parts
+    # The thread block's heads; a unit of its work is a part of the keys of one.
+    items = (batch * heads - sm + sms - 1) // sms
 
-    def item_of(unit):
-      return sm + unit // parts * sms
+    def if_part(unit, part, function):
+      return pl.when(unit % parts == part)(function) if parts > 1 else function()
 
-    def if_last_part(unit, function):
-      return pl.when(unit % parts == parts - 1)(function) if parts > 1 else function()
+    def slot_of(i, tile):
+      return tile if parts > 1 else (i * tiles + tile) % stages
 
-    def load_queries(step):
-      """Starts to load the tile that the thread block computes in this step, if there is one."""
-      slot = step % stages
-      pl.when(step >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+    def load_tile(i, tile, arrays, slot, barrier):
+      """Starts to load a tile of queries of the thread block's i-th head, if there is one."""
 
-      @pl.when(step < units * tiles)
+      @pl.when(i < items)
       def _():
-        item, rows = item_of(step // tiles), pl.ds(step % tiles * TILE, TILE)
-        for array, smem in ((qkv, q_rows), ([do], do_rows), ([o], o_rows)):
+        for array, smem in arrays:
           for n in blocks:
-            from_ = head(array, 0, item, rows, n)
-            plgpu.copy_gmem_to_smem(from_, smem[n].at[slot], loaded.at[slot])
+            from_ = head(array, 0, sm + i * sms, pl.ds(tile * TILE, TILE), n)
+            plgpu.copy_gmem_to_smem(from_, smem[n].at[slot], barrier.at[slot])
+
+    def load_queries(i, tile):
+      slot = slot_of(i, tile)
+      pl.when(i * tiles + tile >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+      load_tile(i, tile, ((qkv, q_rows), ([do], do_rows)), slot, loaded)
+
+    def load_o(step):
+      load_tile(*divmod(step, tiles), (([o], o_rows),), step % _O_STAGES, o_loaded)
 
     def load_keys(unit):
       """Starts to load the keys and values of a unit, if there is one."""
       slot = unit % kv_stages
       pl.when(unit >= kv_stages)(lambda: plgpu.barrier_wait(kv_free.at[slot]))
 
-      @pl.when(unit < units)
+      @pl.when(unit < items * parts)
       def _():
-        item, part = item_of(unit), unit % parts
+        item, part = sm + unit // parts * sms, unit % parts
 
         def copy(which, smem, first, rows):
           for n in blocks:
@@ -254,31 +267,35 @@ def _kernel(*refs, arrays: int, config: Config, causal: bool):
             to = [ref.at[slot, pl.ds(first, TILE)] for ref in smem]
             copy(which, to, part * keys + first, TILE)
         if has_tail:
-          for which, smem in ((1, tail_k_row), (2, tail_v_row)):
-            copy(which, [ref.at[slot] for ref in smem], tokens - 1, 8)
+          for which in (1, 2):
+            copy(which, [ref.at[2 * slot + which - 1] for ref in tail_kv_row], tokens - 1, 8)
 
     @pl.when(warpgroup == _COMPUTE_WARPGROUPS)
     def _():
       plgpu.set_max_registers(config.memory_registers, action="decrease")
       load_keys(jnp.int32(0))
-      for step in range(stages - 1):
-        load_queries(jnp.int32(step))
+      for step in range(_O_STAGES):
+        load_o(jnp.int32(step))
+      for step in range(stages - (parts == 1)):
+        load_queries(*divmod(jnp.int32(step), tiles))
       if kv_stages == 2:
         load_keys(jnp.int32(1))
 
-      def queries(step, unit, tile, *accs):
+      def queries(i, tile, *accs):
         """Makes what all keys need of a tile of queries, and the tail key's gradients of it."""
-        slot, kv_slot = step % stages, unit % kv_stages
+        step = i * tiles + tile
+        slot, o_slot, kv_slot = slot_of(i, tile), step % _O_STAGES, i * parts % kv_stages
         # TMA would need an address that is a multiple of 16 bytes.
-        first = item_of(unit) * tokens + tile * TILE
+        first = (sm + i * sms) * tokens + tile * TILE
         lse2 = vector(lse.at[pl.ds(first, TILE)], BY_ROW) * _LOG2_E
         plgpu.barrier_wait(loaded.at[slot])
+        plgpu.barrier_wait(o_loaded.at[o_slot])
         row = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=BY_ROW)
         # Rows beyond the last token are another head's, and must count for nothing.
         lse2 = jnp.where(row < tokens - tile * TILE, lse2, jnp.inf)
         delta = sum(
           jnp.sum(
-            o_tile[n].at[slot][...].astype(jnp.float32)
+            o_tile[n].at[o_slot][...].astype(jnp.float32)
             * do_tile[n].at[slot][...].astype(jnp.float32),
             axis=1,
           )
@@ -290,8 +307,9 @@ def _kernel(*refs, arrays: int, config: Config, causal: bool):
         def tail_probabilities():
           def products(s_acc, dp_acc):
             for n in blocks:
-              plgpu.wgmma(s_acc, q_tile[n].at[slot], tail_k_tile[n].at[kv_slot].transpose((1, 0)))
-              plgpu.wgmma(dp_acc, do_tile[n].at[slot], tail_v_tile[n].at[kv_slot].transpose((1, 0)))
+              k, v = (tail_kv_tile[n].at[2 * kv_slot + m].transpose((1, 0)) for m in range(2))
+              plgpu.wgmma(s_acc, q_tile[n].at[slot], k)
+              plgpu.wgmma(dp_acc, do_tile[n].at[slot], v)
             return [first_column(acc[...]) for acc in (s_acc, dp_acc)]
 
           s, dp = pl.run_scoped(products, *[sums(TILE, 8)] * 2)
@@ -301,7 +319,6 @@ def _kernel(*refs, arrays: int, config: Config, causal: bool):
           tail_p_row.at[0][...] = p.astype(dtype)
           tail_ds_row.at[0][...] = (p * (dp - delta)).astype(dtype)
           query_smem.at[slot, 2][...] = p * (dp - delta)
-          plgpu.commit_smem()
 
         def tail_gradients():
           for acc_blocks, b_tile, a_tile, a_row in zip(
@@ -318,60 +335,64 @@ def _kernel(*refs, arrays: int, config: Config, causal: bool):
           plgpu.commit_smem()  # All warps have read the tail's rows.
 
         if has_tail:
-          if_last_part(unit, tail_probabilities)
+          tail_probabilities()
+        plgpu.commit_smem()  # All warps have read o, too.
         plgpu.barrier_arrive(ready.at[slot])
+        load_o(step + _O_STAGES)
         if has_tail:
-          if_last_part(unit, tail_gradients)
+          tail_gradients()
         plgpu.barrier_arrive(free.at[slot])
-        load_queries(step + stages - 1)
+        if parts == 1:
+          load_queries(*divmod(step + stages - 1, tiles))
 
-      def store_tail(unit, *accs):
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+      def store_tail(i, *accs):
         for which, acc_blocks, factor in zip((1, 2), accs, (scale, 1.0), strict=True):
+          plgpu.wait_smem_to_gmem(0, wait_read_only=True)
           for n, acc in enumerate(acc_blocks):
             if widths[n] == TILE:
-              gradient = (first_column(acc[...]) * factor).astype(dtype)
-              tail_out_row[n].at[which - 1, 0][...] = gradient
+              tail_out_row[n].at[0][...] = (first_column(acc[...]) * factor).astype(dtype)
             else:
-              tail_out_tile[n].at[which - 1 + varying(unit)][...] = (acc[...] * factor).astype(
-                dtype
-              )
-        plgpu.commit_smem()
-        for which in (1, 2):
+              tail_out_tile[n][...] = (acc[...] * factor).astype(dtype)
+          plgpu.commit_smem()
           for n in blocks:
-            ref = tail_out_row[n].at[which - 1]
-            rows = pl.ds(unit * 0 + tokens - 1, ref.shape[0])
-            plgpu.copy_smem_to_gmem(ref, head(dqkv, which, item_of(unit), rows, n))
+            rows = pl.ds(i * 0 + tokens - 1, tail_out_row[n].shape[0])
+            to = head(dqkv, which, sm + i * sms, rows, n)
+            plgpu.copy_smem_to_gmem(tail_out_row[n], to)
 
-      @pl.loop(0, units)
-      def _(unit):
-        def whole_unit(*accs):
+      @pl.loop(0, items)
+      def _(i):
+        def whole_head(*accs):
+          kv_slot = i * parts % kv_stages
           if has_tail:
-            plgpu.barrier_wait(kv_loaded.at[unit % kv_stages])
+            plgpu.barrier_wait(kv_loaded.at[kv_slot])
           # Keys and values are loaded when all warpgroups are about to leave the previous ones.
           if kv_stages == 2:
-            queries(unit * tiles, unit, 0, *accs)
-            pl.when(unit > 0)(lambda: load_keys(unit + 1))
+            queries(i, 0, *accs)
+            pl.when(i > 0)(lambda: load_keys(i + 1))
 
-          @pl.loop(kv_stages - 1, tiles)
-          def _(tile):
-            queries(unit * tiles + tile, unit, tile, *accs)
-
+          pl.loop(kv_stages - 1, tiles)(lambda tile: queries(i, tile, *accs))
           if has_tail:
-            plgpu.barrier_arrive(kv_free.at[unit % kv_stages])
+            plgpu.barrier_arrive(kv_free.at[kv_slot])
+            store_tail(i, *accs)
+          for part in range(1, parts):
+            load_keys(i * parts + part)
+            if has_tail:
+              plgpu.barrier_wait(kv_loaded.at[0])
+              plgpu.barrier_arrive(kv_free.at[0])
+          if parts > 1:
+            pl.loop(0, tiles)(lambda tile: load_queries(i + 1, tile))
           if kv_stages == 1:
-            load_keys(unit + 1)
-          if has_tail:
-            if_last_part(unit, lambda: store_tail(unit, *accs))
+            load_keys((i + 1) * parts)
 
         # The gradients of 64 columns are transposed: a product has at least 64 rows.
         accs = [sums(TILE, 8 if width == TILE else width) for width in widths]
-        pl.run_scoped(whole_unit, *[accs] * 2 * has_tail)
+        pl.run_scoped(whole_head, *[accs] * 2 * has_tail)
 
       # The last tile's and head's buffers are free: nobody signals a barrier after this.
-      load_queries(units * tiles + stages - 1)
+      if parts == 1:
+        load_queries(*divmod(items * tiles + stages - 1, tiles))
       if kv_stages == 2:
-        load_keys(units + 1)
+        load_keys(items + 1)
       if has_tail:
         plgpu.wait_smem_to_gmem(0)
 
@@ -382,10 +403,14 @@ def _kernel(*refs, arrays: int, config: Config, causal: bool):
 
       def gradients(step, unit, tile, dk_accs, dv_accs, queries):
         """Adds the tile's first queries to the gradients of k and v, and stores its dS."""
-        slot, ds_slot = step % stages, step % ds_buffers
+        slot, ds_slot = slot_of(unit // parts, tile), step % ds_buffers
         kv_slot = unit % kv_stages + varying(step)
-        plgpu.barrier_wait(loaded.at[slot])
-        plgpu.barrier_wait(ready.at[slot])
+
+        def wait():
+          plgpu.barrier_wait(loaded.at[slot])
+          plgpu.barrier_wait(ready.at[slot])
+
+        if_part(unit, 0, wait)
         for n in range(own_keys // TILE):
           rows = pl.ds(first_key + n * TILE, TILE)
 
@@ -442,11 +467,15 @@ def _kernel(*refs, arrays: int, config: Config, causal: bool):
 
       def query_gradient(step, unit, tile):
         """Stores the gradient of the tile's queries, or its sum so far."""
-        slot, ds_slot = step % stages, step % ds_buffers
+        slot, ds_slot = slot_of(unit // parts, tile), step % ds_buffers
         kv_slot = unit % kv_stages + varying(step)
         ds_for = dict(
           zip([TILE, *(w for w in widths if w < TILE)], [ds_tile, *ds_copies], strict=True)
         )
+        rows, part = pl.ds(tile * TILE, TILE), unit % parts
+        so_far = [ref.at[sm, rows, pl.ds(n * TILE, widths[n])] for ref in dq_sums for n in blocks]
+        before = lax.cond(part > 0, *branches(so_far)) if so_far else []
+        first_part = 1.0 if parts == 1 else jnp.where(part == 0, 1.0, 0.0)
         plgpu.barrier_wait(ds_ready.at[warpgroup])
 
         def product(acc, n):
@@ -455,31 +484,28 @@ def _kernel(*refs, arrays: int, config: Config, causal: bool):
           return acc[...]
 
         def stage(n, dq):
-          if has_tail:
-            ds = vector(query_smem.at[slot, 2], BY_ROW)
-            tail_k = vector(tail_k_row[n].at[kv_slot, 0], BY_COLUMN).astype(jnp.float32)
-            dq += across(ds, 0, widths[n]) * across(tail_k, 1, widths[n])
           dq_tile[n].at[warpgroup + varying(step)][...] = (dq * scale).astype(dtype)
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        rows = pl.ds(tile * TILE, TILE)
         for n in blocks:
-          so_far = [ref.at[sm, rows, pl.ds(n * TILE, widths[n])] for ref in dq_sums]
-          before = [load(ref) for ref in so_far]
           dq = pl.run_scoped(functools.partial(product, n=n), sums(TILE, widths[n]))
-          for ref, x in zip(so_far, before, strict=True):
-            dq += jnp.where(unit % parts > 0, x, 0.0)
-            pl.when(unit % parts < parts - 1)(functools.partial(store, ref, dq))
-          if_last_part(unit, functools.partial(stage, n, dq))
+          if has_tail:
+            ds = vector(query_smem.at[slot, 2], BY_ROW) * first_part
+            tail_k = vector(tail_kv_row[n].at[2 * kv_slot, 0], BY_COLUMN).astype(jnp.float32)
+            dq += across(ds, 0, widths[n]) * across(tail_k, 1, widths[n])
+          if before:
+            dq += before[n]
+            pl.when(part < parts - 1)(functools.partial(store, so_far[n], dq))
+          if_part(unit, parts - 1, functools.partial(stage, n, dq))
         plgpu.barrier_arrive(ds_free.at[warpgroup])
+        plgpu.commit_smem()
 
         def send():
-          plgpu.commit_smem()
           for n in blocks:
-            to = head(dqkv, 0, item_of(unit), rows, n)
+            to = head(dqkv, 0, sm + unit // parts * sms, rows, n)
             plgpu.copy_smem_to_gmem(dq_rows[n].at[warpgroup], to)
 
-        if_last_part(unit, send)
+        if_part(unit, parts - 1, send)
 
       def key_gradients(unit, dk_accs, dv_accs):
         """Stores the gradients of the warpgroup's keys and values by way of shared memory."""
@@ -501,29 +527,32 @@ def _kernel(*refs, arrays: int, config: Config, causal: bool):
           for n in range(len(accs)):
             rows = pl.ds(unit % parts * keys + first_key + n * TILE, TILE)
             for b in blocks:
-              plgpu.copy_smem_to_gmem(buffers(n, b)[1], head(dqkv, which, item_of(unit), rows, b))
+              to = head(dqkv, which, sm + unit // parts * sms, rows, b)
+              plgpu.copy_smem_to_gmem(buffers(n, b)[1], to)
 
       def owner(unit, tile):
         """The warpgroup that computes dQ of a tile, which is the same for all parts of a head."""
         return (tile + unit // parts) % 2
 
-      @pl.loop(0, units)
+      @pl.loop(0, items * parts)
       def _(unit):
         plgpu.barrier_wait(kv_loaded.at[unit % kv_stages])
 
         def whole_unit(dk_accs, dv_accs):
           def compute(tile, queries):
-            step = unit * tiles + tile
+            step = unit // parts * tiles + tile
             gradients(step, unit, tile, dk_accs, dv_accs, queries)
             plgpu.commit_smem()
             plgpu.barrier_arrive(ds_ready.at[owner(unit, tile)])
             pl.when(owner(unit, tile) == warpgroup)(lambda: query_gradient(step, unit, tile))
-            plgpu.barrier_arrive(free.at[step % stages])
+            if_part(
+              unit, parts - 1, lambda: plgpu.barrier_arrive(free.at[slot_of(unit // parts, tile)])
+            )
 
           has_short_tile = last_queries < TILE
           pl.loop(0, tiles - has_short_tile)(lambda tile: compute(tile, TILE))
           if has_short_tile:
-            compute(unit * 0 + tiles - 1, last_queries)
+            compute(tiles - 1 + varying(unit), last_queries)
 
           plgpu.barrier_arrive(kv_free.at[unit % kv_stages])
           for n in range(ds_buffers, 0, -1):
