@@ -70,7 +70,7 @@ def with_zeros(x):
 
 
 def column_blocks(head_dim: int) -> tuple[int, ...]:
-  """The columns of a head in blocks of 64, the last one of 16, 32 or 64, maybe with some to spare."""
+  """The widths of blocks of a head's columns: 64, and last 16, 32 or 64, maybe too wide."""
   whole, rest = divmod(head_dim, TILE)
   return (TILE,) * whole + ((next(w for w in (16, 32, TILE) if w >= rest),) if rest else ())
 

@@ -1,0 +1,204 @@
+"""What a thread block of attention's backward pass on Hopper has: its heads and shared memory."""
+
+import dataclasses
+import functools
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from sbjax.pallas.attention_parts_sm90 import TILE, both, column_blocks, swizzled, tiled
+
+COMPUTE_WARPGROUPS = 2
+O_STAGES = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """What a thread block keeps in shared memory, and the registers of its threads.
+
+  stages: tiles of queries, where all keys of a head are one part.
+  kv_stages: heads' keys and values, the next head's included, likewise.
+  ds_buffers: tiles of dS. With two, a warpgroup need not wait for the other's product.
+  memory_registers: of a thread of the memory warpgroup; the two compute warpgroups get the rest of
+    3 * 168.
+  """
+
+  stages: int = 2
+  kv_stages: int = 1
+  ds_buffers: int = 2
+  memory_registers: int = 56
+
+  @property
+  def compute_registers(self) -> int:
+    return (3 * 168 - self.memory_registers) // COMPUTE_WARPGROUPS
+
+
+def default_config(tokens: int, head_dim: int) -> Config:
+  """The fastest of those tried on an H100."""
+  if head_dim > 96:
+    return Config(ds_buffers=1)
+  if head_dim > 80:
+    return Config(memory_registers=88)
+  if head_dim > 64:
+    return Config(ds_buffers=2 if tokens <= 129 else 1, memory_registers=104)
+  if tokens <= 129:
+    return Config(stages=3, kv_stages=2, ds_buffers=1 if tokens == 129 else 2)
+  return Config(memory_registers=56 if tokens % 128 == 1 else 40)
+
+
+def fits(tokens: int, head_dim: int) -> bool:
+  """Whether shared memory and registers hold what the kernel needs of a head."""
+  return 64 <= head_dim <= 128 and 65 <= tokens <= (257 if head_dim <= 80 else 129)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """The constants of a kernel."""
+
+  batch: int
+  tokens: int
+  heads: int
+  head_dim: int
+  dtype: jnp.dtype
+  causal: bool
+  config: Config
+
+  @property
+  def has_tail(self) -> bool:
+    """Whether the memory warpgroup has the last key: the tensor cores' are a multiple of 128."""
+    return self.tokens % 128 == 1
+
+  @functools.cached_property
+  def keys(self) -> int:
+    """Of a part: their and their values' gradients fit in two warpgroups' registers."""
+    most = 256 if self.head_dim <= 64 else 128
+    return min(most, pl.cdiv(self.tokens - self.has_tail, 128) * 128)
+
+  @functools.cached_property
+  def parts(self) -> int:
+    return pl.cdiv(self.tokens - self.has_tail, self.keys)
+
+  @property
+  def own_keys(self) -> int:
+    return self.keys // COMPUTE_WARPGROUPS
+
+  @property
+  def tiles(self) -> int:
+    return pl.cdiv(self.tokens, TILE)
+
+  @property
+  def last_queries(self) -> int:
+    """That the last tile is computed for: a class token may be its only query."""
+    rest = self.tokens - (self.tiles - 1) * TILE
+    return next(n for n in (8, 16, 32, TILE) if n >= rest)
+
+  @functools.cached_property
+  def widths(self) -> tuple[int, ...]:
+    return column_blocks(self.head_dim)
+
+  @property
+  def blocks(self) -> range:
+    return range(len(self.widths))
+
+  @property
+  def stages(self) -> int:
+    """Tiles of queries stay for all parts of the keys."""
+    return self.tiles if self.parts > 1 else self.config.stages
+
+  @property
+  def kv_stages(self) -> int:
+    return 1 if self.parts > 1 else self.config.kv_stages
+
+  @property
+  def scale(self) -> float:
+    return self.head_dim**-0.5
+
+  def shared_memory(self) -> dict:
+    """Buffers and barriers by name, for `pl.run_scoped`."""
+    widths, dtype, tail, kv_stages = self.widths, self.dtype, self.has_tail, self.kv_stages
+
+    def of_blocks(buffers, rows):
+      return [tiled(buffers, rows, width, dtype) for width in widths]
+
+    def barrier(arrivals, count):
+      return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+
+    ds_buffers = self.config.ds_buffers
+    return {
+      "q": of_blocks(self.stages, TILE),
+      "do": of_blocks(self.stages, TILE),
+      "o": of_blocks(O_STAGES, TILE),
+      "k": of_blocks(kv_stages, self.keys),
+      "v": of_blocks(kv_stages, self.keys),
+      # wgmma multiplies operands that are tiled alike: dS is there for each width of blocks.
+      "ds": tiled(ds_buffers, self.keys, TILE, dtype),
+      "ds_copies": [swizzled((ds_buffers, self.keys, TILE), w, dtype) for w in widths if w < TILE],
+      "dq": of_blocks(COMPUTE_WARPGROUPS, TILE),
+      # Of each query: lse in base 2, delta, and the tail key's dS.
+      "of_query": plgpu.SMEM((self.stages, 3, TILE), jnp.float32),
+      # The tail key is the first of 8 rows, and so are its probabilities and dS.
+      "tail_kv": of_blocks(2 * kv_stages, 8),
+      "tail_p": tiled(0, 8, TILE, dtype),
+      "tail_ds": tiled(0, 8, TILE, dtype),
+      "tail_out": [tiled(0, 8 if w == TILE else TILE, w, dtype) for w in widths],
+      "loaded": barrier(2 * len(widths), self.stages),
+      "o_loaded": barrier(len(widths), O_STAGES),
+      "ready": barrier(1, self.stages),
+      "free": barrier(COMPUTE_WARPGROUPS + 1, self.stages),
+      "kv_loaded": barrier(2 * len(widths) * (self.keys // TILE + tail), kv_stages),
+      "kv_free": barrier(COMPUTE_WARPGROUPS + tail, kv_stages),
+      # Of tiles whose dQ the one or the other warpgroup computes.
+      "ds_ready": barrier(COMPUTE_WARPGROUPS, 2),
+      "ds_free": barrier(1, 2),
+    }
+
+
+class Block:
+  """The arrays in global memory, the block's shared memory, and which heads are its own.
+
+  Buffers with blocks of columns are two tuples: `q` for wgmma and `q_rows` for TMA, and so on. The
+  block's i-th head is `item(i)`; a unit of its work is a part of the keys of a head.
+  """
+
+  def __init__(self, plan: Plan, refs, **shared):
+    self.plan = plan
+    arrays = (len(refs) - 3) // 2
+    self.qkv, self.dqkv = refs[:arrays], refs[arrays + 3 :][:arrays]
+    self.o_array, self.do_array, self.lse = refs[arrays : arrays + 3]
+    self.dq_sums = refs[2 * arrays + 3 :]
+    for name in ("q", "do", "o", "k", "v", "dq", "tail_kv", "tail_out"):
+      tiles, rows = both(shared.pop(name))
+      setattr(self, name, tiles)
+      setattr(self, f"{name}_rows", rows)
+    for name in ("ds", "tail_p", "tail_ds"):
+      tile, rows = shared.pop(name)
+      setattr(self, name, tile)
+      setattr(self, f"{name}_rows", rows)
+    for name, ref in shared.items():
+      setattr(self, name, ref)
+    self.warpgroup = lax.axis_index("warpgroup")
+    self.sm, self.sms = lax.axis_index("sm"), lax.axis_size("sm")
+    self.items = (plan.batch * plan.heads - self.sm + self.sms - 1) // self.sms
+
+  def item(self, i):
+    return self.sm + i * self.sms
+
+  def head(self, array, which, item, rows, block):
+    """Rows and a block of columns of q, k, v or their gradient; of o and do with which = 0."""
+    plan = self.plan
+    array, index = (array[0], which) if len(array) == 1 else (array[which], 0)
+    first, width = block * TILE, plan.widths[block]
+    # TMA clips a block that is wider than what is left of a head; a constant slice may not be.
+    columns = pl.ds(first if first + width <= plan.head_dim else item * 0 + first, width)
+    return array.at[item // plan.heads, rows, index, item % plan.heads, columns]
+
+  def slot(self, i, tile):
+    """Where a tile of queries is."""
+    plan = self.plan
+    return tile if plan.parts > 1 else (i * plan.tiles + tile) % plan.stages
+
+  def if_part(self, unit, part, function):
+    parts = self.plan.parts
+    return pl.when(unit % parts == part)(function) if parts > 1 else function()

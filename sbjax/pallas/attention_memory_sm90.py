@@ -1,0 +1,210 @@
+"""The memory warpgroup of attention's backward pass on Hopper.
+
+It loads ahead (TMA), and computes what all keys need of a query: delta, the sum of o * dO. It also
+has a class token's key: 257 tokens are 256 keys for the other warpgroups, and one in float32.
+"""
+
+import math
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from sbjax.pallas.attention_block_sm90 import O_STAGES, Block
+from sbjax.pallas.attention_parts_sm90 import (
+  BY_COLUMN,
+  BY_ROW,
+  TILE,
+  first_column,
+  in_first_row,
+  sums,
+  vector,
+)
+
+LOG2_E = math.log2(math.e)
+
+
+class MemoryWarpgroup:
+  """Its methods run in all threads of the warpgroup."""
+
+  def __init__(self, block: Block):
+    self.block, self.plan = block, block.plan
+
+  def run(self):
+    block, plan = self.block, self.plan
+    plgpu.set_max_registers(plan.config.memory_registers, action="decrease")
+    self.load_keys(jnp.int32(0))
+    for step in range(O_STAGES):
+      self.load_o(jnp.int32(step))
+    for step in range(plan.stages - (plan.parts == 1)):
+      self.load_queries(*divmod(jnp.int32(step), plan.tiles))
+    if plan.kv_stages == 2:
+      self.load_keys(jnp.int32(1))
+
+    @pl.loop(0, block.items)
+    def _(i):
+      # The gradients of 64 columns are transposed: a product has at least 64 rows.
+      accs = [sums(TILE, 8 if width == TILE else width) for width in plan.widths]
+      pl.run_scoped(lambda *accs: self.head(i, *accs), *[accs] * 2 * plan.has_tail)
+
+    # The last tile's and head's buffers are free: nobody signals a barrier after this.
+    if plan.parts == 1:
+      self.load_queries(*divmod(block.items * plan.tiles + plan.stages - 1, plan.tiles))
+    if plan.kv_stages == 2:
+      self.load_keys(block.items + 1)
+    if plan.has_tail:
+      plgpu.wait_smem_to_gmem(0)
+
+  def head(self, i, *accs):
+    """Serves the i-th head; accs are of the tail key's dK and dV."""
+    block, plan = self.block, self.plan
+    kv_slot = i * plan.parts % plan.kv_stages
+    if plan.has_tail:
+      plgpu.barrier_wait(block.kv_loaded.at[kv_slot])
+    # Keys and values are loaded when all warpgroups are about to leave the previous ones.
+    if plan.kv_stages == 2:
+      self.queries(i, 0, *accs)
+      pl.when(i > 0)(lambda: self.load_keys(i + 1))
+    pl.loop(plan.kv_stages - 1, plan.tiles)(lambda tile: self.queries(i, tile, *accs))
+    if plan.has_tail:
+      plgpu.barrier_arrive(block.kv_free.at[kv_slot])
+      self.store_tail(i, *accs)
+    for part in range(1, plan.parts):
+      self.load_keys(i * plan.parts + part)
+      if plan.has_tail:
+        plgpu.barrier_wait(block.kv_loaded.at[0])
+        plgpu.barrier_arrive(block.kv_free.at[0])
+    if plan.parts > 1:
+      pl.loop(0, plan.tiles)(lambda tile: self.load_queries(i + 1, tile))
+    if plan.kv_stages == 1:
+      self.load_keys((i + 1) * plan.parts)
+
+  def queries(self, i, tile, *accs):
+    """Makes what all keys need of a tile of queries, and the tail key's gradients of it."""
+    block, plan = self.block, self.plan
+    step = i * plan.tiles + tile
+    slot, o_slot, kv_slot = block.slot(i, tile), step % O_STAGES, i * plan.parts % plan.kv_stages
+    # TMA would need an address that is a multiple of 16 bytes.
+    first = block.item(i) * plan.tokens + tile * TILE
+    lse2 = vector(block.lse.at[pl.ds(first, TILE)], BY_ROW) * LOG2_E
+    plgpu.barrier_wait(block.loaded.at[slot])
+    plgpu.barrier_wait(block.o_loaded.at[o_slot])
+    row = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=BY_ROW)
+    # Rows beyond the last token are another head's, and must count for nothing.
+    lse2 = jnp.where(row < plan.tokens - tile * TILE, lse2, jnp.inf)
+    delta = sum(
+      jnp.sum(
+        block.o[n].at[o_slot][...].astype(jnp.float32)
+        * block.do[n].at[slot][...].astype(jnp.float32),
+        axis=1,
+      )
+      for n in plan.blocks
+    )
+    block.of_query.at[slot, 0][...] = lse2
+    block.of_query.at[slot, 1][...] = delta
+    if plan.has_tail:
+      self.tail_probabilities(slot, kv_slot, tile, row, lse2, delta)
+    plgpu.commit_smem()  # All warps have read o, too.
+    plgpu.barrier_arrive(block.ready.at[slot])
+    self.load_o(step + O_STAGES)
+    if plan.has_tail:
+      self.tail_gradients(slot, *accs)
+    plgpu.barrier_arrive(block.free.at[slot])
+    if plan.parts == 1:
+      self.load_queries(*divmod(step + plan.stages - 1, plan.tiles))
+
+  def tail_probabilities(self, slot, kv_slot, tile, row, lse2, delta):
+    """Stores the tail key's probabilities and dS."""
+    block, plan = self.block, self.plan
+
+    def products(s_acc, dp_acc):
+      for n in plan.blocks:
+        k, v = (block.tail_kv[n].at[2 * kv_slot + m].transpose((1, 0)) for m in range(2))
+        plgpu.wgmma(s_acc, block.q[n].at[slot], k)
+        plgpu.wgmma(dp_acc, block.do[n].at[slot], v)
+      return [first_column(acc[...]) for acc in (s_acc, dp_acc)]
+
+    s, dp = pl.run_scoped(products, *[sums(TILE, 8)] * 2)
+    p = jnp.exp2(s * (plan.scale * LOG2_E) - lse2)
+    if plan.causal:
+      p = jnp.where(row >= plan.tokens - 1 - tile * TILE, p, 0.0)
+    ds = p * (dp - delta)
+    block.tail_p_rows.at[0][...] = p.astype(plan.dtype)
+    block.tail_ds_rows.at[0][...] = ds.astype(plan.dtype)
+    block.of_query.at[slot, 2][...] = ds
+
+  def tail_gradients(self, slot, dk_accs, dv_accs):
+    """Adds the tile's queries to the gradients of the tail key and its value."""
+    block, plan = self.block, self.plan
+    for accs, queries, tile, rows in (
+      (dk_accs, block.q, block.tail_ds, block.tail_ds_rows),
+      (dv_accs, block.do, block.tail_p, block.tail_p_rows),
+    ):
+      for acc, width, operand in zip(accs, plan.widths, queries, strict=True):
+        if width == TILE:
+          plgpu.wgmma(acc, operand.at[slot].transpose((1, 0)), tile.transpose((1, 0)))
+        else:
+          plgpu.wgmma(acc, in_first_row(vector(rows.at[0], BY_COLUMN)), operand.at[slot])
+    plgpu.wgmma_wait(0)
+    plgpu.commit_smem()  # All warps have read the tail's rows.
+
+  def store_tail(self, i, dk_accs, dv_accs):
+    """Stores the gradients of the tail key and its value."""
+    block, plan = self.block, self.plan
+    for which, accs, factor in ((1, dk_accs, plan.scale), (2, dv_accs, 1.0)):
+      plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+      for n, acc in enumerate(accs):
+        if plan.widths[n] == TILE:
+          gradient = (first_column(acc[...]) * factor).astype(plan.dtype)
+          block.tail_out_rows[n].at[0][...] = gradient
+        else:
+          block.tail_out[n][...] = (acc[...] * factor).astype(plan.dtype)
+      plgpu.commit_smem()
+      for n, ref in enumerate(block.tail_out_rows):
+        rows = pl.ds(i * 0 + plan.tokens - 1, ref.shape[0])  # TMA clips all but the first.
+        plgpu.copy_smem_to_gmem(ref, block.head(block.dqkv, which, block.item(i), rows, n))
+
+  def load_queries(self, i, tile):
+    """Starts to load a tile of q and dO of the i-th head, if there is one."""
+    block, plan = self.block, self.plan
+    slot = block.slot(i, tile)
+    pl.when(i * plan.tiles + tile >= plan.stages)(lambda: plgpu.barrier_wait(block.free.at[slot]))
+    arrays = (block.qkv, block.q_rows), ([block.do_array], block.do_rows)
+    self._load_tile(i, tile, arrays, slot, block.loaded)
+
+  def load_o(self, step):
+    """Starts to load a tile of o, if there is one; its buffer is free."""
+    arrays = (([self.block.o_array], self.block.o_rows),)
+    self._load_tile(*divmod(step, self.plan.tiles), arrays, step % O_STAGES, self.block.o_loaded)
+
+  def _load_tile(self, i, tile, arrays, slot, barrier):
+    block = self.block
+
+    @pl.when(i < block.items)
+    def _():
+      for array, buffers in arrays:
+        for n in self.plan.blocks:
+          rows = block.head(array, 0, block.item(i), pl.ds(tile * TILE, TILE), n)
+          plgpu.copy_gmem_to_smem(rows, buffers[n].at[slot], barrier.at[slot])
+
+  def load_keys(self, unit):
+    """Starts to load the keys and values of a unit, if there is one."""
+    block, plan = self.block, self.plan
+    slot, part, item = unit % plan.kv_stages, unit % plan.parts, block.item(unit // plan.parts)
+    pl.when(unit >= plan.kv_stages)(lambda: plgpu.barrier_wait(block.kv_free.at[slot]))
+
+    def copy(which, first, buffers):
+      for n, to in enumerate(buffers):
+        rows = pl.ds(unit * 0 + first, to.shape[0])
+        from_ = block.head(block.qkv, which, item, rows, n)
+        plgpu.copy_gmem_to_smem(from_, to, block.kv_loaded.at[slot])
+
+    @pl.when(unit < block.items * plan.parts)
+    def _():
+      for which, buffers in ((1, block.k_rows), (2, block.v_rows)):
+        for first in range(0, plan.keys, TILE):
+          to = [ref.at[slot, pl.ds(first, TILE)] for ref in buffers]
+          copy(which, part * plan.keys + first, to)
+        if plan.has_tail:
+          to = [ref.at[2 * slot + which - 1] for ref in block.tail_kv_rows]
+          copy(which, plan.tokens - 1, to)
