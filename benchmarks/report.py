@@ -52,7 +52,7 @@ def main() -> None:
   write("kept", kept_table(last(read("kept_bytes"), "recipe", "remat")))
   write("open_clip", steps_report.open_clip_table(open_clip))
   write("speeds", table(matmul, matmuls_elsewhere, raced, quantize, linear))
-  attention, _ = by_chip(last(read("attention"), "chip", "case"))
+  attention = last(read("attention"), "case")
   lengths, _ = by_chip(last(read("attention_lengths"), "chip", "case"))
   write("attention", attention_report.table(attention))
   write("attention_lengths", attention_report.lengths_table(lengths))

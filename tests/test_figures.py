@@ -148,6 +148,10 @@ def test_the_table_of_figure_1_has_the_pairs_of_all_sizes_together(tmp_path):
   # 5 pairs with +2 and 3 with -6: mean -1, deviation sqrt(120 / 7), and t's quantile is 2.365.
   assert line.startswith("| all sizes | `switchback` | 8 |  | -1.00 ± 3.46 |")
   assert not [x for x in lines if "`full`" in x]
+  one_size = {name: row for name, row in rows.items() if "s12" not in name or "llm" not in name}
+  draw.write("1", chosen, one_size, tmp_path)
+  lines = [x for x in (tmp_path / "figure_1.md").read_text().splitlines() if "all sizes" in x]
+  assert len(lines) == 4 and not [x for x in lines if "`llm_int8`" in x]
 
 
 def test_without_a_gpu_the_command_says_how_long_it_takes(monkeypatch, tmp_path):

@@ -127,7 +127,7 @@ def _of_size(arms: Sequence[Arm], size: str) -> list[Arm]:
 def _accuracy_table(arms, rows, what: str, scores: dict[str, str], limit: float) -> list[str]:
   """Scores by heading, their paired differences from `full`, and whether all are in the limit.
 
-  Several sizes have their pairs together too, in lines without scores.
+  A recipe of several sizes has their pairs together too, in a line without scores.
   """
   headings = [f"{heading} | minus `full`" for heading in scores]
   lines = [
@@ -150,7 +150,7 @@ def _accuracy_table(arms, rows, what: str, scores: dict[str, str], limit: float)
         cells.append(str(estimate(list(found.values()))) if found and not together else "")
         cells.append(str(apart) if compared else "")
         verdicts |= {apart.within(limit)} if compared else set()
-      if together and not verdicts:
+      if together and (not verdicts or len({arm.size for arm in runs}) == 1):
         continue
       cells.append(next((v for v in ("no", "open", "yes") if v in verdicts), ""))
       diverged = sum("diverged" in rows[arm.name] for arm in runs)
