@@ -8,8 +8,8 @@ OURS = ("mosaic", "triton")
 def table(rows: list[dict]) -> list[str]:
   lines = [
     "| forward / forward + backward, ms | batch, tokens, heads, head size | cuDNN"
-    " | PyTorch's fastest | ours | over cuDNN | GPU |",
-    "|---|---|---|---|---|---|---|",
+    " | PyTorch's fastest | ours | over cuDNN |",
+    "|---|---|---|---|---|---|",
   ]
   for row in rows:
     times = row["milliseconds"]
@@ -18,7 +18,6 @@ def table(rows: list[dict]) -> list[str]:
     lines.append(
       f"| {row['case']}{', causal' if row['causal'] else ''} | {shape} | {pair(times['cudnn'])} |"
       f" {pair(times[torch]) if torch else ''} | {pair(times[ours])} | **{gain(row, ours):.2f}x** |"
-      f" {row['chip'].split()[1]} |"
     )
   mean = statistics.geometric_mean(gain(row, fastest(row, OURS)) for row in rows)
   return [*lines, f"\nGeometric mean over cuDNN: {mean:.2f}x."]

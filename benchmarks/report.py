@@ -52,9 +52,11 @@ def main() -> None:
   write("kept", kept_table(last(read("kept_bytes"), "recipe", "remat")))
   write("open_clip", steps_report.open_clip_table(open_clip))
   write("speeds", table(matmul, matmuls_elsewhere, raced, quantize, linear))
-  attention = last(read("attention"), "case")
+  attention, elsewhere = by_chip(last(read("attention"), "chip", "case"))
   lengths, _ = by_chip(last(read("attention_lengths"), "chip", "case"))
   write("attention", attention_report.table(attention))
+  on_h100 = [row for row in elsewhere if row["chip"].startswith("NVIDIA H100")]
+  write("attention_h100", attention_report.table(on_h100))
   write("attention_lengths", attention_report.lengths_table(lengths))
   serving = [row for row in read("serving") if row["benchmark"] == "serving speed"]
   serving, _ = by_chip(last(serving, "chip", "size", "batch_size"))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import TYPE_CHECKING, Any
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -181,6 +182,10 @@ class Block:
     self.warpgroup = lax.axis_index("warpgroup")
     self.sm, self.sms = lax.axis_index("sm"), lax.axis_size("sm")
     self.items = (plan.batch * plan.heads - self.sm + self.sms - 1) // self.sms
+
+  if TYPE_CHECKING:
+
+    def __getattr__(self, name: str) -> Any: ...
 
   def item(self, i):
     return self.sm + i * self.sms

@@ -174,8 +174,9 @@ class MemoryWarpgroup:
 
   def load_o(self, step):
     """Starts to load a tile of o, if there is one; its buffer is free."""
-    arrays = (([self.block.o_array], self.block.o_rows),)
-    self._load_tile(*divmod(step, self.plan.tiles), arrays, step % O_STAGES, self.block.o_loaded)
+    block, (i, tile) = self.block, divmod(step, self.plan.tiles)
+    arrays = (([block.o_array], block.o_rows),)
+    self._load_tile(i, tile, arrays, step % O_STAGES, block.o_loaded)
 
   def _load_tile(self, i, tile, arrays, slot, barrier):
     block = self.block

@@ -88,9 +88,9 @@ def tiled(buffers, rows, columns, dtype):
   the tokens. With one tile a row, both lay the same bytes out.
   """
   shape = (buffers, rows, columns) if buffers else (rows, columns)
-  for_wgmma = swizzled(shape, columns, dtype)
-  for_tma = plgpu.SMEM(shape, dtype, transforms=for_wgmma.transforms[1:])
-  return plgpu.RefUnion(for_wgmma, for_tma)
+  swizzle = plgpu.SwizzleTransform(columns * jnp.dtype(dtype).itemsize)
+  for_tma = plgpu.SMEM(shape, dtype, transforms=(swizzle,))
+  return plgpu.RefUnion(swizzled(shape, columns, dtype), for_tma)
 
 
 def both(smem):
