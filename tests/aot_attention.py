@@ -23,6 +23,7 @@ CASES = {  # Tokens, head size, packed, causal, dtype.
   "half": (129, 64, False, True, jnp.bfloat16),
   "H/14": (257, 80, True, False, jnp.bfloat16),
   "H/14, half": (129, 80, False, False, jnp.bfloat16),
+  "128, half": (129, 128, False, True, jnp.float16),
 }
 
 

@@ -33,11 +33,11 @@ def draw(batch, tokens, heads, dtype="bfloat16", packed=False, head_dim=64):
 
 
 def gradients(sm90, qkv, do, causal=False, num_sms=1, **config):
-  """The kernel's and the definition's, of arrays of q, k and v each."""
+  """The kernel's, in a config or its default one, and the definition's, of arrays of q, k, v."""
   options = {"causal": causal, "length": do.shape[1]}
   saved = *attention_ops.attention_forward(*qkv, **options), do, *qkv
   expected = attention_ops.attention_backward(*saved, **options)
-  options |= {"config": sm90.Config(**config), "num_sms": num_sms}
+  options |= {"config": sm90.Config(**config) if config else None, "num_sms": num_sms}
   actual = interpreted(sm90.attention_backward, *saved, **options)
   for a, b in zip(actual, expected, strict=True):
     assert (a.shape, a.dtype) == (b.shape, b.dtype)
@@ -75,8 +75,8 @@ def assert_near(actual, expected):
   ],
 )
 def test_gradients_are_near_the_definition_s(sm90, tokens, packed, causal, dtype, config):
-  # Two heads, one after the other.
-  case = draw(1, tokens, 2, dtype, packed)
+  # Three heads, one after the other: the third takes the first one's buffers.
+  case = draw(1, tokens, 3, dtype, packed)
   assert_near(*gradients(sm90, *case, causal, **config))
 
 
@@ -87,13 +87,13 @@ def test_gradients_are_near_the_definition_s(sm90, tokens, packed, causal, dtype
     # A second block of 16 columns, of 32, and of 64 that a head of 104 does not fill.
     (129, 80, True, False, {"kv_stages": 2}),
     (77, 96, False, True, {}),
-    (129, 104, False, True, {"ds_buffers": 1}),
+    (129, 104, False, True, {}),
     # Two parts of the keys: the second adds to dQ.
-    (257, 80, True, False, {"ds_buffers": 1}),
+    (257, 80, True, True, {}),
     *mainly(
       [],
       [
-        (129, 128, False, False, {"stages": 3}),
+        (129, 128, False, False, {}),
         (99, 88, True, True, {"kv_stages": 2}),
         (197, 80, False, True, {}),
       ],
@@ -103,8 +103,9 @@ def test_gradients_are_near_the_definition_s(sm90, tokens, packed, causal, dtype
 def test_wide_heads_gradients_are_near_the_definition_s(
   sm90, tokens, head_dim, packed, causal, config
 ):
-  case = draw(1, tokens, 2, packed=packed, head_dim=head_dim)
-  assert_near(*gradients(sm90, *case, causal, **config))
+  # Two thread blocks: the first one has two heads.
+  case = draw(1, tokens, 3, packed=packed, head_dim=head_dim)
+  assert_near(*gradients(sm90, *case, causal, num_sms=2, **config))
 
 
 @needs_interpreter
@@ -130,7 +131,7 @@ def test_large_negative_logits_give_no_nan(sm90):
 
 @pytest.mark.parametrize(
   ("tokens", "head_dim", "length"),
-  [(64, 64, 64), (258, 64, 258), (257, 32, 257), (145, 104, 145), (257, 64, 256)],
+  [(64, 64, 64), (258, 64, 258), (257, 32, 257), (145, 104, 145), (99, 76, 99), (257, 64, 256)],
 )
 def test_other_shapes_go_to_triton(sm90, monkeypatch, tokens, head_dim, length):
   x = jax.ShapeDtypeStruct((1, tokens, 1, 1, head_dim), jnp.bfloat16)
@@ -155,4 +156,5 @@ def test_it_compiles_for_hopper_with_few_registers_spilled(sm90, tmp_path):
   for name, case in cases.items():
     assert case["targets"] == ["mosaic_gpu_v2"]
     assert not case["is_serialized"], name  # wgmma's that wait for one another.
-    assert case["spilled"] and max(case["spilled"]) <= 256, name
+    few = 512 if "128" in name else 256  # Bytes; gradients of 128 columns take most registers.
+    assert case["spilled"] and max(case["spilled"]) <= few, name

@@ -19,9 +19,10 @@ O_STAGES = 2
 class Config:
   """What a thread block keeps in shared memory, and the registers of its threads.
 
-  stages: tiles of queries, where all keys of a head are one part.
-  kv_stages: heads' keys and values, the next head's included, likewise.
-  ds_buffers: tiles of dS. With two, a warpgroup need not wait for the other's product.
+  stages: tiles of queries, at least 2.
+  kv_stages: 1 or 2 heads' keys and values. If a head's keys are several parts, there are all tiles
+    of its queries and one part of its keys instead of these two.
+  ds_buffers: 1 or 2 tiles of dS. With two, a warpgroup need not wait for the other's product.
   memory_registers: of a thread of the memory warpgroup; the two compute warpgroups get the rest of
     3 * 168.
   """
@@ -50,8 +51,13 @@ def default_config(tokens: int, head_dim: int) -> Config:
 
 
 def fits(tokens: int, head_dim: int) -> bool:
-  """Whether shared memory and registers hold what the kernel needs of a head."""
-  return 64 <= head_dim <= 128 and 65 <= tokens <= (257 if head_dim <= 80 else 129)
+  """Whether the kernel takes such heads: TMA needs rows of whole 16 bytes.
+
+  A head must have a first block of 64 columns and two tiles of queries. Shared memory and registers
+  set the upper limits.
+  """
+  most = 257 if head_dim <= 80 else 129
+  return 64 <= head_dim <= 128 and head_dim % 8 == 0 and 65 <= tokens <= most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,12 +74,12 @@ class Plan:
 
   @property
   def has_tail(self) -> bool:
-    """Whether the memory warpgroup has the last key: the tensor cores' are a multiple of 128."""
+    """Whether the last key is the memory warpgroup's: the others have a multiple of 128."""
     return self.tokens % 128 == 1
 
   @functools.cached_property
   def keys(self) -> int:
-    """Of a part: their and their values' gradients fit in two warpgroups' registers."""
+    """Keys of a part. Two warpgroups' registers hold their gradients, and their values'."""
     most = 256 if self.head_dim <= 64 else 128
     return min(most, pl.cdiv(self.tokens - self.has_tail, 128) * 128)
 
@@ -133,7 +139,7 @@ class Plan:
       "o": of_blocks(O_STAGES, TILE),
       "k": of_blocks(kv_stages, self.keys),
       "v": of_blocks(kv_stages, self.keys),
-      # wgmma multiplies operands that are tiled alike: dS is there for each width of blocks.
+      # Pallas multiplies only operands that are swizzled alike: dS is there for each width.
       "ds": tiled(ds_buffers, self.keys, TILE, dtype),
       "ds_copies": [swizzled((ds_buffers, self.keys, TILE), w, dtype) for w in widths if w < TILE],
       "dq": of_blocks(COMPUTE_WARPGROUPS, TILE),
@@ -195,7 +201,8 @@ class Block:
     plan = self.plan
     array, index = (array[0], which) if len(array) == 1 else (array[which], 0)
     first, width = block * TILE, plan.widths[block]
-    # TMA clips a block that is wider than what is left of a head; a constant slice may not be.
+    # TMA clips a block that is wider than the rest of a head. Pallas rejects such a slice if it
+    # is constant.
     columns = pl.ds(first if first + width <= plan.head_dim else item * 0 + first, width)
     return array.at[item // plan.heads, rows, index, item % plan.heads, columns]
 

@@ -211,7 +211,7 @@ class ComputeWarpgroup:
     ds_buffers = plan.config.ds_buffers
 
     def buffers(m, n, b):
-      if len(plan.widths) > 1:
+      if len(plan.widths) > 1:  # The warpgroup then has one tile of keys.
         return [ref[b].at[block.warpgroup + varying(unit)] for ref in (block.dq, block.dq_rows)]
       rows = pl.ds(self.first_key + n * TILE, TILE)
       return [ref.at[m % ds_buffers + varying(unit), rows] for ref in (block.ds, block.ds_rows)]

@@ -1,7 +1,8 @@
 """The memory warpgroup of attention's backward pass on Hopper.
 
-It loads ahead (TMA), and computes what all keys need of a query: delta, the sum of o * dO. It also
-has a class token's key: 257 tokens are 256 keys for the other warpgroups, and one in float32.
+It loads ahead (TMA), and computes what all keys need of a query: lse in base 2, and delta, the sum
+of o * dO. It also has a class token's key, the tail: 257 tokens are 256 keys for the compute
+warpgroups, and one for this one.
 """
 
 import math
@@ -47,7 +48,7 @@ class MemoryWarpgroup:
       accs = [sums(TILE, 8 if width == TILE else width) for width in plan.widths]
       pl.run_scoped(lambda *accs: self.head(i, *accs), *[accs] * 2 * plan.has_tail)
 
-    # The last tile's and head's buffers are free: nobody signals a barrier after this.
+    # These load nothing. They wait for the last signals, since a warpgroup must observe each.
     if plan.parts == 1:
       self.load_queries(*divmod(block.items * plan.tiles + plan.stages - 1, plan.tiles))
     if plan.kv_stages == 2:
@@ -58,7 +59,7 @@ class MemoryWarpgroup:
   def head(self, i, *accs):
     """Serves the i-th head; accs are of the tail key's dK and dV."""
     block, plan = self.block, self.plan
-    kv_slot = i * plan.parts % plan.kv_stages
+    kv_slot = i % plan.kv_stages
     if plan.has_tail:
       plgpu.barrier_wait(block.kv_loaded.at[kv_slot])
     # Keys and values are loaded when all warpgroups are about to leave the previous ones.
@@ -83,14 +84,14 @@ class MemoryWarpgroup:
     """Makes what all keys need of a tile of queries, and the tail key's gradients of it."""
     block, plan = self.block, self.plan
     step = i * plan.tiles + tile
-    slot, o_slot, kv_slot = block.slot(i, tile), step % O_STAGES, i * plan.parts % plan.kv_stages
+    slot, o_slot, kv_slot = block.slot(i, tile), step % O_STAGES, i % plan.kv_stages
     # TMA would need an address that is a multiple of 16 bytes.
     first = block.item(i) * plan.tokens + tile * TILE
     lse2 = vector(block.lse.at[pl.ds(first, TILE)], BY_ROW) * LOG2_E
     plgpu.barrier_wait(block.loaded.at[slot])
     plgpu.barrier_wait(block.o_loaded.at[o_slot])
     row = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=BY_ROW)
-    # Rows beyond the last token are another head's, and must count for nothing.
+    # lse beyond the last token is another head's, and must count for nothing.
     lse2 = jnp.where(row < plan.tokens - tile * TILE, lse2, jnp.inf)
     delta = sum(
       jnp.sum(

@@ -14,7 +14,7 @@ def sums(rows, columns):
 
 
 def vector(ref, layout):
-  """A vector [TILE] in registers: a number for each row, or each column, of a tile."""
+  """A vector in registers: a number for each row, or each column, of a tile."""
   return load(ref, layout)
 
 
