@@ -108,7 +108,6 @@ def contenders(length: int, head_dim: int, causal: bool) -> dict:
 
 def tune(batch: int, length: int, heads: int, head_dim: int, causal: bool) -> None:
   """Prints the kernels' times in several configs, the fastest last."""
-  from sbjax.pallas import attention_sm90
   from sbjax.pallas import attention_triton as kernels
 
   options = {"causal": causal, "length": length}
@@ -119,18 +118,20 @@ def tune(batch: int, length: int, heads: int, head_dim: int, causal: bool) -> No
   by_head = [kernels.Config(*c) for c in itertools.product((64, 128), (64, 128, 256), (4, 8))]
   blocks = ((64, 32, 4), (64, 64, 4), (64, 128, 4), (128, 32, 4), (128, 64, 4), (128, 64, 8))
   by_tile = [tiles.TileConfig(*c, stages) for c in blocks for stages in (1, 2, 3)]
-  by_block = [
-    attention_sm90.Config(*c) for c in itertools.product((2, 3), (1, 2), (1, 2), (40, 56, 88, 104))
-  ]
-  in_mosaic = runs("mosaic") and attention_sm90.fits(length, head_dim)
-  for direction, kernel, arrays, configs, ignored in (
+  trials = [
     ("forward", kernels.attention_forward, qkv, by_head, None),
     ("forward", tiles.attention_forward, qkv, by_tile, None),
     ("backward", kernels.attention_backward, saved, by_head, None),
-    ("in Mosaic", attention_sm90.attention_backward, saved, by_block if in_mosaic else [], None),
     ("queries", tiles.attention_backward, saved, by_tile, "_keys_kernel"),
     ("keys", tiles.attention_backward, saved, by_tile, "_queries_kernel"),
-  ):
+  ]
+  if runs("mosaic"):
+    from sbjax.pallas import attention_sm90 as sm90
+
+    by_block = itertools.product((2, 3), (1, 2), (1, 2), (40, 56, 88, 104))
+    configs = [sm90.Config(*c) for c in by_block] if sm90.fits(length, head_dim) else []
+    trials.append(("backward in Mosaic", sm90.attention_backward, saved, configs, None))
+  for direction, kernel, arrays, configs, ignored in trials:
     kernel = functools.partial(kernel, **options)
     with futures.ThreadPoolExecutor() as pool:
       programs = pool.map(functools.partial(compiled, kernel, arrays), configs)

@@ -108,6 +108,15 @@ def test_wide_heads_gradients_are_near_the_definition_s(
   assert_near(*gradients(sm90, *case, causal, num_sms=2, **config))
 
 
+@pytest.mark.parametrize(
+  "wrong", [{"stages": 1}, {"kv_stages": 3}, {"ds_buffers": 0}, {"memory_registers": 64}]
+)
+def test_a_config_that_would_hang_is_refused(sm90, wrong):
+  (name,) = wrong
+  with pytest.raises(ValueError, match=rf"{name}={wrong[name]}\b.*: .*{name}"):
+    sm90.Config(**wrong)
+
+
 @needs_interpreter
 def test_nan_stays_in_its_head(sm90):
   (q, k, v), do = draw(2, 129, 2)

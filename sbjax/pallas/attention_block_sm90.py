@@ -32,6 +32,13 @@ class Config:
   ds_buffers: int = 2
   memory_registers: int = 56
 
+  def __post_init__(self):
+    # Anything else would wait for ever, or is no number of registers that a warpgroup can have.
+    if self.stages < 2 or not {self.kv_stages, self.ds_buffers} <= {1, 2}:
+      raise ValueError(f"{self}: stages must be at least 2, kv_stages and ds_buffers 1 or 2.")
+    if self.memory_registers not in range(24, 169, 16):
+      raise ValueError(f"{self}: memory_registers must be 24, 40, 56, ... or 168.")
+
   @property
   def compute_registers(self) -> int:
     return (3 * 168 - self.memory_registers) // COMPUTE_WARPGROUPS
@@ -47,7 +54,12 @@ def default_config(tokens: int, head_dim: int) -> Config:
     return Config(ds_buffers=2 if tokens <= 129 else 1, memory_registers=104)
   if tokens <= 129:
     return Config(stages=3, kv_stages=2, ds_buffers=1 if tokens == 129 else 2)
-  return Config(memory_registers=56 if tokens % 128 == 1 else 40)
+  return Config(memory_registers=56 if has_tail(tokens) else 40)
+
+
+def has_tail(tokens: int) -> bool:
+  """Whether the last key is the memory warpgroup's: the others have a multiple of 128."""
+  return tokens % 128 == 1
 
 
 def fits(tokens: int, head_dim: int) -> bool:
@@ -74,8 +86,7 @@ class Plan:
 
   @property
   def has_tail(self) -> bool:
-    """Whether the last key is the memory warpgroup's: the others have a multiple of 128."""
-    return self.tokens % 128 == 1
+    return has_tail(self.tokens)
 
   @functools.cached_property
   def keys(self) -> int:

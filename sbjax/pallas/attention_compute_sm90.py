@@ -14,17 +14,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from sbjax.pallas.attention_block_sm90 import Block
-from sbjax.pallas.attention_memory_sm90 import LOG2_E
 from sbjax.pallas.attention_parts_sm90 import (
   BY_COLUMN,
   BY_ROW,
+  LOG2_E,
   TILE,
   across,
-  branches,
+  load,
+  load_if,
   store,
   sums,
   varying,
-  vector,
   with_zeros,
 )
 
@@ -118,7 +118,7 @@ class ComputeWarpgroup:
       return acc[...]
 
     def of_query(m):
-      row = vector(block.of_query.at[slot, m, pl.ds(0, queries)], BY_COLUMN)
+      row = load(block.of_query.at[slot, m, pl.ds(0, queries)], BY_COLUMN)
       return across(row, 1, queries)
 
     def probabilities(acc):
@@ -167,7 +167,7 @@ class ComputeWarpgroup:
       for ref in block.dq_sums
       for n, width in enumerate(plan.widths)
     ]
-    before = lax.cond(part > 0, *branches(so_far)) if so_far else []
+    before = load_if(part > 0, so_far) if so_far else []
     is_first = 1.0 if plan.parts == 1 else jnp.where(part == 0, 1.0, 0.0)
     plgpu.barrier_wait(block.ds_ready.at[block.warpgroup])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -181,8 +181,8 @@ class ComputeWarpgroup:
         functools.partial(self.ds_times_keys, n, ds_slot, kv_slot), sums(TILE, width)
       )
       if plan.has_tail:
-        ds = vector(block.of_query.at[slot, 2], BY_ROW) * is_first
-        k = vector(block.tail_kv_rows[n].at[2 * kv_slot, 0], BY_COLUMN).astype(jnp.float32)
+        ds = load(block.of_query.at[slot, 2], BY_ROW) * is_first
+        k = load(block.tail_kv_rows[n].at[2 * kv_slot, 0], BY_COLUMN).astype(jnp.float32)
         dq += across(ds, 0, width) * across(k, 1, width)
       if before:
         dq += before[n]

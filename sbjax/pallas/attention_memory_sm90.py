@@ -5,8 +5,6 @@ of o * dO. It also has a class token's key, the tail: 257 tokens are 256 keys fo
 warpgroups, and one for this one.
 """
 
-import math
-
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -15,14 +13,13 @@ from sbjax.pallas.attention_block_sm90 import O_STAGES, Block
 from sbjax.pallas.attention_parts_sm90 import (
   BY_COLUMN,
   BY_ROW,
+  LOG2_E,
   TILE,
   first_column,
   in_first_row,
+  load,
   sums,
-  vector,
 )
-
-LOG2_E = math.log2(math.e)
 
 
 class MemoryWarpgroup:
@@ -87,7 +84,7 @@ class MemoryWarpgroup:
     slot, o_slot, kv_slot = block.slot(i, tile), step % O_STAGES, i % plan.kv_stages
     # TMA would need an address that is a multiple of 16 bytes.
     first = block.item(i) * plan.tokens + tile * TILE
-    lse2 = vector(block.lse.at[pl.ds(first, TILE)], BY_ROW) * LOG2_E
+    lse2 = load(block.lse.at[pl.ds(first, TILE)], BY_ROW) * LOG2_E
     plgpu.barrier_wait(block.loaded.at[slot])
     plgpu.barrier_wait(block.o_loaded.at[o_slot])
     row = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=BY_ROW)
@@ -145,7 +142,7 @@ class MemoryWarpgroup:
         if width == TILE:
           plgpu.wgmma(acc, operand.at[slot].transpose((1, 0)), tile.transpose((1, 0)))
         else:
-          plgpu.wgmma(acc, in_first_row(vector(rows.at[0], BY_COLUMN)), operand.at[slot])
+          plgpu.wgmma(acc, in_first_row(load(rows.at[0], BY_COLUMN)), operand.at[slot])
     plgpu.wgmma_wait(0)
     plgpu.commit_smem()  # All warps have read the tail's rows.
 

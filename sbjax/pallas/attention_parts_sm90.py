@@ -1,10 +1,14 @@
 """Parts of attention on Hopper: registers and shared memory in the layouts of wgmma."""
 
+import math
+from typing import Any
+
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
 TILE = 64  # Rows of a tile of queries or keys.
+LOG2_E = math.log2(math.e)
 BY_ROW, BY_COLUMN = (plgpu.Layout.WGMMA.reduce(axis) for axis in (1, 0))
 
 
@@ -13,22 +17,22 @@ def sums(rows, columns):
   return plgpu.ACC((rows, columns), jnp.float32)  # pyright: ignore
 
 
-def vector(ref, layout):
-  """A vector in registers: a number for each row, or each column, of a tile."""
-  return load(ref, layout)
-
-
-def load(ref, layout=plgpu.Layout.WGMMA):
+def load(ref, layout: Any = plgpu.Layout.WGMMA):
+  """A tile in registers; with BY_ROW or BY_COLUMN a vector, a number for each of a tile's."""
   return plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
 
 
-def branches(refs):
-  """Functions of nothing for lax.cond: what the refs hold, and zeros."""
+def zeros(shape, dtype):
+  return plgpu.layout_cast(jnp.zeros(shape, dtype), plgpu.Layout.WGMMA)
 
-  def zeros():
-    return [plgpu.layout_cast(jnp.zeros(ref.shape, ref.dtype), plgpu.Layout.WGMMA) for ref in refs]
 
-  return lambda: [load(ref) for ref in refs], zeros
+def load_if(condition, refs):
+  """Tiles in registers, of zeros unless the condition holds."""
+  return lax.cond(
+    condition,
+    lambda: [load(ref) for ref in refs],
+    lambda: [zeros(ref.shape, ref.dtype) for ref in refs],
+  )
 
 
 def store(ref, values):
@@ -65,8 +69,7 @@ def with_zeros(x):
   """A tile [TILE, TILE]: the columns of x, then zeros."""
   if x.shape[1] == TILE:
     return x
-  zeros = jnp.zeros((TILE, TILE - x.shape[1]), x.dtype)
-  return lax.concatenate([x, plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)], 1)
+  return lax.concatenate([x, zeros((TILE, TILE - x.shape[1]), x.dtype)], 1)
 
 
 def column_blocks(head_dim: int) -> tuple[int, ...]:
@@ -77,8 +80,12 @@ def column_blocks(head_dim: int) -> tuple[int, ...]:
 
 def swizzled(shape, columns, dtype):
   """Shared memory for wgmma, tiled in blocks of `columns`, of which the last axis is a multiple."""
-  swizzle = plgpu.SwizzleTransform(columns * jnp.dtype(dtype).itemsize)
-  return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, columns)), swizzle))
+  transforms = plgpu.TilingTransform((8, columns)), _swizzle(columns, dtype)
+  return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def _swizzle(columns, dtype):
+  return plgpu.SwizzleTransform(columns * jnp.dtype(dtype).itemsize)
 
 
 def tiled(buffers, rows, columns, dtype):
@@ -88,8 +95,7 @@ def tiled(buffers, rows, columns, dtype):
   the tokens. With one tile a row, both lay the same bytes out.
   """
   shape = (buffers, rows, columns) if buffers else (rows, columns)
-  swizzle = plgpu.SwizzleTransform(columns * jnp.dtype(dtype).itemsize)
-  for_tma = plgpu.SMEM(shape, dtype, transforms=(swizzle,))
+  for_tma = plgpu.SMEM(shape, dtype, transforms=(_swizzle(columns, dtype),))
   return plgpu.RefUnion(swizzled(shape, columns, dtype), for_tma)
 
 
