@@ -17,8 +17,10 @@ def interpreted(function, *args, **kwargs):
   """Calls a kernel with `interpret` set, and detects races."""
   from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
+  # TMA operations that share a clock would seem to be ordered.
+  params = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=997)
   with _complete():
-    results = function(*args, interpret=plgpu.InterpretGPUParams(detect_races=True), **kwargs)
+    results = function(*args, interpret=params, **kwargs)
     results = jax.tree.map(np.asarray, results)
   assert not gpu_callbacks.get_races().races_found
   return results
@@ -41,6 +43,10 @@ def _complete():
       native = getattr(interpreter, name)
       patch.setattr(interpreter, name, functools.partialmethod(replacement, native))
     patch.setattr(jaxpr_interpret, "resolve_ref", _resolve_ref)
+    state = gpu_callbacks.GPURaceDetectionState
+    for name, is_write in (("check_read", False), ("check_write", True)):
+      check = functools.partialmethod(_check, getattr(state.__base__, name), is_write)
+      patch.setattr(state, name, check)
     # A warning would be an error here, and the other threads would wait for ever.
     patch.setattr(gpu_callbacks, "wgmma", _quiet(gpu_callbacks.wgmma))
     yield
@@ -95,9 +101,47 @@ def _run_scoped(interpreter, native, eqn, token, get_invals):
 
 
 def _resolve_ref(aval, key, transforms):
-  """The interpreter has a buffer for each name of a RefUnion; here all names have the first's."""
+  """The interpreter has a buffer for each name of a RefUnion; here names of like arrays share one."""
   from jax._src.pallas.mosaic_gpu.interpret import jaxpr_interpret
 
   if not isinstance(aval, jaxpr_interpret.mosaic_gpu_core.AbstractRefUnion):
     return key, transforms
-  return key[0], tuple(transforms[1:])
+  members = jaxpr_interpret.union_members(aval)
+  arrays = [jaxpr_interpret._member_inner_aval(member) for member in members]
+  slot = [member.transforms[0] for member in members].index(transforms[0])
+  return key[arrays.index(arrays[slot])], tuple(transforms[1:])
+
+
+def _check(self, base, is_write, thread, clock, key, access, source_info=None):
+  base(self, thread, clock, key, access.range, source_info)
+  _check_union(self, thread, clock, key, access, is_write, source_info)
+
+
+def _check_union(self, thread, clock, key, access, is_write, source_info):
+  """The interpreter compares accesses by different names as if each took the whole memory."""
+  from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+  with self.lock:
+    union, _ = self.ref_union_members.get(key, (None, None))
+  if union is None:
+    return
+  shape, dtype = gpu_callbacks._get_shared_memory().buffer_shape_and_dtype(key)
+  found = _first_and_last_byte(access.range, shape, dtype)
+  with self.lock:
+    others = list(self.union_accesses[union])
+    self.union_accesses[union].append((thread, clock, key, is_write, found))
+  for other_thread, other_clock, other_key, other_write, other in others:
+    overlap = found[0] <= other[1] and other[0] <= found[1]
+    if key == other_key or not (is_write or other_write) or not overlap:
+      continue
+    if not other_clock.ordered(clock):
+      with self.lock:
+        self.races_found = True
+      print("race", thread, key, found, source_info, "and", other_thread, other_key, other)
+
+
+def _first_and_last_byte(indices, shape, dtype):
+  """Of slices [slot, rows]; columns are whole."""
+  places = np.arange(np.prod(shape[:2])).reshape(shape[:2])[tuple(indices)[:2]]
+  row = np.prod(shape[2:]) * np.dtype(dtype).itemsize
+  return places.min() * row, places.max() * row + row - 1

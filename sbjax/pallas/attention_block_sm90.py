@@ -9,7 +9,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from sbjax.pallas.attention_parts_sm90 import TILE, both, column_blocks, swizzled, tiled
+from sbjax.pallas.attention_parts_sm90 import TILE, by_name, column_blocks, swizzled, tiled
 
 COMPUTE_WARPGROUPS = 2
 O_STAGES = 2
@@ -20,8 +20,7 @@ class Config:
   """What a thread block keeps in shared memory, and the registers of its threads.
 
   stages: tiles of queries, at least 2.
-  kv_stages: 1 or 2 heads' keys and values. If a head's keys are several parts, there are all tiles
-    of its queries and one part of its keys instead of these two.
+  kv_stages: 1 or 2 heads' keys and values; one part, if a head's keys are several.
   ds_buffers: 1 or 2 tiles of dS. With two, a warpgroup need not wait for the other's product.
   memory_registers: of a thread of the memory warpgroup; the two compute warpgroups get the rest of
     3 * 168.
@@ -122,8 +121,25 @@ class Plan:
 
   @property
   def stages(self) -> int:
-    """Tiles of queries stay for all parts of the keys."""
-    return self.tiles if self.parts > 1 else self.config.stages
+    return self.config.stages
+
+  @property
+  def kept(self) -> int:
+    """Tiles of queries of which numbers stay in shared memory, for all parts of the keys.
+
+    If there are parts, a tile's place is first o's, then the sums' of dQ, and then dQ's. With two
+    more places than stages, dQ has left when the next o comes.
+    """
+    return max(self.tiles, self.stages + 2) if self.parts > 1 else self.stages
+
+  @property
+  def o_stages(self) -> int:
+    return self.stages if self.parts > 1 else O_STAGES
+
+  @property
+  def stages_in_ds(self) -> bool:
+    """Whether the gradients of keys and values leave by way of dS's buffers, or dQ's."""
+    return self.parts > 1 or len(self.widths) == 1
 
   @property
   def kv_stages(self) -> int:
@@ -136,6 +152,7 @@ class Plan:
   def shared_memory(self) -> dict:
     """Buffers and barriers by name, for `pl.run_scoped`."""
     widths, dtype, tail, kv_stages = self.widths, self.dtype, self.has_tail, self.kv_stages
+    ds_buffers = self.config.ds_buffers
 
     def of_blocks(buffers, rows):
       return [tiled(buffers, rows, width, dtype) for width in widths]
@@ -143,26 +160,38 @@ class Plan:
     def barrier(arrivals, count):
       return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
 
-    ds_buffers = self.config.ds_buffers
+    def sums_o_dq(width):
+      """The sums have 4 bytes, o and dQ have 2: theirs is each second place."""
+      sums = swizzled((self.kept, TILE, width), min(width, 32), jnp.float32)
+      return tiled(2 * self.kept, TILE, width, dtype, sums)
+
+    def ds_copy(width):
+      """A warpgroup's rows of this dS are as many bytes as TILE / width tiles of a gradient."""
+      copy = swizzled((ds_buffers, self.keys, TILE), width, dtype)
+      return tiled(ds_buffers, self.keys * TILE // width, width, dtype, copy)
+
+    if self.parts > 1:
+      o_and_dq = {"sums_o_dq": [sums_o_dq(width) for width in widths]}
+    else:
+      o_and_dq = {"o": of_blocks(O_STAGES, TILE), "dq": of_blocks(COMPUTE_WARPGROUPS, TILE)}
     return {
+      **o_and_dq,
       "q": of_blocks(self.stages, TILE),
       "do": of_blocks(self.stages, TILE),
-      "o": of_blocks(O_STAGES, TILE),
       "k": of_blocks(kv_stages, self.keys),
       "v": of_blocks(kv_stages, self.keys),
       # Pallas multiplies only operands that are swizzled alike: dS is there for each width.
       "ds": tiled(ds_buffers, self.keys, TILE, dtype),
-      "ds_copies": [swizzled((ds_buffers, self.keys, TILE), w, dtype) for w in widths if w < TILE],
-      "dq": of_blocks(COMPUTE_WARPGROUPS, TILE),
+      "ds_copies": [ds_copy(width) for width in widths if width < TILE],
       # Of each query: lse in base 2, delta, and the tail key's dS.
-      "of_query": plgpu.SMEM((self.stages, 3, TILE), jnp.float32),
+      "of_query": plgpu.SMEM((self.kept, 3, TILE), jnp.float32),
       # The tail key is the first of 8 rows, and so are its probabilities and dS.
       "tail_kv": of_blocks(2 * kv_stages, 8),
       "tail_p": tiled(0, 8, TILE, dtype),
       "tail_ds": tiled(0, 8, TILE, dtype),
       "tail_out": [tiled(0, 8 if w == TILE else TILE, w, dtype) for w in widths],
       "loaded": barrier(2 * len(widths), self.stages),
-      "o_loaded": barrier(len(widths), O_STAGES),
+      "o_loaded": barrier(len(widths), self.o_stages),
       "ready": barrier(1, self.stages),
       "free": barrier(COMPUTE_WARPGROUPS + 1, self.stages),
       "kv_loaded": barrier(2 * len(widths) * (self.keys // TILE + tail), kv_stages),
@@ -183,11 +212,16 @@ class Block:
   def __init__(self, plan: Plan, refs, **shared):
     self.plan = plan
     arrays = (len(refs) - 3) // 2
-    self.qkv, self.dqkv = refs[:arrays], refs[arrays + 3 :][:arrays]
+    self.qkv, self.dqkv = refs[:arrays], refs[arrays + 3 :]
     self.o_array, self.do_array, self.lse = refs[arrays : arrays + 3]
-    self.dq_sums = refs[2 * arrays + 3 :]
-    for name in ("q", "do", "o", "k", "v", "dq", "tail_kv", "tail_out"):
-      tiles, rows = both(shared.pop(name))
+    self.dq_sums = ()
+    if plan.parts > 1:
+      self.dq_sums, *o = by_name(shared.pop("sums_o_dq"))
+      (self.o, self.o_rows), (self.dq, self.dq_rows) = o, o
+    copies = shared.pop("ds_copies")
+    self.ds_copies, self.outs, self.outs_rows = by_name(copies) if copies else ((), (), ())
+    for name in {"q", "do", "o", "k", "v", "dq", "tail_kv", "tail_out"} & shared.keys():
+      tiles, rows = by_name(shared.pop(name))
       setattr(self, name, tiles)
       setattr(self, f"{name}_rows", rows)
     for name in ("ds", "tail_p", "tail_ds"):
@@ -217,10 +251,9 @@ class Block:
     columns = pl.ds(first if first + width <= plan.head_dim else item * 0 + first, width)
     return array.at[item // plan.heads, rows, index, item % plan.heads, columns]
 
-  def slot(self, i, tile):
-    """Where a tile of queries is."""
-    plan = self.plan
-    return tile if plan.parts > 1 else (i * plan.tiles + tile) % plan.stages
+  def kept(self, i, tile):
+    """Where the numbers of a tile of queries are."""
+    return (i * self.plan.tiles + tile) % self.plan.kept
 
   def if_part(self, unit, part, function):
     parts = self.plan.parts

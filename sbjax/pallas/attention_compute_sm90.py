@@ -22,7 +22,6 @@ from sbjax.pallas.attention_parts_sm90 import (
   across,
   load,
   load_if,
-  store,
   sums,
   varying,
   with_zeros,
@@ -58,8 +57,7 @@ class ComputeWarpgroup:
       owner = self.owner(unit, tile)
       plgpu.barrier_arrive(block.ds_ready.at[owner])
       pl.when(owner == block.warpgroup)(lambda: self.query_gradient(unit, tile))
-      slot = block.slot(unit // plan.parts, tile)
-      block.if_part(unit, plan.parts - 1, lambda: plgpu.barrier_arrive(block.free.at[slot]))
+      plgpu.barrier_arrive(block.free.at[self.slots(unit, tile)[0]])
 
     has_short_tile = plan.last_queries < TILE
     pl.loop(0, plan.tiles - has_short_tile)(lambda tile: tile_of_queries(tile, TILE))
@@ -72,27 +70,25 @@ class ComputeWarpgroup:
     self.key_gradients(unit, dk_accs, dv_accs)
 
   def owner(self, unit, tile):
-    """The warpgroup that computes dQ of a tile, which is the same for all parts of a head."""
+    """The warpgroup that computes dQ of a tile: the same for all parts, whose sums it stores."""
     return (tile + unit // self.plan.parts) % 2
 
   def slots(self, unit, tile):
     """Of a tile's queries, of its dS, and of the unit's keys."""
     plan = self.plan
-    i = unit // plan.parts
-    step = i * plan.tiles + tile
+    step = unit * plan.tiles + tile
     kv_slot = unit % plan.kv_stages + varying(step)
-    return self.block.slot(i, tile), step % plan.config.ds_buffers, kv_slot
+    return step % plan.stages, step % plan.config.ds_buffers, kv_slot
+
+  def kept(self, unit, tile):
+    return self.block.kept(unit // self.plan.parts, tile)
 
   def gradients(self, unit, tile, dk_accs, dv_accs, queries):
     """Adds the tile's first queries to the gradients of k and v, and stores its dS."""
     block, plan = self.block, self.plan
     slot, ds_slot, _ = self.slots(unit, tile)
-
-    def wait():
-      plgpu.barrier_wait(block.loaded.at[slot])
-      plgpu.barrier_wait(block.ready.at[slot])
-
-    block.if_part(unit, 0, wait)
+    plgpu.barrier_wait(block.loaded.at[slot])
+    block.if_part(unit, 0, lambda: plgpu.barrier_wait(block.ready.at[slot]))
     for n in range(plan.own_keys // TILE):
       p, ds = self.probabilities(unit, tile, n, queries)
       for b in plan.blocks:
@@ -109,6 +105,7 @@ class ComputeWarpgroup:
     """The probabilities and dS of the warpgroup's n-th tile of keys, [TILE, TILE]."""
     block, plan = self.block, self.plan
     slot, _, kv_slot = self.slots(unit, tile)
+    kept = self.kept(unit, tile)
     rows = pl.ds(self.first_key + n * TILE, TILE)
 
     def product(acc, left, right):
@@ -118,7 +115,7 @@ class ComputeWarpgroup:
       return acc[...]
 
     def of_query(m):
-      row = load(block.of_query.at[slot, m, pl.ds(0, queries)], BY_COLUMN)
+      row = load(block.of_query.at[kept, m, pl.ds(0, queries)], BY_COLUMN)
       return across(row, 1, queries)
 
     def probabilities(acc):
@@ -153,50 +150,56 @@ class ComputeWarpgroup:
     block, buffers = self.block, self.plan.config.ds_buffers
     other = block.ds_free.at[(self.owner(unit, tile) - buffers) % 2]
     pl.when(tile >= buffers)(lambda: plgpu.barrier_wait(other))
-    if len(self.plan.widths) == 1:
+    if self.plan.stages_in_ds:
       # The stores of the previous unit's gradients have left the buffers.
       pl.when(tile < buffers)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
 
   def query_gradient(self, unit, tile):
     """Stores the gradient of the tile's queries, or its sum so far."""
     block, plan = self.block, self.plan
-    slot, ds_slot, kv_slot = self.slots(unit, tile)
-    rows, part = pl.ds(tile * TILE, TILE), unit % plan.parts
-    so_far = [
-      ref.at[block.sm, rows, pl.ds(n * TILE, width)]
-      for ref in block.dq_sums
-      for n, width in enumerate(plan.widths)
-    ]
-    before = load_if(part > 0, so_far) if so_far else []
+    part, kept = unit % plan.parts, self.kept(unit, tile)
+    _, ds_slot, kv_slot = self.slots(unit, tile)
+    dq_slot = (2 * kept if plan.parts > 1 else block.warpgroup) + varying(tile)
     is_first = 1.0 if plan.parts == 1 else jnp.where(part == 0, 1.0, 0.0)
     plgpu.barrier_wait(block.ds_ready.at[block.warpgroup])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def stage(n, dq):
-      to = block.dq[n].at[block.warpgroup + varying(tile)]
-      to[...] = (dq * plan.scale).astype(plan.dtype)
+      if plan.parts > 1:
+        plgpu.commit_smem()  # All warps have read the sums, which are in the same place.
+      block.dq[n].at[dq_slot][...] = (dq * plan.scale).astype(plan.dtype)
 
     for n, width in enumerate(plan.widths):
       dq = pl.run_scoped(
         functools.partial(self.ds_times_keys, n, ds_slot, kv_slot), sums(TILE, width)
       )
       if plan.has_tail:
-        ds = load(block.of_query.at[slot, 2], BY_ROW) * is_first
+        ds = load(block.of_query.at[kept, 2], BY_ROW) * is_first
         k = load(block.tail_kv_rows[n].at[2 * kv_slot, 0], BY_COLUMN).astype(jnp.float32)
         dq += across(ds, 0, width) * across(k, 1, width)
-      if before:
-        dq += before[n]
-        pl.when(part < plan.parts - 1)(functools.partial(store, so_far[n], dq))
+      if plan.parts > 1:
+        dq = self.add_sums(block.dq_sums[n].at[kept], part, dq)
       block.if_part(unit, plan.parts - 1, functools.partial(stage, n, dq))
     plgpu.barrier_arrive(block.ds_free.at[block.warpgroup])
     plgpu.commit_smem()
 
     def send():
       for n in plan.blocks:
+        rows = pl.ds(tile * TILE, TILE)
         to = block.head(block.dqkv, 0, block.item(unit // plan.parts), rows, n)
-        plgpu.copy_smem_to_gmem(block.dq_rows[n].at[block.warpgroup], to)
+        plgpu.copy_smem_to_gmem(block.dq_rows[n].at[dq_slot], to)
 
     block.if_part(unit, plan.parts - 1, send)
+
+  def add_sums(self, so_far, part, dq):
+    """Adds what earlier parts of the keys gave, and keeps the sum for the next."""
+    dq += load_if(part > 0, so_far)
+
+    @pl.when(part < self.plan.parts - 1)
+    def _():
+      so_far[...] = dq
+
+    return dq
 
   def ds_times_keys(self, n, ds_slot, kv_slot, acc):
     """The unit's part of dQ, a block of columns."""
@@ -211,13 +214,16 @@ class ComputeWarpgroup:
     ds_buffers = plan.config.ds_buffers
 
     def buffers(m, n, b):
-      if len(plan.widths) > 1:  # The warpgroup then has one tile of keys.
+      if not plan.stages_in_ds:  # The warpgroup then has one tile of keys.
         return [ref[b].at[block.warpgroup + varying(unit)] for ref in (block.dq, block.dq_rows)]
-      rows = pl.ds(self.first_key + n * TILE, TILE)
-      return [ref.at[m % ds_buffers + varying(unit), rows] for ref in (block.ds, block.ds_rows)]
+      first, slot = self.first_key + n * TILE, m % ds_buffers + varying(unit)
+      if b == 0:
+        return [ref.at[slot, pl.ds(first, TILE)] for ref in (block.ds, block.ds_rows)]
+      rows = pl.ds(first * (TILE // plan.widths[b]), TILE)
+      return [ref[0].at[slot, rows] for ref in (block.outs, block.outs_rows)]
 
     for m, (which, accs, factor) in enumerate(((2, dv_accs, 1.0), (1, dk_accs, plan.scale))):
-      if m == 0 or ds_buffers == 1 or len(plan.widths) > 1:
+      if m >= ds_buffers or not plan.stages_in_ds:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
       for n, blocks in enumerate(accs):
         for b, acc in enumerate(blocks):

@@ -32,10 +32,10 @@ class MemoryWarpgroup:
     block, plan = self.block, self.plan
     plgpu.set_max_registers(plan.config.memory_registers, action="decrease")
     self.load_keys(jnp.int32(0))
-    for step in range(O_STAGES):
-      self.load_o(jnp.int32(step))
-    for step in range(plan.stages - (plan.parts == 1)):
-      self.load_queries(*divmod(jnp.int32(step), plan.tiles))
+    for step in range(O_STAGES * (plan.parts == 1)):
+      self.load_o(*divmod(jnp.int32(step), plan.tiles))
+    for step in range(plan.stages - 1):
+      self.load_queries(jnp.int32(step))
     if plan.kv_stages == 2:
       self.load_keys(jnp.int32(1))
 
@@ -46,8 +46,7 @@ class MemoryWarpgroup:
       pl.run_scoped(lambda *accs: self.head(i, *accs), *[accs] * 2 * plan.has_tail)
 
     # These load nothing. They wait for the last signals, since a warpgroup must observe each.
-    if plan.parts == 1:
-      self.load_queries(*divmod(block.items * plan.tiles + plan.stages - 1, plan.tiles))
+    self.load_queries(block.items * plan.parts * plan.tiles + plan.stages - 1)
     if plan.kv_stages == 2:
       self.load_keys(block.items + 1)
     if plan.has_tail:
@@ -67,26 +66,26 @@ class MemoryWarpgroup:
     if plan.has_tail:
       plgpu.barrier_arrive(block.kv_free.at[kv_slot])
       self.store_tail(i, *accs)
-    for part in range(1, plan.parts):
-      self.load_keys(i * plan.parts + part)
+    for unit in (i * plan.parts + part for part in range(1, plan.parts)):
+      self.load_keys(unit)
       if plan.has_tail:
         plgpu.barrier_wait(block.kv_loaded.at[0])
         plgpu.barrier_arrive(block.kv_free.at[0])
-    if plan.parts > 1:
-      pl.loop(0, plan.tiles)(lambda tile: self.load_queries(i + 1, tile))
+      pl.loop(0, plan.tiles)(lambda tile, unit=unit: self.queries_again(unit * plan.tiles + tile))
     if plan.kv_stages == 1:
       self.load_keys((i + 1) * plan.parts)
 
   def queries(self, i, tile, *accs):
     """Makes what all keys need of a tile of queries, and the tail key's gradients of it."""
     block, plan = self.block, self.plan
-    step = i * plan.tiles + tile
-    slot, o_slot, kv_slot = block.slot(i, tile), step % O_STAGES, i % plan.kv_stages
+    step = i * plan.parts * plan.tiles + tile
+    slot, kept, kv_slot = step % plan.stages, block.kept(i, tile), i % plan.kv_stages
+    o_barrier, o_slot = self.o_slots(i, tile)
     # TMA would need an address that is a multiple of 16 bytes.
     first = block.item(i) * plan.tokens + tile * TILE
     lse2 = load(block.lse.at[pl.ds(first, TILE)], BY_ROW) * LOG2_E
     plgpu.barrier_wait(block.loaded.at[slot])
-    plgpu.barrier_wait(block.o_loaded.at[o_slot])
+    plgpu.barrier_wait(block.o_loaded.at[o_barrier])
     row = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=BY_ROW)
     # lse beyond the last token is another head's, and must count for nothing.
     lse2 = jnp.where(row < plan.tokens - tile * TILE, lse2, jnp.inf)
@@ -98,21 +97,29 @@ class MemoryWarpgroup:
       )
       for n in plan.blocks
     )
-    block.of_query.at[slot, 0][...] = lse2
-    block.of_query.at[slot, 1][...] = delta
+    block.of_query.at[kept, 0][...] = lse2
+    block.of_query.at[kept, 1][...] = delta
     if plan.has_tail:
-      self.tail_probabilities(slot, kv_slot, tile, row, lse2, delta)
+      block.of_query.at[kept, 2][...] = self.tail(slot, kv_slot, tile, row, lse2, delta)
     plgpu.commit_smem()  # All warps have read o, too.
     plgpu.barrier_arrive(block.ready.at[slot])
-    self.load_o(step + O_STAGES)
+    if plan.parts == 1:
+      self.load_o(*divmod(step + O_STAGES, plan.tiles))
     if plan.has_tail:
       self.tail_gradients(slot, *accs)
-    plgpu.barrier_arrive(block.free.at[slot])
-    if plan.parts == 1:
-      self.load_queries(*divmod(step + plan.stages - 1, plan.tiles))
+    self.free_queries(step)
 
-  def tail_probabilities(self, slot, kv_slot, tile, row, lse2, delta):
-    """Stores the tail key's probabilities and dS."""
+  def queries_again(self, step):
+    """Serves another part of the keys."""
+    plgpu.barrier_wait(self.block.loaded.at[step % self.plan.stages])
+    self.free_queries(step)
+
+  def free_queries(self, step):
+    plgpu.barrier_arrive(self.block.free.at[step % self.plan.stages])
+    self.load_queries(step + self.plan.stages - 1)
+
+  def tail(self, slot, kv_slot, tile, row, lse2, delta):
+    """Stores the tail key's probabilities and dS in shared memory, and returns dS."""
     block, plan = self.block, self.plan
 
     def products(s_acc, dp_acc):
@@ -129,7 +136,7 @@ class MemoryWarpgroup:
     ds = p * (dp - delta)
     block.tail_p_rows.at[0][...] = p.astype(plan.dtype)
     block.tail_ds_rows.at[0][...] = ds.astype(plan.dtype)
-    block.of_query.at[slot, 2][...] = ds
+    return ds
 
   def tail_gradients(self, slot, dk_accs, dv_accs):
     """Adds the tile's queries to the gradients of the tail key and its value."""
@@ -162,29 +169,37 @@ class MemoryWarpgroup:
         rows = pl.ds(i * 0 + plan.tokens - 1, ref.shape[0])  # TMA clips all but the first.
         plgpu.copy_smem_to_gmem(ref, block.head(block.dqkv, which, block.item(i), rows, n))
 
-  def load_queries(self, i, tile):
-    """Starts to load a tile of q and dO of the i-th head, if there is one."""
+  def load_queries(self, step):
+    """Starts to load a tile of q and dO for a part of the keys, if there is one."""
     block, plan = self.block, self.plan
-    slot = block.slot(i, tile)
-    pl.when(i * plan.tiles + tile >= plan.stages)(lambda: plgpu.barrier_wait(block.free.at[slot]))
-    arrays = (block.qkv, block.q_rows), ([block.do_array], block.do_rows)
-    self._load_tile(i, tile, arrays, slot, block.loaded)
+    slot, (unit, tile) = step % plan.stages, divmod(step, plan.tiles)
+    i = unit // plan.parts
+    pl.when(step >= plan.stages)(lambda: plgpu.barrier_wait(block.free.at[slot]))
+    self._load_tile(block.qkv, block.q_rows, i, tile, slot, block.loaded.at[slot])
+    self._load_tile([block.do_array], block.do_rows, i, tile, slot, block.loaded.at[slot])
+    if plan.parts > 1:
+      block.if_part(unit, 0, lambda: self.load_o(i, tile))
 
-  def load_o(self, step):
+  def load_o(self, i, tile):
     """Starts to load a tile of o, if there is one; its buffer is free."""
-    block, (i, tile) = self.block, divmod(step, self.plan.tiles)
-    arrays = (([block.o_array], block.o_rows),)
-    self._load_tile(i, tile, arrays, step % O_STAGES, block.o_loaded)
+    block, (barrier, slot) = self.block, self.o_slots(i, tile)
+    barrier = block.o_loaded.at[barrier]
+    self._load_tile([block.o_array], block.o_rows, i, tile, slot, barrier)
 
-  def _load_tile(self, i, tile, arrays, slot, barrier):
+  def o_slots(self, i, tile):
+    """Of a tile of o: its barrier's, and its own."""
+    plan = self.plan
+    barrier = (i * plan.tiles + tile) % plan.o_stages
+    return barrier, 2 * self.block.kept(i, tile) if plan.parts > 1 else barrier
+
+  def _load_tile(self, array, buffers, i, tile, slot, barrier):
     block = self.block
 
     @pl.when(i < block.items)
     def _():
-      for array, buffers in arrays:
-        for n in self.plan.blocks:
-          rows = block.head(array, 0, block.item(i), pl.ds(tile * TILE, TILE), n)
-          plgpu.copy_gmem_to_smem(rows, buffers[n].at[slot], barrier.at[slot])
+      for n in self.plan.blocks:
+        rows = block.head(array, 0, block.item(i), pl.ds(tile * TILE, TILE), n)
+        plgpu.copy_gmem_to_smem(rows, buffers[n].at[slot], barrier)
 
   def load_keys(self, unit):
     """Starts to load the keys and values of a unit, if there is one."""

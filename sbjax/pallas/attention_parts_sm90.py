@@ -26,21 +26,9 @@ def zeros(shape, dtype):
   return plgpu.layout_cast(jnp.zeros(shape, dtype), plgpu.Layout.WGMMA)
 
 
-def load_if(condition, refs):
-  """Tiles in registers, of zeros unless the condition holds."""
-  return lax.cond(
-    condition,
-    lambda: [load(ref) for ref in refs],
-    lambda: [zeros(ref.shape, ref.dtype) for ref in refs],
-  )
-
-
-def store(ref, values):
-  """Stores in global memory, a few bytes a thread, which JAX 0.12 must be told to allow."""
-  if hasattr(plgpu, "store"):
-    plgpu.store(ref, values, optimized=False)  # pyright: ignore[reportAttributeAccessIssue]
-  else:
-    ref[...] = values
+def load_if(condition, ref):
+  """A tile in registers, of zeros unless the condition holds."""
+  return lax.cond(condition, lambda: load(ref), lambda: zeros(ref.shape, ref.dtype))
 
 
 def varying(step):
@@ -88,17 +76,18 @@ def _swizzle(columns, dtype):
   return plgpu.SwizzleTransform(columns * jnp.dtype(dtype).itemsize)
 
 
-def tiled(buffers, rows, columns, dtype):
+def tiled(buffers, rows, columns, dtype, *others):
   """Shared memory of 16, 32 or 64 columns under two names: for wgmma and for TMA.
 
   wgmma's is tiled. TMA's is not, since it clips whole rows to an array, of which 8 need not divide
-  the tokens. With one tile a row, both lay the same bytes out.
+  the tokens. With one tile a row, both lay the same bytes out. `others` are further names, which
+  come first.
   """
   shape = (buffers, rows, columns) if buffers else (rows, columns)
   for_tma = plgpu.SMEM(shape, dtype, transforms=(_swizzle(columns, dtype),))
-  return plgpu.RefUnion(swizzled(shape, columns, dtype), for_tma)
+  return plgpu.RefUnion(*others, swizzled(shape, columns, dtype), for_tma)
 
 
-def both(smem):
-  """Two tuples of the two names of each block."""
+def by_name(smem):
+  """A tuple of the blocks for each of their names."""
   return tuple(zip(*smem, strict=True))

@@ -4,9 +4,9 @@ The kernel is persistent: one thread block runs on each SM and takes one head of
 another. Its keys and values stay in shared memory, and a ring of tiles of 64 queries passes by.
 Each of the five products is computed once, by two compute warpgroups. A third one loads ahead.
 
-Each array is read and written once, where registers hold the gradients of all keys and values: with
-heads of 64, or up to 129 tokens. Otherwise keys come in parts of 128, for which a head's queries
-stay in shared memory, and the sums of dQ pass through global memory.
+Registers hold the gradients of all keys and values with heads of 64, or up to 129 tokens. Otherwise
+keys come in parts of 128: a head's queries pass by once for each, and the sums of dQ stay in shared
+memory.
 
 Heads that are not 64 wide have two blocks of columns, since wgmma reads at most 128 bytes of a row.
 """
@@ -60,13 +60,9 @@ def attention_backward(
   config = config or default_config(tokens, head_dim)
   plan = Plan(batch, tokens, heads, head_dim, qkv[0].dtype, causal, config)
   blocks = min(batch * heads, num_sms or devices.num_sms(devices.target()) or 132)
-  out_type = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in qkv]
-  if plan.parts > 1:
-    of_dq = blocks, plan.tiles * TILE, sum(plan.widths)
-    out_type.append(jax.ShapeDtypeStruct(of_dq, jnp.float32))
   kernel = plgpu.kernel(
     functools.partial(_kernel, plan=plan),
-    out_type=out_type,
+    out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in qkv],
     grid=(blocks,),
     grid_names=("sm",),
     num_threads=COMPUTE_WARPGROUPS + 1,
@@ -80,11 +76,11 @@ def attention_backward(
     interpret=interpret,
   )
   results = kernel(*qkv, o[:, :, None], do[:, :, None], jnp.pad(lse.reshape(-1), (0, TILE)))
-  return tuple(results[: len(qkv)])
+  return tuple(results)
 
 
 def _kernel(*refs, plan: Plan):
-  """Makes the gradients of qkv; `refs` are qkv, o, do and lse, the gradients, and sums of dq."""
+  """Makes the gradients of qkv; `refs` are qkv, o, do and lse, and the gradients."""
 
   @functools.partial(pl.run_scoped, **plan.shared_memory(), collective_axes="warpgroup")
   def _(**shared):
