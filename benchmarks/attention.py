@@ -48,11 +48,13 @@ def main() -> None:
   parser.add_argument("--out", default="benchmarks/results/attention.jsonl")
   parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
   parser.add_argument("--tune", action="store_true")
-  parser.add_argument("--lengths", action="store_true", help="LENGTHS instead, without PyTorch")
+  parser.add_argument(
+    "--lengths", nargs="*", type=int, help="these or LENGTHS instead, without PyTorch"
+  )
   parser.add_argument("--head_dims", nargs="+", type=int, default=HEAD_DIMS, help="of --lengths")
   args = parser.parse_args()
-  if args.lengths:
-    for head_dim, length in itertools.product(args.head_dims, LENGTHS):
+  if args.lengths is not None:
+    for head_dim, length in itertools.product(args.head_dims, args.lengths or LENGTHS):
       name, case = f"{length} tokens, {head_dim}", (65_536 // length, length, 16, head_dim, False)
       row = {"benchmark": "attention_lengths", "case": name} | measure(*case, check=False)
       print(name, row["milliseconds"], flush=True)

@@ -53,11 +53,11 @@ def main() -> None:
   write("open_clip", steps_report.open_clip_table(open_clip))
   write("speeds", table(matmul, matmuls_elsewhere, raced, quantize, linear))
   attention, elsewhere = by_chip(last(read("attention"), "chip", "case"))
-  lengths, _ = by_chip(last(read("attention_lengths"), "chip", "case"))
   write("attention", attention_report.table(attention))
-  on_h100 = [row for row in elsewhere if row["chip"].startswith("NVIDIA H100")]
-  write("attention_h100", attention_report.table(on_h100))
+  write("attention_h100", attention_report.table(of_h100(elsewhere)))
+  lengths, elsewhere = by_chip(last(read("attention_lengths"), "chip", "case"))
   write("attention_lengths", attention_report.lengths_table(lengths))
+  write("attention_lengths_h100", attention_report.lengths_table(of_h100(elsewhere)))
   serving = [row for row in read("serving") if row["benchmark"] == "serving speed"]
   serving, _ = by_chip(last(serving, "chip", "size", "batch_size"))
   write("serving", serving_table(serving), DOCS / "embedding.md")
@@ -85,6 +85,10 @@ def write(name: str, lines: list[str], page: Path = PERFORMANCE) -> None:
 def has_triton(row) -> bool:
   """Whether a line has XLA's Triton kernel; few do. Older lines, with a note, do not count."""
   return "xla_int8_triton" in row["tops"] and "note" not in row
+
+
+def of_h100(rows) -> list[dict]:
+  return [row for row in rows if row["chip"].startswith("NVIDIA H100")]
 
 
 def by_chip(rows) -> tuple[list[dict], list[dict]]:

@@ -95,10 +95,13 @@ def fastest_backend(dtype, length: int, head_dim: int) -> str:
 
 
 def _kernels_win(dtype, length: int, head_dim: int) -> bool:
-  """Whether a forward and backward pass is faster than cuDNN's: benchmarks/attention.py on H200."""
+  """Whether a forward and backward pass is faster than cuDNN's, by benchmarks/attention.py."""
   if compute_capability(target()) != 90 or dtype not in (jnp.bfloat16, jnp.float16):
     return False
-  return head_dim in HEAD_DIMS and length <= (512 if head_dim <= 80 else 80)
+  if (length, head_dim) == (129, 104):  # bigG's image tower with half of its patches.
+    return True
+  longest = 512 if head_dim <= 80 else 129 if head_dim <= 96 else 80
+  return head_dim in HEAD_DIMS and length <= longest
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

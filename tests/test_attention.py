@@ -163,7 +163,11 @@ def test_wrong_options_are_named():
   [
     (90, "bfloat16", 257, 64, ("mosaic", "triton", "cudnn")),
     (90, "float16", 512, 80, ("mosaic", "triton", "cudnn")),
+    (90, "bfloat16", 129, 96, ("mosaic", "triton", "cudnn")),
+    (90, "bfloat16", 129, 104, ("mosaic", "triton", "cudnn")),
     (90, "bfloat16", 80, 128, ("mosaic", "triton", "cudnn")),
+    (90, "bfloat16", 130, 88, ("cudnn",)),
+    (90, "bfloat16", 99, 104, ("cudnn",)),
     (90, "bfloat16", 513, 64, ("cudnn",)),
     (90, "bfloat16", 257, 104, ("cudnn",)),
     (90, "bfloat16", 77, 72, ("cudnn",)),

@@ -33,7 +33,7 @@ class MemoryWarpgroup:
     plgpu.set_max_registers(plan.config.memory_registers, action="decrease")
     self.load_keys(jnp.int32(0))
     for step in range(O_STAGES * (plan.parts == 1)):
-      self.load_o(*divmod(jnp.int32(step), plan.tiles))
+      self.load_o(jnp.int32(step))
     for step in range(plan.stages - 1):
       self.load_queries(jnp.int32(step))
     if plan.kv_stages == 2:
@@ -80,7 +80,7 @@ class MemoryWarpgroup:
     block, plan = self.block, self.plan
     step = i * plan.parts * plan.tiles + tile
     slot, kept, kv_slot = step % plan.stages, block.kept(i, tile), i % plan.kv_stages
-    o_barrier, o_slot = self.o_slots(i, tile)
+    o_barrier, o_slot = self.o_slots(i * plan.tiles + tile)
     # TMA would need an address that is a multiple of 16 bytes.
     first = block.item(i) * plan.tokens + tile * TILE
     lse2 = load(block.lse.at[pl.ds(first, TILE)], BY_ROW) * LOG2_E
@@ -104,7 +104,7 @@ class MemoryWarpgroup:
     plgpu.commit_smem()  # All warps have read o, too.
     plgpu.barrier_arrive(block.ready.at[slot])
     if plan.parts == 1:
-      self.load_o(*divmod(step + O_STAGES, plan.tiles))
+      self.load_o(step + O_STAGES)
     if plan.has_tail:
       self.tail_gradients(slot, *accs)
     self.free_queries(step)
@@ -175,31 +175,36 @@ class MemoryWarpgroup:
     slot, (unit, tile) = step % plan.stages, divmod(step, plan.tiles)
     i = unit // plan.parts
     pl.when(step >= plan.stages)(lambda: plgpu.barrier_wait(block.free.at[slot]))
-    self._load_tile(block.qkv, block.q_rows, i, tile, slot, block.loaded.at[slot])
-    self._load_tile([block.do_array], block.do_rows, i, tile, slot, block.loaded.at[slot])
+    arrays = (block.qkv, block.q_rows), ([block.do_array], block.do_rows)
+    self._load_tile(i, tile, arrays, slot, block.loaded.at[slot])
     if plan.parts > 1:
-      block.if_part(unit, 0, lambda: self.load_o(i, tile))
+      block.if_part(unit, 0, lambda: self.load_o(i * plan.tiles + tile))
 
-  def load_o(self, i, tile):
-    """Starts to load a tile of o, if there is one; its buffer is free."""
-    block, (barrier, slot) = self.block, self.o_slots(i, tile)
-    barrier = block.o_loaded.at[barrier]
-    self._load_tile([block.o_array], block.o_rows, i, tile, slot, barrier)
+  def load_o(self, step):
+    """Starts to load a tile of o, if there is one; its buffer is free. Parts count as one."""
+    block, (i, tile), (barrier, slot) = (
+      self.block,
+      divmod(step, self.plan.tiles),
+      self.o_slots(step),
+    )
+    arrays = (([block.o_array], block.o_rows),)
+    self._load_tile(i, tile, arrays, slot, block.o_loaded.at[barrier])
 
-  def o_slots(self, i, tile):
+  def o_slots(self, step):
     """Of a tile of o: its barrier's, and its own."""
     plan = self.plan
-    barrier = (i * plan.tiles + tile) % plan.o_stages
-    return barrier, 2 * self.block.kept(i, tile) if plan.parts > 1 else barrier
+    barrier = step % plan.o_stages
+    return barrier, 2 * (step % plan.kept) if plan.parts > 1 else barrier
 
-  def _load_tile(self, array, buffers, i, tile, slot, barrier):
+  def _load_tile(self, i, tile, arrays, slot, barrier):
     block = self.block
 
     @pl.when(i < block.items)
     def _():
-      for n in self.plan.blocks:
-        rows = block.head(array, 0, block.item(i), pl.ds(tile * TILE, TILE), n)
-        plgpu.copy_gmem_to_smem(rows, buffers[n].at[slot], barrier)
+      for array, buffers in arrays:
+        for n in self.plan.blocks:
+          rows = block.head(array, 0, block.item(i), pl.ds(tile * TILE, TILE), n)
+          plgpu.copy_gmem_to_smem(rows, buffers[n].at[slot], barrier)
 
   def load_keys(self, unit):
     """Starts to load the keys and values of a unit, if there is one."""
