@@ -101,7 +101,7 @@ def _run_scoped(interpreter, native, eqn, token, get_invals):
 
 
 def _resolve_ref(aval, key, transforms):
-  """The interpreter has a buffer for each name of a RefUnion; here names of like arrays share one."""
+  """The interpreter has a buffer for each name of a RefUnion; here like names share one."""
   from jax._src.pallas.mosaic_gpu.interpret import jaxpr_interpret
 
   if not isinstance(aval, jaxpr_interpret.mosaic_gpu_core.AbstractRefUnion):
