@@ -96,6 +96,9 @@ def test_gradients_are_near_the_definition_s(sm90, tokens, packed, causal, dtype
         (129, 128, False, False, {}),
         (99, 88, True, True, {"kv_stages": 2}),
         (197, 80, False, True, {}),
+        # Four places for three tiles, and five.
+        (145, 80, True, False, {}),
+        (145, 72, False, True, {"stages": 3}),
       ],
     ),
   ],

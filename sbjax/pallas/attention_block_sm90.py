@@ -216,10 +216,9 @@ class Block:
     self.o_array, self.do_array, self.lse = refs[arrays : arrays + 3]
     self.dq_sums = ()
     if plan.parts > 1:
-      self.dq_sums, *o = by_name(shared.pop("sums_o_dq"))
+      self.dq_sums, *o = by_name(shared.pop("sums_o_dq"), 3)
       (self.o, self.o_rows), (self.dq, self.dq_rows) = o, o
-    copies = shared.pop("ds_copies")
-    self.ds_copies, self.outs, self.outs_rows = by_name(copies) if copies else ((), (), ())
+    self.ds_copies, self.outs, self.outs_rows = by_name(shared.pop("ds_copies"), 3)
     for name in {"q", "do", "o", "k", "v", "dq", "tail_kv", "tail_out"} & shared.keys():
       tiles, rows = by_name(shared.pop(name))
       setattr(self, name, tiles)

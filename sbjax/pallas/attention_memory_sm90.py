@@ -181,12 +181,9 @@ class MemoryWarpgroup:
       block.if_part(unit, 0, lambda: self.load_o(i * plan.tiles + tile))
 
   def load_o(self, step):
-    """Starts to load a tile of o, if there is one; its buffer is free. Parts count as one."""
-    block, (i, tile), (barrier, slot) = (
-      self.block,
-      divmod(step, self.plan.tiles),
-      self.o_slots(step),
-    )
+    """Starts to load a tile of o, if there is one; its buffer is free. Parts do not count."""
+    block, (i, tile) = self.block, divmod(step, self.plan.tiles)
+    barrier, slot = self.o_slots(step)
     arrays = (([block.o_array], block.o_rows),)
     self._load_tile(i, tile, arrays, slot, block.o_loaded.at[barrier])
 

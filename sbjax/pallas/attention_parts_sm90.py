@@ -88,6 +88,6 @@ def tiled(buffers, rows, columns, dtype, *others):
   return plgpu.RefUnion(*others, swizzled(shape, columns, dtype), for_tma)
 
 
-def by_name(smem):
+def by_name(blocks, names: int = 2) -> list[tuple[Any, ...]]:
   """A tuple of the blocks for each of their names."""
-  return tuple(zip(*smem, strict=True))
+  return [tuple(block[name] for block in blocks) for name in range(names)]
