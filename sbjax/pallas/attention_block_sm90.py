@@ -250,9 +250,13 @@ class Block:
     columns = pl.ds(first if first + width <= plan.head_dim else item * 0 + first, width)
     return array.at[item // plan.heads, rows, index, item % plan.heads, columns]
 
-  def kept(self, i, tile):
-    """Where the numbers of a tile of queries are."""
-    return (i * self.plan.tiles + tile) % self.plan.kept
+  def kept(self, step):
+    """Where the numbers of a tile of queries are; parts of the keys do not count as steps."""
+    return step % self.plan.kept
+
+  def in_sums(self, step):
+    """Where a tile of o or dQ is, if it takes the place of the sums, which have twice the bytes."""
+    return 2 * self.kept(step)
 
   def if_part(self, unit, part, function):
     parts = self.plan.parts

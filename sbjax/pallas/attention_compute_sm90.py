@@ -80,8 +80,9 @@ class ComputeWarpgroup:
     kv_slot = unit % plan.kv_stages + varying(step)
     return step % plan.stages, step % plan.config.ds_buffers, kv_slot
 
-  def kept(self, unit, tile):
-    return self.block.kept(unit // self.plan.parts, tile)
+  def step_of_head(self, unit, tile):
+    """The tile's step, of which all parts of the keys have the same."""
+    return unit // self.plan.parts * self.plan.tiles + tile
 
   def gradients(self, unit, tile, dk_accs, dv_accs, queries):
     """Adds the tile's first queries to the gradients of k and v, and stores its dS."""
@@ -105,7 +106,7 @@ class ComputeWarpgroup:
     """The probabilities and dS of the warpgroup's n-th tile of keys, [TILE, TILE]."""
     block, plan = self.block, self.plan
     slot, _, kv_slot = self.slots(unit, tile)
-    kept = self.kept(unit, tile)
+    kept = block.kept(self.step_of_head(unit, tile))
     rows = pl.ds(self.first_key + n * TILE, TILE)
 
     def product(acc, left, right):
@@ -157,9 +158,10 @@ class ComputeWarpgroup:
   def query_gradient(self, unit, tile):
     """Stores the gradient of the tile's queries, or its sum so far."""
     block, plan = self.block, self.plan
-    part, kept = unit % plan.parts, self.kept(unit, tile)
+    part, step = unit % plan.parts, self.step_of_head(unit, tile)
     _, ds_slot, kv_slot = self.slots(unit, tile)
-    dq_slot = (2 * kept if plan.parts > 1 else block.warpgroup) + varying(tile)
+    kept = block.kept(step)
+    dq_slot = (block.in_sums(step) if plan.parts > 1 else block.warpgroup) + varying(tile)
     is_first = 1.0 if plan.parts == 1 else jnp.where(part == 0, 1.0, 0.0)
     plgpu.barrier_wait(block.ds_ready.at[block.warpgroup])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -32,7 +32,7 @@ class MemoryWarpgroup:
     block, plan = self.block, self.plan
     plgpu.set_max_registers(plan.config.memory_registers, action="decrease")
     self.load_keys(jnp.int32(0))
-    for step in range(O_STAGES * (plan.parts == 1)):
+    for step in range(O_STAGES if plan.parts == 1 else 0):
       self.load_o(jnp.int32(step))
     for step in range(plan.stages - 1):
       self.load_queries(jnp.int32(step))
@@ -66,21 +66,31 @@ class MemoryWarpgroup:
     if plan.has_tail:
       plgpu.barrier_arrive(block.kv_free.at[kv_slot])
       self.store_tail(i, *accs)
-    for unit in (i * plan.parts + part for part in range(1, plan.parts)):
-      self.load_keys(unit)
-      if plan.has_tail:
-        plgpu.barrier_wait(block.kv_loaded.at[0])
-        plgpu.barrier_arrive(block.kv_free.at[0])
-      pl.loop(0, plan.tiles)(lambda tile, unit=unit: self.queries_again(unit * plan.tiles + tile))
+    for part in range(1, plan.parts):
+      self.another_part(i * plan.parts + part)
     if plan.kv_stages == 1:
       self.load_keys((i + 1) * plan.parts)
+
+  def another_part(self, unit):
+    """Serves a further part of a head's keys: the queries pass by again, the tail does not."""
+    block, plan = self.block, self.plan
+    self.load_keys(unit)
+    if plan.has_tail:
+      plgpu.barrier_wait(block.kv_loaded.at[0])
+      plgpu.barrier_arrive(block.kv_free.at[0])
+
+    @pl.loop(0, plan.tiles)
+    def _(tile):
+      step = unit * plan.tiles + tile
+      plgpu.barrier_wait(block.loaded.at[step % plan.stages])
+      self.free_queries(step)
 
   def queries(self, i, tile, *accs):
     """Makes what all keys need of a tile of queries, and the tail key's gradients of it."""
     block, plan = self.block, self.plan
-    step = i * plan.parts * plan.tiles + tile
-    slot, kept, kv_slot = step % plan.stages, block.kept(i, tile), i % plan.kv_stages
-    o_barrier, o_slot = self.o_slots(i * plan.tiles + tile)
+    step, step_of_head = i * plan.parts * plan.tiles + tile, i * plan.tiles + tile
+    slot, kept, kv_slot = step % plan.stages, block.kept(step_of_head), i % plan.kv_stages
+    o_barrier, o_slot = self.o_slots(step_of_head)
     # TMA would need an address that is a multiple of 16 bytes.
     first = block.item(i) * plan.tokens + tile * TILE
     lse2 = load(block.lse.at[pl.ds(first, TILE)], BY_ROW) * LOG2_E
@@ -107,11 +117,6 @@ class MemoryWarpgroup:
       self.load_o(step + O_STAGES)
     if plan.has_tail:
       self.tail_gradients(slot, *accs)
-    self.free_queries(step)
-
-  def queries_again(self, step):
-    """Serves another part of the keys."""
-    plgpu.barrier_wait(self.block.loaded.at[step % self.plan.stages])
     self.free_queries(step)
 
   def free_queries(self, step):
@@ -189,9 +194,8 @@ class MemoryWarpgroup:
 
   def o_slots(self, step):
     """Of a tile of o: its barrier's, and its own."""
-    plan = self.plan
-    barrier = step % plan.o_stages
-    return barrier, 2 * (step % plan.kept) if plan.parts > 1 else barrier
+    barrier = step % self.plan.o_stages
+    return barrier, self.block.in_sums(step) if self.plan.parts > 1 else barrier
 
   def _load_tile(self, i, tile, arrays, slot, barrier):
     block = self.block
