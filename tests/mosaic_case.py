@@ -112,15 +112,11 @@ def _resolve_ref(aval, key, transforms):
   return key[arrays.index(arrays[slot])], tuple(transforms[1:])
 
 
-def _check(self, base, is_write, thread, clock, key, access, source_info=None):
-  base(self, thread, clock, key, access.range, source_info)
-  _check_union(self, thread, clock, key, access, is_write, source_info)
-
-
-def _check_union(self, thread, clock, key, access, is_write, source_info):
+def _check(self, native, is_write, thread, clock, key, access, source_info=None):
   """The interpreter compares accesses by different names as if each took the whole memory."""
   from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
+  native(self, thread, clock, key, access.range, source_info)
   with self.lock:
     union, _ = self.ref_union_members.get(key, (None, None))
   if union is None:
@@ -137,7 +133,7 @@ def _check_union(self, thread, clock, key, access, is_write, source_info):
     if not other_clock.ordered(clock):
       with self.lock:
         self.races_found = True
-      print("race", thread, key, found, source_info, "and", other_thread, other_key, other)
+      raise RuntimeError(f"{thread}, {key}, bytes {found} and {other_thread}, {other_key}, {other}")
 
 
 def _first_and_last_byte(indices, shape, dtype):
