@@ -124,13 +124,19 @@ class Plan:
     return self.config.stages
 
   @property
-  def kept(self) -> int:
-    """Tiles of queries of which numbers stay in shared memory, for all parts of the keys.
+  def dq_lag(self) -> int:
+    """How many tiles later a tile's dQ is computed, so that the other warpgroup's dS is there."""
+    return self.config.ds_buffers - 1
 
-    If there are parts, a tile's place is first o's, then the sums' of dQ, and then dQ's. With two
-    more places than stages, dQ has left when the next o comes.
+  @property
+  def kept(self) -> int:
+    """Tiles of queries of which numbers stay in shared memory.
+
+    dQ reads them when its tile of queries is free already. If keys have parts, all of a head's
+    stay, and a tile's place is first o's, then the sums' of dQ, and then dQ's: it has left when
+    the next o comes, since its warpgroup has then stored another one, two tiles later.
     """
-    return max(self.tiles, self.stages + 2) if self.parts > 1 else self.stages
+    return max(self.tiles if self.parts > 1 else 0, self.stages + self.dq_lag + 3)
 
   @property
   def o_stages(self) -> int:

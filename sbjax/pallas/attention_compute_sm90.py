@@ -54,15 +54,16 @@ class ComputeWarpgroup:
     def tile_of_queries(tile, queries):
       self.gradients(unit, tile, dk_accs, dv_accs, queries)
       plgpu.commit_smem()
-      owner = self.owner(unit, tile)
-      plgpu.barrier_arrive(block.ds_ready.at[owner])
-      pl.when(owner == block.warpgroup)(lambda: self.query_gradient(unit, tile))
+      plgpu.barrier_arrive(block.ds_ready.at[self.owner(unit, tile)])
       plgpu.barrier_arrive(block.free.at[self.slots(unit, tile)[0]])
+      self.query_gradient_if_own(unit, tile - plan.dq_lag)
 
     has_short_tile = plan.last_queries < TILE
     pl.loop(0, plan.tiles - has_short_tile)(lambda tile: tile_of_queries(tile, TILE))
     if has_short_tile:
       tile_of_queries(plan.tiles - 1 + varying(unit), plan.last_queries)
+    for n in range(plan.dq_lag, 0, -1):
+      self.query_gradient_if_own(unit, plan.tiles - n + varying(unit))
 
     plgpu.barrier_arrive(block.kv_free.at[unit % plan.kv_stages])
     for n in range(plan.config.ds_buffers, 0, -1):
@@ -155,6 +156,10 @@ class ComputeWarpgroup:
       # The stores of the previous unit's gradients have left the buffers.
       pl.when(tile < buffers)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
 
+  def query_gradient_if_own(self, unit, tile):
+    is_own = (tile >= 0) & (self.owner(unit, tile) == self.block.warpgroup)
+    pl.when(is_own)(lambda: self.query_gradient(unit, tile))
+
   def query_gradient(self, unit, tile):
     """Stores the gradient of the tile's queries, or its sum so far."""
     block, plan = self.block, self.plan
@@ -225,7 +230,8 @@ class ComputeWarpgroup:
       return [ref[0].at[slot, rows] for ref in (block.outs, block.outs_rows)]
 
     for m, (which, accs, factor) in enumerate(((2, dv_accs, 1.0), (1, dk_accs, plan.scale))):
-      if m >= ds_buffers or not plan.stages_in_ds:
+      # dS's first buffer needs no wait; with it, the compiler's order of L/14 is 6 % faster.
+      if m in (0, ds_buffers) or not plan.stages_in_ds:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
       for n, blocks in enumerate(accs):
         for b, acc in enumerate(blocks):
