@@ -65,28 +65,28 @@ def _wgmma(interpreter, native, eqn, token, get_invals):
     eqn.invars[2].aval, b, jax.tree.unflatten(eqn.params["b_transforms_tree"], leaves)
   )
   where = {"mesh_location": interpreter.mesh_location, "thread": interpreter.thread}
-  columns = eqn.invars[0].aval.shape[1]
-  token, b = gpu_callbacks.call_get(
-    token=token,
-    result_shape_and_dtype=jax.ShapeDtypeStruct((a.shape[1], columns), a.dtype),
-    allocation_key_as_array=b,
-    transforms=transforms,
-    source_info=eqn.source_info,
-    **where,
-  )
-  add = functools.partial(_add_product, source_info=eqn.source_info)
+  multiply = functools.partial(_multiply, source_info=eqn.source_info)
   struct = gpu_callbacks.TOKEN_SHAPE_DTYPE
-  return callback.io_callback(add, struct, token=token, acc=acc, a=a, b=b, **where), []
+  token = callback.io_callback(
+    multiply, struct, token=token, acc=acc, a=a, b=b, transforms=transforms, **where
+  )
+  return token, []
 
 
 @_quiet
-def _add_product(*, token, mesh_location, thread, acc, a, b, source_info):
+def _multiply(*, token, mesh_location, thread, acc, a, b, transforms, source_info):
   from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
   memory = gpu_callbacks._get_shared_memory()
+  info = gpu_callbacks.memory.GPULoggingInfo(mesh_location, thread, source_info)
+  key = gpu_callbacks.HostAllocationKey.from_array(b)
+  transforms = jax.tree.map(int, gpu_callbacks._remove_noop_transforms(transforms))
+  at = memory.access(key, transforms)
+  b, _, clock = memory.get_buffer_content(key, at, thread, logging_info=info)
+  # wgmma reads as TMA does: what other instructions wrote must have been committed.
+  gpu_callbacks.get_races().check_read(thread, clock.async_smem_clock, key, at, source_info)
   key = gpu_callbacks.HostAllocationKey.from_array(acc)
   at = memory.access(key, ())
-  info = gpu_callbacks.memory.GPULoggingInfo(mesh_location, thread, source_info)
   total, _, _ = memory.get_buffer_content(key, at, thread, logging_info=info)
   total = total + np.matmul(np.asarray(a), np.asarray(b), dtype=total.dtype)
   memory.store_buffer_content(key, at, total, thread, logging_info=info)
