@@ -30,6 +30,8 @@ def main() -> None:
       results = matmuls(ops, dtype), row_operations(ops, dtype), tile_configs(name, dtype)
       jax.block_until_ready(results)
     jax.block_until_ready((attentions(ops), adam_step(ops)))
+    if name == "mosaic":
+      jax.block_until_ready(several_heads())
     print(f"{name}: ran")
 
 
@@ -87,6 +89,22 @@ def attentions(ops: Backend):
     options = {"causal": bool(padding), "length": length}
     o, lse = ops.attention_forward(qkv, **options)
     results.append(ops.attention_backward(o, lse, o, qkv, **options))
+  return results
+
+
+def several_heads():
+  """Runs Hopper's attention with several heads a thread block, one in another's place."""
+  from sbjax.pallas import attention_sm90
+
+  shapes = (77, 64), (129, 64), (197, 64), (257, 64), (129, 80), (257, 80)
+  wide = (145, 88), (257, 104), (99, 128)
+  results = []
+  for length, head_dim in shapes + wide:
+    key = jax.random.key(length + head_dim)
+    qkv = jax.random.normal(key, (1, length, 3, 5, head_dim), jnp.bfloat16)
+    options = {"causal": False, "length": length, "num_sms": 2}
+    o, lse = attention_sm90.attention_forward(qkv, **options)
+    results.append(attention_sm90.attention_backward(o, lse, o, qkv, **options))
   return results
 
 

@@ -41,10 +41,10 @@ def attention(
     length: the number of tokens before the padding; None: L. No token attends to padding, and
       padding gets no gradient. Its outputs are undefined.
     backend: "xla" computes in float32. "cudnn" takes 16 bits, and D up to 128. "triton" takes 16
-      bits, and D in `sbjax.attention_ops.HEAD_DIMS`. "mosaic" (H100, H200) is "triton" with another
-      backward pass without padding: of 65 to 257 tokens for D of 64 and 80, and up to 129 for
-      larger D. None: "mosaic", else "triton", where benchmarks/attention.py shows that they are
-      faster; else cuDNN where it runs, else XLA.
+      bits, and D in `sbjax.attention_ops.HEAD_DIMS`. "mosaic" (H100, H200) is "triton", but has
+      kernels of its own for 65 to 257 tokens without padding, and D from 64 on. None: "mosaic",
+      else "triton", where benchmarks/attention.py shows that they are faster; else cuDNN where it
+      runs, else XLA.
       On an NVIDIA GPU the number of tokens must then be one that `length_for` returns.
 
   Returns:

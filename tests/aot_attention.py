@@ -1,4 +1,4 @@
-"""Compiles attention's backward pass for an absent H200: python -m tests.aot_attention DIR
+"""Compiles attention for an absent H200: python -m tests.aot_attention DIR
 
 Prints what ptxas reports of each case, as JSON. DIR gets the PTX and the reports.
 """
@@ -17,38 +17,50 @@ from jax.sharding import PartitionSpec as P
 from sbjax.pallas import attention_sm90
 from tests import aot
 
-CASES = {  # Tokens, head size, packed, causal, dtype.
+BACKWARD = {  # Tokens, head size, packed, causal, dtype.
   "L/14": (257, 64, True, False, jnp.bfloat16),
   "B/16": (197, 64, False, False, jnp.float16),
   "half": (129, 64, False, True, jnp.bfloat16),
   "H/14": (257, 80, True, False, jnp.bfloat16),
   "H/14, half": (129, 80, False, False, jnp.bfloat16),
+  "bigG/14": (257, 104, True, False, jnp.bfloat16),
+  "96": (257, 96, False, False, jnp.float16),
+  "96, half": (129, 96, True, False, jnp.bfloat16),
   "128, half": (129, 128, False, True, jnp.float16),
+}
+FORWARD = {
+  "B/16 forward": (197, 64, False, False, jnp.float16),
+  "H/14 forward": (257, 80, True, False, jnp.bfloat16),
+  "bigG/14 forward": (257, 104, False, True, jnp.bfloat16),
+  "H/14, half, forward": (129, 80, True, False, jnp.bfloat16),
 }
 
 
 def main(folder: pathlib.Path):
   results = {}
-  for i, (name, case) in enumerate(CASES.items()):
-    targets = _compiled(*case)
-    report = (folder / f"sbjax_attention_backward_{i}.ptxas").read_text()
-    results[name] = {
-      "targets": targets,
-      "spilled": [int(n) for n in re.findall(r"(\d+) bytes spill", report)],
-      "is_serialized": "serialized" in report,
+  for name, case in (BACKWARD | FORWARD).items():
+    before = set(folder.iterdir())
+    results[name] = _compiled(*case, is_forward=name in FORWARD)
+    reports = [p.read_text() for p in set(folder.iterdir()) - before if p.suffix == ".ptxas"]
+    results[name] |= {
+      "kernels": len(reports),
+      "spilled": [int(n) for r in reports for n in re.findall(r"(\d+) bytes spill", r)],
+      "is_serialized": any("serialized" in r for r in reports),
     }
   return results
 
 
-def _compiled(tokens, head_dim, packed, causal, dtype):
-  backward = functools.partial(attention_sm90.attention_backward, causal=causal, length=tokens)
+def _compiled(tokens, head_dim, packed, causal, dtype, is_forward):
   with aot._mesh(90, (1,), ("data",)) as mesh:
     o = aot._argument(mesh, (256, tokens, 16, head_dim), dtype, P())
     lse = aot._argument(mesh, (256, 16, tokens), jnp.float32, P())
     shape = (256, tokens, 3 if packed else 1, 16, head_dim)
     qkv = [aot._argument(mesh, shape, dtype, P())] * (1 if packed else 3)
-    hlo = jax.jit(backward).lower(o, lse, o, *qkv).compile().as_text()
-  return aot._summary(hlo)["targets"]
+    name = f"attention_{'forward' if is_forward else 'backward'}"
+    run = functools.partial(getattr(attention_sm90, name), causal=causal, length=tokens)
+    arguments = qkv if is_forward else [o, lse, o, *qkv]
+    hlo = jax.jit(run).lower(*arguments).compile().as_text()
+  return {"targets": aot._summary(hlo)["targets"], "copies": re.findall(r" copy\(.*", hlo)}
 
 
 if __name__ == "__main__":

@@ -9,9 +9,17 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from sbjax.pallas.attention_parts_sm90 import TILE, by_name, column_blocks, swizzled, tiled
+from sbjax.pallas.attention_parts_sm90 import (
+  COMPUTE_WARPGROUPS,
+  TILE,
+  by_name,
+  column_blocks,
+  fits_tma,
+  head,
+  swizzled,
+  tiled,
+)
 
-COMPUTE_WARPGROUPS = 2
 O_STAGES = 2
 
 
@@ -44,11 +52,12 @@ class Config:
 
 
 def default_config(tokens: int, head_dim: int) -> Config:
-  """The fastest of those tried on an H100."""
+  """The fastest of those tried on an H100.
+
+  Heads from 88 on get as many registers as keep the compiler from serializing products.
+  """
   if head_dim > 96:
     return Config(ds_buffers=1)
-  if head_dim > 80:
-    return Config(memory_registers=88)
   if head_dim > 64:
     return Config(ds_buffers=2 if tokens <= 129 else 1, memory_registers=104)
   if tokens <= 129:
@@ -62,13 +71,13 @@ def has_tail(tokens: int) -> bool:
 
 
 def fits(tokens: int, head_dim: int) -> bool:
-  """Whether the kernel takes such heads: TMA needs rows of whole 16 bytes.
+  """Whether the kernel takes such heads, and is faster than Triton's on an H100.
 
-  A head must have a first block of 64 columns and two tiles of queries. Shared memory and registers
-  set the upper limits.
+  Two passes need registers and shared memory: with 193 to 256 tokens, registers are spilled.
   """
-  most = 257 if head_dim <= 80 else 129
-  return 64 <= head_dim <= 128 and head_dim % 8 == 0 and 65 <= tokens <= most
+  in_one_pass = tokens <= 129 or head_dim <= 80
+  in_two = head_dim <= 112 and (tokens <= 192 or tokens == 257)
+  return fits_tma(tokens, head_dim) and (in_one_pass or in_two)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +105,16 @@ class Plan:
   @functools.cached_property
   def parts(self) -> int:
     return pl.cdiv(self.tokens - self.has_tail, self.keys)
+
+  @property
+  def has_dq(self) -> bool:
+    """Whether the kernel computes dQ, too: shared memory may not hold the sums of several parts."""
+    return self.parts == 1 or self.head_dim <= 80
+
+  @property
+  def has_sums(self) -> bool:
+    """Whether sums of dQ stay in shared memory, for all parts of the keys."""
+    return self.has_dq and self.parts > 1
 
   @property
   def own_keys(self) -> int:
@@ -140,12 +159,12 @@ class Plan:
 
   @property
   def o_stages(self) -> int:
-    return self.stages if self.parts > 1 else O_STAGES
+    return self.stages if self.has_sums else O_STAGES
 
   @property
   def stages_in_ds(self) -> bool:
     """Whether the gradients of keys and values leave by way of dS's buffers, or dQ's."""
-    return self.parts > 1 or len(self.widths) == 1
+    return self.has_sums or len(self.widths) == 1
 
   @property
   def kv_stages(self) -> int:
@@ -155,20 +174,19 @@ class Plan:
   def scale(self) -> float:
     return self.head_dim**-0.5
 
-  def shared_memory(self) -> dict:
-    """Buffers and barriers by name, for `pl.run_scoped`."""
-    widths, dtype, tail, kv_stages = self.widths, self.dtype, self.has_tail, self.kv_stages
-    ds_buffers = self.config.ds_buffers
+  def buffers(self) -> dict:
+    """Shared memory by name, for `pl.run_scoped`."""
+    widths, dtype, kv_stages, ds_buffers = (
+      self.widths, self.dtype, self.kv_stages, self.config.ds_buffers
+    )  # fmt: skip
 
     def of_blocks(buffers, rows):
       return [tiled(buffers, rows, width, dtype) for width in widths]
 
-    def barrier(arrivals, count):
-      return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
-
     def sums_o_dq(width):
       """The sums have 4 bytes, o and dQ have 2: theirs is each second place."""
-      sums = swizzled((self.kept, TILE, width), min(width, 32), jnp.float32)
+      # In tiles of 8 columns, a thread's addresses differ by constants.
+      sums = swizzled((self.kept, TILE, width), 8, jnp.float32)
       return tiled(2 * self.kept, TILE, width, dtype, sums)
 
     def ds_copy(width):
@@ -176,19 +194,21 @@ class Plan:
       copy = swizzled((ds_buffers, self.keys, TILE), width, dtype)
       return tiled(ds_buffers, self.keys * TILE // width, width, dtype, copy)
 
-    if self.parts > 1:
-      o_and_dq = {"sums_o_dq": [sums_o_dq(width) for width in widths]}
+    of_dq: dict[str, Any]
+    if self.has_sums:
+      of_dq = {"sums_o_dq": [sums_o_dq(width) for width in widths]}
     else:
-      o_and_dq = {"o": of_blocks(O_STAGES, TILE), "dq": of_blocks(COMPUTE_WARPGROUPS, TILE)}
+      of_dq = {"o": of_blocks(O_STAGES, TILE), "dq": of_blocks(COMPUTE_WARPGROUPS, TILE)}
+    if self.has_dq:
+      # Pallas multiplies only operands that are swizzled alike: dS is there for each width.
+      of_dq["ds"] = tiled(ds_buffers, self.keys, TILE, dtype)
+      of_dq["ds_copies"] = [ds_copy(width) for width in widths if width < TILE]
     return {
-      **o_and_dq,
+      **of_dq,
       "q": of_blocks(self.stages, TILE),
       "do": of_blocks(self.stages, TILE),
       "k": of_blocks(kv_stages, self.keys),
       "v": of_blocks(kv_stages, self.keys),
-      # Pallas multiplies only operands that are swizzled alike: dS is there for each width.
-      "ds": tiled(ds_buffers, self.keys, TILE, dtype),
-      "ds_copies": [ds_copy(width) for width in widths if width < TILE],
       # Of each query: lse in base 2, delta, and the tail key's dS.
       "of_query": plgpu.SMEM((self.kept, 3, TILE), jnp.float32),
       # The tail key is the first of 8 rows, and so are its probabilities and dS.
@@ -196,15 +216,25 @@ class Plan:
       "tail_p": tiled(0, 8, TILE, dtype),
       "tail_ds": tiled(0, 8, TILE, dtype),
       "tail_out": [tiled(0, 8 if w == TILE else TILE, w, dtype) for w in widths],
-      "loaded": barrier(2 * len(widths), self.stages),
-      "o_loaded": barrier(len(widths), self.o_stages),
-      "ready": barrier(1, self.stages),
-      "free": barrier(COMPUTE_WARPGROUPS + 1, self.stages),
-      "kv_loaded": barrier(2 * len(widths) * (self.keys // TILE + tail), kv_stages),
-      "kv_free": barrier(COMPUTE_WARPGROUPS + tail, kv_stages),
+    }
+
+  def barriers(self) -> dict:
+    """Barriers by name, for `pl.run_scoped`."""
+    copies, tail, kv_stages = len(self.widths), self.has_tail, self.kv_stages
+    arrivals = {
+      "loaded": (2 * copies, self.stages),
+      "o_loaded": (copies, self.o_stages),
+      "ready": (1, self.stages),
+      "free": (COMPUTE_WARPGROUPS + 1, self.stages),
+      "kv_loaded": (2 * copies * (self.keys // TILE + tail), kv_stages),
+      "kv_free": (COMPUTE_WARPGROUPS + tail, kv_stages),
+    }
+    if self.has_dq:
       # Of tiles whose dQ the one or the other warpgroup computes.
-      "ds_ready": barrier(COMPUTE_WARPGROUPS, 2),
-      "ds_free": barrier(1, 2),
+      arrivals |= {"ds_ready": (COMPUTE_WARPGROUPS, 2), "ds_free": (1, 2)}
+    return {
+      name: plgpu.Barrier(num_arrivals=n, num_barriers=count)
+      for name, (n, count) in arrivals.items()
     }
 
 
@@ -216,20 +246,20 @@ class Block:
   """
 
   def __init__(self, plan: Plan, refs, **shared):
-    self.plan = plan
-    arrays = (len(refs) - 3) // 2
-    self.qkv, self.dqkv = refs[:arrays], refs[arrays + 3 :]
-    self.o_array, self.do_array, self.lse = refs[arrays : arrays + 3]
+    self.plan, arrays = plan, (len(refs) - 3) // 2
+    inputs, outputs = refs[: arrays + 3], refs[arrays + 3 :]
+    *self.qkv, self.o_array, self.do_array, self.lse = inputs
+    self.dqkv, self.delta = outputs[:arrays], outputs[-1]
     self.dq_sums = ()
-    if plan.parts > 1:
+    if plan.has_sums:
       self.dq_sums, *o = by_name(shared.pop("sums_o_dq"), 3)
       (self.o, self.o_rows), (self.dq, self.dq_rows) = o, o
-    self.ds_copies, self.outs, self.outs_rows = by_name(shared.pop("ds_copies"), 3)
+    self.ds_copies, self.outs, self.outs_rows = by_name(shared.pop("ds_copies", []), 3)
     for name in {"q", "do", "o", "k", "v", "dq", "tail_kv", "tail_out"} & shared.keys():
       tiles, rows = by_name(shared.pop(name))
       setattr(self, name, tiles)
       setattr(self, f"{name}_rows", rows)
-    for name in ("ds", "tail_p", "tail_ds"):
+    for name in {"ds", "tail_p", "tail_ds"} & shared.keys():
       tile, rows = shared.pop(name)
       setattr(self, name, tile)
       setattr(self, f"{name}_rows", rows)
@@ -249,12 +279,7 @@ class Block:
   def head(self, array, which, item, rows, block):
     """Rows and a block of columns of q, k, v or their gradient; of o and do with which = 0."""
     plan = self.plan
-    array, index = (array[0], which) if len(array) == 1 else (array[which], 0)
-    first, width = block * TILE, plan.widths[block]
-    # TMA clips a block that is wider than the rest of a head. Pallas rejects such a slice if it
-    # is constant.
-    columns = pl.ds(first if first + width <= plan.head_dim else item * 0 + first, width)
-    return array.at[item // plan.heads, rows, index, item % plan.heads, columns]
+    return head(array, which, item, rows, block, plan.heads, plan.head_dim, plan.widths)
 
   def kept(self, step):
     """Where the numbers of a tile of queries are; parts of the keys do not count as steps."""

@@ -53,20 +53,25 @@ class ComputeWarpgroup:
 
     def tile_of_queries(tile, queries):
       self.gradients(unit, tile, dk_accs, dv_accs, queries)
-      plgpu.commit_smem()
-      plgpu.barrier_arrive(block.ds_ready.at[self.owner(unit, tile)])
+      if plan.has_dq:
+        if plan.has_tail and plan.parts > 1:
+          ready = block.ready.at[self.slots(unit, tile)[0]]  # Of the tail key's dS.
+          block.if_part(unit, plan.parts - 1, lambda: plgpu.barrier_wait(ready))
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(block.ds_ready.at[self.owner(unit, tile)])
       plgpu.barrier_arrive(block.free.at[self.slots(unit, tile)[0]])
-      self.query_gradient_if_own(unit, tile - plan.dq_lag)
+      if plan.has_dq:
+        self.query_gradient_if_own(unit, tile - plan.dq_lag)
 
     has_short_tile = plan.last_queries < TILE
     pl.loop(0, plan.tiles - has_short_tile)(lambda tile: tile_of_queries(tile, TILE))
     if has_short_tile:
       tile_of_queries(plan.tiles - 1 + varying(unit), plan.last_queries)
-    for n in range(plan.dq_lag, 0, -1):
+    for n in range(plan.dq_lag if plan.has_dq else 0, 0, -1):
       self.query_gradient_if_own(unit, plan.tiles - n + varying(unit))
 
     plgpu.barrier_arrive(block.kv_free.at[unit % plan.kv_stages])
-    for n in range(plan.config.ds_buffers, 0, -1):
+    for n in range(plan.config.ds_buffers if plan.has_dq else 0, 0, -1):
       plgpu.barrier_wait(block.ds_free.at[self.owner(unit, plan.tiles - n)])
     self.key_gradients(unit, dk_accs, dv_accs)
 
@@ -95,10 +100,11 @@ class ComputeWarpgroup:
       p, ds = self.probabilities(unit, tile, n, queries)
       for b in plan.blocks:
         plgpu.wgmma(dv_accs[n][b], p, block.do[b].at[slot])
-      if n == 0:
-        self.wait_for_ds_buffer(unit, tile)
-      for ref in (block.ds, *block.ds_copies):
-        ref.at[ds_slot, pl.ds(self.first_key + n * TILE, TILE)][...] = ds
+      if plan.has_dq:
+        if n == 0:
+          self.wait_for_ds_buffer(unit, tile)
+        for ref in (block.ds, *block.ds_copies):
+          ref.at[ds_slot, pl.ds(self.first_key + n * TILE, TILE)][...] = ds
       for b in plan.blocks:
         plgpu.wgmma(dk_accs[n][b], ds, block.q[b].at[slot])
       plgpu.wgmma_wait(0)
@@ -167,7 +173,6 @@ class ComputeWarpgroup:
     _, ds_slot, kv_slot = self.slots(unit, tile)
     kept = block.kept(step)
     dq_slot = (block.in_sums(step) if plan.parts > 1 else block.warpgroup) + varying(tile)
-    is_first = 1.0 if plan.parts == 1 else jnp.where(part == 0, 1.0, 0.0)
     plgpu.barrier_wait(block.ds_ready.at[block.warpgroup])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -181,7 +186,9 @@ class ComputeWarpgroup:
         functools.partial(self.ds_times_keys, n, ds_slot, kv_slot), sums(TILE, width)
       )
       if plan.has_tail:
-        ds = load(block.of_query.at[kept, 2], BY_ROW) * is_first
+        ds = load(block.of_query.at[kept, 2], BY_ROW)
+        if plan.parts > 1:
+          ds = jnp.where(part == plan.parts - 1, ds, 0.0)
         k = load(block.tail_kv_rows[n].at[2 * kv_slot, 0], BY_COLUMN).astype(jnp.float32)
         dq += across(ds, 0, width) * across(k, 1, width)
       if plan.parts > 1:

@@ -19,6 +19,7 @@ from sbjax.pallas.attention_parts_sm90 import (
   in_first_row,
   load,
   sums,
+  varying,
 )
 
 
@@ -32,7 +33,7 @@ class MemoryWarpgroup:
     block, plan = self.block, self.plan
     plgpu.set_max_registers(plan.config.memory_registers, action="decrease")
     self.load_keys(jnp.int32(0))
-    for step in range(O_STAGES if plan.parts == 1 else 0):
+    for step in range(0 if plan.has_sums else O_STAGES):
       self.load_o(jnp.int32(step))
     for step in range(plan.stages - 1):
       self.load_queries(jnp.int32(step))
@@ -41,9 +42,8 @@ class MemoryWarpgroup:
 
     @pl.loop(0, block.items)
     def _(i):
-      # The gradients of 64 columns are transposed: a product has at least 64 rows.
-      accs = [sums(TILE, 8 if width == TILE else width) for width in plan.widths]
-      pl.run_scoped(lambda *accs: self.head(i, *accs), *[accs] * 2 * plan.has_tail)
+      for part in range(plan.parts):
+        self.keys(i, part)
 
     # These load nothing. They wait for the last signals, since a warpgroup must observe each.
     self.load_queries(block.items * plan.parts * plan.tiles + plan.stages - 1)
@@ -52,45 +52,60 @@ class MemoryWarpgroup:
     if plan.has_tail:
       plgpu.wait_smem_to_gmem(0)
 
-  def head(self, i, *accs):
-    """Serves the i-th head; accs are of the tail key's dK and dV."""
+  def keys(self, i, part):
+    """Serves a part of the i-th head's keys, the last of which has the tail."""
     block, plan = self.block, self.plan
-    kv_slot = i % plan.kv_stages
+    unit = i * plan.parts + part
+    kv_slot = unit % plan.kv_stages
+    # The gradients of 64 columns are transposed: a product has at least 64 rows.
+    accs = [sums(TILE, 8 if width == TILE else width) for width in plan.widths]
+    of_tail = plan.has_tail and part == plan.parts - 1
+
+    def all_queries(*accs):
+      # Keys and values are loaded when all warpgroups are about to leave the previous ones.
+      if plan.kv_stages == 2:
+        self.queries(i, part, 0, *accs)
+        pl.when(i > 0)(lambda: self.load_keys(i + 1))
+      pl.loop(plan.kv_stages - 1, plan.tiles)(lambda tile: self.queries(i, part, tile, *accs))
+      if plan.has_tail:
+        plgpu.barrier_arrive(block.kv_free.at[kv_slot])
+      if of_tail:
+        self.store_tail(i, *accs)
+
     if plan.has_tail:
       plgpu.barrier_wait(block.kv_loaded.at[kv_slot])
-    # Keys and values are loaded when all warpgroups are about to leave the previous ones.
-    if plan.kv_stages == 2:
-      self.queries(i, 0, *accs)
-      pl.when(i > 0)(lambda: self.load_keys(i + 1))
-    pl.loop(plan.kv_stages - 1, plan.tiles)(lambda tile: self.queries(i, tile, *accs))
-    if plan.has_tail:
-      plgpu.barrier_arrive(block.kv_free.at[kv_slot])
-      self.store_tail(i, *accs)
-    for part in range(1, plan.parts):
-      self.another_part(i * plan.parts + part)
+    pl.run_scoped(all_queries, *[accs] * 2 * of_tail)
     if plan.kv_stages == 1:
-      self.load_keys((i + 1) * plan.parts)
+      self.load_keys(unit + 1)
 
-  def another_part(self, unit):
-    """Serves a further part of a head's keys: the queries pass by again, the tail does not."""
-    block, plan = self.block, self.plan
-    self.load_keys(unit)
-    if plan.has_tail:
-      plgpu.barrier_wait(block.kv_loaded.at[0])
-      plgpu.barrier_arrive(block.kv_free.at[0])
-
-    @pl.loop(0, plan.tiles)
-    def _(tile):
-      step = unit * plan.tiles + tile
-      plgpu.barrier_wait(block.loaded.at[step % plan.stages])
-      self.free_queries(step)
-
-  def queries(self, i, tile, *accs):
+  def queries(self, i, part, tile, *accs):
     """Makes what all keys need of a tile of queries, and the tail key's gradients of it."""
     block, plan = self.block, self.plan
-    step, step_of_head = i * plan.parts * plan.tiles + tile, i * plan.tiles + tile
-    slot, kept, kv_slot = step % plan.stages, block.kept(step_of_head), i % plan.kv_stages
-    o_barrier, o_slot = self.o_slots(step_of_head)
+    step = (i * plan.parts + part) * plan.tiles + tile
+    slot, kept = step % plan.stages, block.kept(i * plan.tiles + tile)
+    if part == 0:
+      lse2, delta = self.lse_and_delta(i, tile, slot, kept)
+    else:
+      plgpu.barrier_wait(block.loaded.at[slot])
+      lse2, delta = (load(block.of_query.at[kept, n], BY_ROW) for n in range(2))
+    if accs:
+      kv_slot = (i * plan.parts + part) % plan.kv_stages + varying(step)
+      ds = self.tail(slot, kv_slot, tile, lse2, delta)
+      block.of_query.at[kept, 2][...] = ds
+    if part == 0 or accs:
+      plgpu.commit_smem()  # All warps have read o, too.
+    if part == 0 or (accs and plan.has_dq):
+      plgpu.barrier_arrive(block.ready.at[slot])
+    if part == 0 and not plan.has_sums:
+      self.load_o(i * plan.tiles + tile + O_STAGES)
+    if accs:
+      self.tail_gradients(slot, *accs)
+    self.free_queries(step)
+
+  def lse_and_delta(self, i, tile, slot, kept):
+    """Stores lse in base 2, and the sums of o * dO, of a tile of queries."""
+    block, plan = self.block, self.plan
+    o_barrier, o_slot = self.o_slots(i * plan.tiles + tile)
     # TMA would need an address that is a multiple of 16 bytes.
     first = block.item(i) * plan.tokens + tile * TILE
     lse2 = load(block.lse.at[pl.ds(first, TILE)], BY_ROW) * LOG2_E
@@ -109,21 +124,15 @@ class MemoryWarpgroup:
     )
     block.of_query.at[kept, 0][...] = lse2
     block.of_query.at[kept, 1][...] = delta
-    if plan.has_tail:
-      block.of_query.at[kept, 2][...] = self.tail(slot, kv_slot, tile, row, lse2, delta)
-    plgpu.commit_smem()  # All warps have read o, too.
-    plgpu.barrier_arrive(block.ready.at[slot])
-    if plan.parts == 1:
-      self.load_o(step + O_STAGES)
-    if plan.has_tail:
-      self.tail_gradients(slot, *accs)
-    self.free_queries(step)
+    if not plan.has_dq:
+      block.delta.at[block.item(i), pl.ds(tile * TILE, TILE)][...] = delta
+    return lse2, delta
 
   def free_queries(self, step):
     plgpu.barrier_arrive(self.block.free.at[step % self.plan.stages])
     self.load_queries(step + self.plan.stages - 1)
 
-  def tail(self, slot, kv_slot, tile, row, lse2, delta):
+  def tail(self, slot, kv_slot, tile, lse2, delta):
     """Stores the tail key's probabilities and dS in shared memory, and returns dS."""
     block, plan = self.block, self.plan
 
@@ -137,6 +146,7 @@ class MemoryWarpgroup:
     s, dp = pl.run_scoped(products, *[sums(TILE, 8)] * 2)
     p = jnp.exp2(s * (plan.scale * LOG2_E) - lse2)
     if plan.causal:
+      row = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=BY_ROW)
       p = jnp.where(row >= plan.tokens - 1 - tile * TILE, p, 0.0)
     ds = p * (dp - delta)
     block.tail_p_rows.at[0][...] = p.astype(plan.dtype)
@@ -182,7 +192,7 @@ class MemoryWarpgroup:
     pl.when(step >= plan.stages)(lambda: plgpu.barrier_wait(block.free.at[slot]))
     arrays = (block.qkv, block.q_rows), ([block.do_array], block.do_rows)
     self._load_tile(i, tile, arrays, slot, block.loaded.at[slot])
-    if plan.parts > 1:
+    if plan.has_sums:
       block.if_part(unit, 0, lambda: self.load_o(i * plan.tiles + tile))
 
   def load_o(self, step):
@@ -195,7 +205,7 @@ class MemoryWarpgroup:
   def o_slots(self, step):
     """Of a tile of o: its barrier's, and its own."""
     barrier = step % self.plan.o_stages
-    return barrier, self.block.in_sums(step) if self.plan.parts > 1 else barrier
+    return barrier, self.block.in_sums(step) if self.plan.has_sums else barrier
 
   def _load_tile(self, i, tile, arrays, slot, barrier):
     block = self.block

@@ -3,13 +3,34 @@
 import math
 from typing import Any
 
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
 TILE = 64  # Rows of a tile of queries or keys.
 LOG2_E = math.log2(math.e)
+COMPUTE_WARPGROUPS = 2  # Of a thread block, which has one more, for memory.
 BY_ROW, BY_COLUMN = (plgpu.Layout.WGMMA.reduce(axis) for axis in (1, 0))
+
+
+def persistent_kernel(body, out_type, *, name: str, blocks: int, interpret) -> Any:
+  """A kernel whose thread blocks share the heads; operands may be refs, to be written to."""
+  mesh = plgpu.Mesh(
+    grid=(blocks,),
+    grid_names=("sm",),
+    num_threads=COMPUTE_WARPGROUPS + 1,
+    thread_name="warpgroup",
+    kernel_name=name,
+  )
+  params = plgpu.CompilerParams(
+    approx_math=True,
+    unsafe_no_auto_barriers=True,  # `commit_smem` stands where one is needed.
+    lowering_semantics=plgpu.LoweringSemantics.Lane,
+  )
+  return pl.kernel(
+    body, out_type, mesh=mesh, name=name, compiler_params=params, interpret=interpret
+  )
 
 
 def sums(rows, columns):
@@ -54,16 +75,37 @@ def in_first_row(vector):
 
 
 def with_zeros(x):
-  """A tile [TILE, TILE]: the columns of x, then zeros."""
-  if x.shape[1] == TILE:
-    return x
-  return lax.concatenate([x, zeros((TILE, TILE - x.shape[1]), x.dtype)], 1)
+  """The columns of x, then zeros up to a multiple of TILE."""
+  missing = -x.shape[1] % TILE
+  return lax.concatenate([x, zeros((TILE, missing), x.dtype)], 1) if missing else x
+
+
+def fits_tma(tokens: int, head_dim: int) -> bool:
+  """Whether the kernels' blocks suit such heads: rows of whole 16 bytes, and two tiles of them."""
+  return 64 <= head_dim <= 128 and head_dim % 8 == 0 and TILE < tokens <= 4 * TILE + 1
 
 
 def column_blocks(head_dim: int) -> tuple[int, ...]:
   """The widths of blocks of a head's columns: 64, and last 16, 32 or 64, maybe too wide."""
   whole, rest = divmod(head_dim, TILE)
   return (TILE,) * whole + ((next(w for w in (16, 32, TILE) if w >= rest),) if rest else ())
+
+
+def head(arrays, which, item, rows, block, heads, head_dim, widths):
+  """Rows and a block of columns of a head, in global memory.
+
+  Args:
+    arrays: one [B, L, 3, H, D] or three [B, L, 1, H, D], of q, k and v; or one [B, L, 1, H, D].
+    which: 0, 1, 2 for q, k, v.
+    item: the head's number, with those of an example in a row.
+    widths: of blocks of columns.
+  """
+  array, index = (arrays[0], which) if len(arrays) == 1 else (arrays[which], 0)
+  first, width = sum(widths[:block]), widths[block]
+  # TMA clips a block that is wider than the rest of a head. Pallas rejects such a slice if it is
+  # constant.
+  columns = pl.ds(first if first + width <= head_dim else item * 0 + first, width)
+  return array.at[item // heads, rows, index, item % heads, columns]
 
 
 def swizzled(shape, columns, dtype):

@@ -5,8 +5,8 @@ another. Its keys and values stay in shared memory, and a ring of tiles of 64 qu
 Each of the five products is computed once, by two compute warpgroups. A third one loads ahead.
 
 Registers hold the gradients of all keys and values with heads of 64, or up to 129 tokens. Otherwise
-keys come in parts of 128: a head's queries pass by once for each, and the sums of dQ stay in shared
-memory.
+keys come in parts of 128: a head's queries pass by once for each. The sums of dQ stay in shared
+memory, or, where they do not fit, a second kernel makes dQ (`attention_dq_sm90`).
 
 Heads that are not 64 wide have two blocks of columns, since wgmma reads at most 128 bytes of a row.
 """
@@ -15,10 +15,10 @@ import functools
 
 import jax
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from sbjax import device as devices
+from sbjax.pallas import attention_forward_sm90 as forward
 from sbjax.pallas import attention_triton
 from sbjax.pallas.attention_block_sm90 import (
   COMPUTE_WARPGROUPS,
@@ -29,10 +29,23 @@ from sbjax.pallas.attention_block_sm90 import (
   fits,
 )
 from sbjax.pallas.attention_compute_sm90 import ComputeWarpgroup
+from sbjax.pallas.attention_dq_sm90 import with_query_gradient
 from sbjax.pallas.attention_memory_sm90 import MemoryWarpgroup
-from sbjax.pallas.attention_parts_sm90 import TILE
+from sbjax.pallas.attention_parts_sm90 import TILE, persistent_kernel
 
-attention_forward = attention_triton.attention_forward
+
+def attention_forward(
+  *qkv: jax.Array, causal: bool, length: int, **options
+) -> tuple[jax.Array, jax.Array]:
+  """`sbjax.attention_ops.attention_forward`, but for the rounding of sums.
+
+  Padding, and what does not fit (`attention_forward_sm90.fits`), go to Triton. `options` are of
+  `attention_forward_sm90.attention_forward`.
+  """
+  _, tokens, _, _, head_dim = qkv[0].shape
+  if not forward.fits(tokens, head_dim) or length != tokens:
+    return attention_triton.attention_forward(*qkv, causal=causal, length=length)
+  return forward.attention_forward(*qkv, causal=causal, **options)
 
 
 def attention_backward(
@@ -60,29 +73,33 @@ def attention_backward(
   config = config or default_config(tokens, head_dim)
   plan = Plan(batch, tokens, heads, head_dim, qkv[0].dtype, causal, config)
   blocks = min(batch * heads, num_sms or devices.num_sms(devices.target()) or 132)
-  kernel = plgpu.kernel(
+  out_type = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in qkv]
+  if not plan.has_dq:
+    # The sums of o * dO, from this pass to the next.
+    out_type.append(jax.ShapeDtypeStruct((batch * heads, plan.tiles * TILE), jnp.float32))
+  kernel = persistent_kernel(
     functools.partial(_kernel, plan=plan),
-    out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in qkv],
-    grid=(blocks,),
-    grid_names=("sm",),
-    num_threads=COMPUTE_WARPGROUPS + 1,
-    thread_name="warpgroup",
-    kernel_name="sbjax_attention_backward",
-    compiler_params=plgpu.CompilerParams(
-      approx_math=True,
-      unsafe_no_auto_barriers=True,  # `commit_smem` stands where one is needed.
-      lowering_semantics=plgpu.LoweringSemantics.Lane,
-    ),
+    out_type,
+    name="sbjax_attention_backward",
+    blocks=blocks,
     interpret=interpret,
   )
-  results = kernel(*qkv, o[:, :, None], do[:, :, None], jnp.pad(lse.reshape(-1), (0, TILE)))
-  return tuple(results)
+  do, lse = do[:, :, None], jnp.pad(lse.reshape(-1), (0, TILE))
+  results = kernel(*qkv, o[:, :, None], do, lse)
+  if plan.has_dq:
+    return tuple(results)
+  *dqkv, delta = results
+  dq = with_query_gradient(
+    dqkv[0], do, lse, delta, *qkv, causal=causal, blocks=blocks, interpret=interpret
+  )
+  return dq, *dqkv[1:]
 
 
 def _kernel(*refs, plan: Plan):
-  """Makes the gradients of qkv; `refs` are qkv, o, do and lse, and the gradients."""
+  """Makes the gradients of qkv; `refs` are qkv, o, do and lse, the gradients, and delta."""
+  names = plan.buffers() | plan.barriers()
 
-  @functools.partial(pl.run_scoped, **plan.shared_memory(), collective_axes="warpgroup")
+  @functools.partial(pl.run_scoped, **names, collective_axes="warpgroup")
   def _(**shared):
     block = Block(plan, refs, **shared)
     pl.when(block.warpgroup == COMPUTE_WARPGROUPS)(MemoryWarpgroup(block).run)
