@@ -2,20 +2,18 @@
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax import lax
 
+from sbjax.pallas.attention_heads_sm90 import Heads, ThreadBlock
 from sbjax.pallas.attention_parts_sm90 import (
   COMPUTE_WARPGROUPS,
   TILE,
   by_name,
-  column_blocks,
   fits_tma,
-  head,
   swizzled,
   tiled,
 )
@@ -81,15 +79,9 @@ def fits(tokens: int, head_dim: int) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-  """The constants of a kernel."""
+class Plan(Heads):
+  """The constants of a kernel that takes a part of the keys, and tiles of queries."""
 
-  batch: int
-  tokens: int
-  heads: int
-  head_dim: int
-  dtype: jnp.dtype
-  causal: bool
   config: Config
 
   @property
@@ -121,10 +113,6 @@ class Plan:
     return self.keys // COMPUTE_WARPGROUPS
 
   @property
-  def tiles(self) -> int:
-    return pl.cdiv(self.tokens, TILE)
-
-  @property
   def last_queries(self) -> int:
     """That the last tile is computed for: a class token may be its only query."""
     rest = self.tokens - (self.tiles - 1) * TILE
@@ -132,11 +120,8 @@ class Plan:
 
   @functools.cached_property
   def widths(self) -> tuple[int, ...]:
-    return column_blocks(self.head_dim)
-
-  @property
-  def blocks(self) -> range:
-    return range(len(self.widths))
+    whole, rest = divmod(self.head_dim, TILE)
+    return (TILE,) * whole + ((next(w for w in (16, 32, TILE) if w >= rest),) if rest else ())
 
   @property
   def stages(self) -> int:
@@ -170,18 +155,11 @@ class Plan:
   def kv_stages(self) -> int:
     return 1 if self.parts > 1 else self.config.kv_stages
 
-  @property
-  def scale(self) -> float:
-    return self.head_dim**-0.5
-
   def buffers(self) -> dict:
     """Shared memory by name, for `pl.run_scoped`."""
     widths, dtype, kv_stages, ds_buffers = (
       self.widths, self.dtype, self.kv_stages, self.config.ds_buffers
     )  # fmt: skip
-
-    def of_blocks(buffers, rows):
-      return [tiled(buffers, rows, width, dtype) for width in widths]
 
     def sums_o_dq(width):
       """The sums have 4 bytes, o and dQ have 2: theirs is each second place."""
@@ -198,21 +176,21 @@ class Plan:
     if self.has_sums:
       of_dq = {"sums_o_dq": [sums_o_dq(width) for width in widths]}
     else:
-      of_dq = {"o": of_blocks(O_STAGES, TILE), "dq": of_blocks(COMPUTE_WARPGROUPS, TILE)}
+      of_dq = {"o": self.of_blocks(O_STAGES, TILE), "dq": self.of_blocks(COMPUTE_WARPGROUPS, TILE)}
     if self.has_dq:
       # Pallas multiplies only operands that are swizzled alike: dS is there for each width.
       of_dq["ds"] = tiled(ds_buffers, self.keys, TILE, dtype)
       of_dq["ds_copies"] = [ds_copy(width) for width in widths if width < TILE]
     return {
       **of_dq,
-      "q": of_blocks(self.stages, TILE),
-      "do": of_blocks(self.stages, TILE),
-      "k": of_blocks(kv_stages, self.keys),
-      "v": of_blocks(kv_stages, self.keys),
+      "q": self.of_blocks(self.stages, TILE),
+      "do": self.of_blocks(self.stages, TILE),
+      "k": self.of_blocks(kv_stages, self.keys),
+      "v": self.of_blocks(kv_stages, self.keys),
       # Of each query: lse in base 2, delta, and the tail key's dS.
       "of_query": plgpu.SMEM((self.kept, 3, TILE), jnp.float32),
       # The tail key is the first of 8 rows, and so are its probabilities and dS.
-      "tail_kv": of_blocks(2 * kv_stages, 8),
+      "tail_kv": self.of_blocks(2 * kv_stages, 8),
       "tail_p": tiled(0, 8, TILE, dtype),
       "tail_ds": tiled(0, 8, TILE, dtype),
       "tail_out": [tiled(0, 8 if w == TILE else TILE, w, dtype) for w in widths],
@@ -238,12 +216,8 @@ class Plan:
     }
 
 
-class Block:
-  """The arrays in global memory, the block's shared memory, and which heads are its own.
-
-  Buffers with blocks of columns are two tuples: `q` for wgmma and `q_rows` for TMA, and so on. The
-  block's i-th head is `item(i)`; a unit of its work is a part of the keys of a head.
-  """
+class Block(ThreadBlock):
+  """A unit of its work is a part of the keys of a head."""
 
   def __init__(self, plan: Plan, refs, **shared):
     self.plan, arrays = plan, (len(refs) - 3) // 2
@@ -255,31 +229,11 @@ class Block:
       self.dq_sums, *o = by_name(shared.pop("sums_o_dq"), 3)
       (self.o, self.o_rows), (self.dq, self.dq_rows) = o, o
     self.ds_copies, self.outs, self.outs_rows = by_name(shared.pop("ds_copies", []), 3)
-    for name in {"q", "do", "o", "k", "v", "dq", "tail_kv", "tail_out"} & shared.keys():
-      tiles, rows = by_name(shared.pop(name))
-      setattr(self, name, tiles)
-      setattr(self, f"{name}_rows", rows)
     for name in {"ds", "tail_p", "tail_ds"} & shared.keys():
       tile, rows = shared.pop(name)
       setattr(self, name, tile)
       setattr(self, f"{name}_rows", rows)
-    for name, ref in shared.items():
-      setattr(self, name, ref)
-    self.warpgroup = lax.axis_index("warpgroup")
-    self.sm, self.sms = lax.axis_index("sm"), lax.axis_size("sm")
-    self.items = (plan.batch * plan.heads - self.sm + self.sms - 1) // self.sms
-
-  if TYPE_CHECKING:
-
-    def __getattr__(self, name: str) -> Any: ...
-
-  def item(self, i):
-    return self.sm + i * self.sms
-
-  def head(self, array, which, item, rows, block):
-    """Rows and a block of columns of q, k, v or their gradient; of o and do with which = 0."""
-    plan = self.plan
-    return head(array, which, item, rows, block, plan.heads, plan.head_dim, plan.widths)
+    super().__init__(plan, shared)
 
   def kept(self, step):
     """Where the numbers of a tile of queries are; parts of the keys do not count as steps."""

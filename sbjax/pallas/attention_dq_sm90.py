@@ -24,7 +24,7 @@ from sbjax.pallas.attention_parts_sm90 import (
   sums,
   with_zeros,
 )
-from sbjax.pallas.attention_queries_sm90 import Heads, TilesOfQueries
+from sbjax.pallas.attention_queries_sm90 import TilePlan, TilesOfQueries
 
 KEYS = 64  # Whose logits and gradients a warpgroup has in registers.
 STAGES = {"q": COMPUTE_WARPGROUPS, "do": COMPUTE_WARPGROUPS}
@@ -43,7 +43,7 @@ def with_query_gradient(
     blocks: how many thread blocks run.
   """
   kernel = persistent_kernel(
-    functools.partial(_kernel, heads=Heads.of(qkv, causal)),
+    functools.partial(_kernel, heads=TilePlan.of(qkv, causal)),
     (),
     name="sbjax_attention_backward_dq",
     blocks=blocks,
@@ -54,10 +54,10 @@ def with_query_gradient(
   return jax.freeze(ref)
 
 
-def _kernel(*refs, heads: Heads):
+def _kernel(*refs, heads: TilePlan):
   """Makes dQ; `refs` are qkv, dO, lse, delta and the gradient."""
   names = heads.keys_and_values(1) | heads.barriers(1, STAGES)
-  names |= {name: heads.buffers(COMPUTE_WARPGROUPS, TILE) for name in ("q", "do", "dq")}
+  names |= {name: heads.of_blocks(COMPUTE_WARPGROUPS, TILE) for name in ("q", "do", "dq")}
 
   @functools.partial(pl.run_scoped, **names, collective_axes="warpgroup")
   def _(**shared):
@@ -86,7 +86,7 @@ class QueryGradients(TilesOfQueries):
       self.dq[b].at[slot][...] = (dq[b] * heads.scale).astype(heads.dtype)
     plgpu.commit_smem()
     for b in heads.blocks:
-      to = self.head([self.dqkv], 0, i, pl.ds(tile * TILE, TILE), b)
+      to = self.head([self.dqkv], 0, self.item(i), pl.ds(tile * TILE, TILE), b)
       plgpu.copy_smem_to_gmem(self.dq_rows[b].at[slot], to)
 
   def gradients(self, i, tile, slot, kv_slot, lse2, delta, *accs):

@@ -13,7 +13,6 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from sbjax import device as devices
 from sbjax.pallas.attention_parts_sm90 import (
   BY_COLUMN,
   COMPUTE_WARPGROUPS,
@@ -27,7 +26,7 @@ from sbjax.pallas.attention_parts_sm90 import (
   varying,
   with_zeros,
 )
-from sbjax.pallas.attention_queries_sm90 import Heads, TilesOfQueries
+from sbjax.pallas.attention_queries_sm90 import TilePlan, TilesOfQueries
 
 
 def fits(tokens: int, head_dim: int) -> bool:
@@ -53,7 +52,7 @@ def attention_forward(
     num_sms: how many thread blocks run; None for one on each SM of the device.
     interpret: False, or plgpu.InterpretGPUParams for a run on the CPU.
   """
-  shape = Heads.of(qkv, causal)
+  shape = TilePlan.of(qkv, causal)
   batch, tokens, heads = shape.batch, shape.tokens, shape.heads
   o = jax.ShapeDtypeStruct((batch, tokens, 1, heads, shape.head_dim), shape.dtype)
   lse = jax.ShapeDtypeStruct((batch * heads, shape.tiles * TILE), jnp.float32)
@@ -61,19 +60,19 @@ def attention_forward(
     functools.partial(_kernel, heads=shape),
     [o, lse],
     name="sbjax_attention_forward",
-    blocks=min(batch * heads, num_sms or devices.num_sms(devices.target()) or 132),
+    blocks=shape.thread_blocks(num_sms),
     interpret=interpret,
   )
   o, lse = kernel(*qkv)
   return o[:, :, 0], lse.reshape(batch, heads, -1)[:, :, :tokens]
 
 
-def _kernel(*refs, heads: Heads):
+def _kernel(*refs, heads: TilePlan):
   """Makes o and lse of qkv."""
   kv_stages, stages = heads.stages(arrays=2)
   tiles = {"q": stages}
   names = heads.keys_and_values(kv_stages) | heads.barriers(kv_stages, tiles)
-  names |= {"q": heads.buffers(stages, TILE), "o": heads.buffers(COMPUTE_WARPGROUPS, TILE)}
+  names |= {"q": heads.of_blocks(stages, TILE), "o": heads.of_blocks(COMPUTE_WARPGROUPS, TILE)}
 
   @functools.partial(pl.run_scoped, **names, collective_axes="warpgroup")
   def _(**shared):
@@ -107,7 +106,7 @@ class Forward(TilesOfQueries):
     plgpu.commit_smem()
     for b in heads.blocks:
       plgpu.copy_smem_to_gmem(
-        self.o_rows[b].at[warpgroup], self.head([self.o_array], 0, i, rows, b)
+        self.o_rows[b].at[warpgroup], self.head([self.o_array], 0, self.item(i), rows, b)
       )
 
   def softmax(self, tile, s, s_tail):

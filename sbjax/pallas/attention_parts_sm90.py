@@ -85,29 +85,6 @@ def fits_tma(tokens: int, head_dim: int) -> bool:
   return 64 <= head_dim <= 128 and head_dim % 8 == 0 and TILE < tokens <= 4 * TILE + 1
 
 
-def column_blocks(head_dim: int) -> tuple[int, ...]:
-  """The widths of blocks of a head's columns: 64, and last 16, 32 or 64, maybe too wide."""
-  whole, rest = divmod(head_dim, TILE)
-  return (TILE,) * whole + ((next(w for w in (16, 32, TILE) if w >= rest),) if rest else ())
-
-
-def head(arrays, which, item, rows, block, heads, head_dim, widths):
-  """Rows and a block of columns of a head, in global memory.
-
-  Args:
-    arrays: one [B, L, 3, H, D] or three [B, L, 1, H, D], of q, k and v; or one [B, L, 1, H, D].
-    which: 0, 1, 2 for q, k, v.
-    item: the head's number, with those of an example in a row.
-    widths: of blocks of columns.
-  """
-  array, index = (arrays[0], which) if len(arrays) == 1 else (arrays[which], 0)
-  first, width = sum(widths[:block]), widths[block]
-  # TMA clips a block that is wider than the rest of a head. Pallas rejects such a slice if it is
-  # constant.
-  columns = pl.ds(first if first + width <= head_dim else item * 0 + first, width)
-  return array.at[item // heads, rows, index, item % heads, columns]
-
-
 def swizzled(shape, columns, dtype):
   """Shared memory for wgmma, tiled in blocks of `columns`, of which the last axis is a multiple."""
   transforms = plgpu.TilingTransform((8, columns)), _swizzle(columns, dtype)

@@ -7,22 +7,17 @@ turns: one's exponentials hide behind the other's products. A third one loads ah
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax import lax
 
+from sbjax.pallas.attention_heads_sm90 import Heads, ThreadBlock
 from sbjax.pallas.attention_parts_sm90 import (
   COMPUTE_WARPGROUPS,
   TILE,
-  by_name,
   first_column,
-  head,
   sums,
-  tiled,
   varying,
 )
 
@@ -31,20 +26,8 @@ SHARED_MEMORY = 232_448  # Bytes that a thread block can have.
 
 
 @dataclasses.dataclass(frozen=True)
-class Heads:
-  """The constants of a kernel."""
-
-  batch: int
-  tokens: int
-  heads: int
-  head_dim: int
-  dtype: jnp.dtype
-  causal: bool
-
-  @classmethod
-  def of(cls, qkv: Sequence[jax.Array], causal: bool) -> "Heads":
-    batch, tokens, _, heads, head_dim = qkv[0].shape
-    return cls(batch, tokens, heads, head_dim, jnp.dtype(qkv[0].dtype), causal)
+class TilePlan(Heads):
+  """The constants of a kernel that takes a tile of queries and all keys at a time."""
 
   @property
   def has_tail(self) -> bool:
@@ -61,24 +44,11 @@ class Heads:
     """Keys in shared memory, of which those beyond the last token are zeros."""
     return pl.cdiv(self.columns, TILE) * TILE
 
-  @property
-  def tiles(self) -> int:
-    return pl.cdiv(self.tokens, TILE)
-
   @functools.cached_property
   def widths(self) -> tuple[int, ...]:
-    """Of blocks of columns: 64, 32 or 16, the last maybe too wide."""
     columns = pl.cdiv(self.head_dim, 16) * 16
     rest = (width for width in (32, 16) if columns % (2 * width) >= width)
     return (TILE,) * (columns // TILE) + tuple(rest)
-
-  @property
-  def blocks(self) -> range:
-    return range(len(self.widths))
-
-  @property
-  def scale(self) -> float:
-    return self.head_dim**-0.5
 
   def stages(self, arrays: int) -> tuple[int, int]:
     """How many heads' keys and values fit in shared memory, and how many tiles of queries.
@@ -93,14 +63,10 @@ class Heads:
 
     return next(n for n in ((2, 4), (2, 2), (1, 4), (1, 2)) if fits(*n))
 
-  def buffers(self, count: int, rows: int) -> list:
-    """Shared memory of a head's rows, by blocks of columns."""
-    return [tiled(count, rows, width, self.dtype) for width in self.widths]
-
   def keys_and_values(self, kv_stages: int) -> dict:
     """Buffers by name. The tail's key and value are the first of 8 rows."""
     names = {"k": self.keys, "v": self.keys, "tail_k": 8, "tail_v": 8}
-    return {name: self.buffers(kv_stages, rows) for name, rows in names.items()}
+    return {name: self.of_blocks(kv_stages, rows) for name, rows in names.items()}
 
   def barriers(self, kv_stages: int, stages: dict[str, int]) -> dict:
     """Barriers by name; `stages` are of arrays of tiles of queries, by name."""
@@ -119,46 +85,28 @@ def _barrier(arrivals, count):
   return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
 
 
-class TilesOfQueries:
-  """The arrays in global memory, a thread block's shared memory, and its warpgroups' loops.
+class TilesOfQueries(ThreadBlock):
+  """A thread block, and its warpgroups' loops.
 
-  The block's i-th head is `item(i)`. Each buffer has two tuples of blocks of columns: `q` for
-  wgmma, `q_rows` for TMA. An array of tiles of queries has a power of two of buffers, so that each
-  is always the same warpgroup's.
+  An array of tiles of queries has a power of two of buffers, so that each is always the same
+  warpgroup's.
   """
 
-  def __init__(self, heads: Heads, qkv: Sequence, kv_stages: int, stages: dict[str, int], shared):
-    self.heads, self.qkv, self.kv_stages, self.stages = heads, qkv, kv_stages, stages
-    for name, ref in shared.items():
-      if isinstance(ref, list | tuple):
-        tiles, rows = by_name(ref)
-        setattr(self, name, tiles)
-        setattr(self, f"{name}_rows", rows)
-      else:
-        setattr(self, name, ref)
-    self.warpgroup = lax.axis_index("warpgroup")
-    self.sm, self.sms = lax.axis_index("sm"), lax.axis_size("sm")
-    self.items = (heads.batch * heads.heads - self.sm + self.sms - 1) // self.sms
+  heads: TilePlan
 
-  if TYPE_CHECKING:
-
-    def __getattr__(self, name: str) -> Any: ...
+  def __init__(
+    self, heads: TilePlan, qkv: Sequence, kv_stages: int, stages: dict[str, int], shared: dict
+  ):
+    super().__init__(heads, shared)
+    self.qkv, self.kv_stages, self.stages = qkv, kv_stages, stages
 
   def array(self, name) -> tuple[Sequence, int]:
-    """An array of tiles of queries, as `head` takes it."""
+    """An array of tiles of queries, as `ThreadBlock.head` takes it."""
     raise NotImplementedError
 
   def tile(self, i, tile):
     """Computes a tile of queries."""
     raise NotImplementedError
-
-  def item(self, i):
-    return self.sm + i * self.sms
-
-  def head(self, arrays, which, i, rows, block):
-    heads = self.heads
-    item = self.item(i)
-    return head(arrays, which, item, rows, block, heads.heads, heads.head_dim, heads.widths)
 
   def slots(self, i, tile):
     """The tile's number, and the buffer of the head's keys."""
@@ -206,7 +154,8 @@ class TilesOfQueries:
     slot, heads = i % self.kv_stages, self.heads
 
     def load(first, buffer, b):
-      rows = self.head(self.qkv, which, i, pl.ds(i * 0 + first, buffer.shape[1]), b)
+      rows = pl.ds(i * 0 + first, buffer.shape[1])
+      rows = self.head(self.qkv, which, self.item(i), rows, b)
       plgpu.copy_gmem_to_smem(rows, buffer.at[slot], loaded.at[slot])
 
     for b in heads.blocks:
@@ -219,7 +168,7 @@ class TilesOfQueries:
     slot = step % count
     pl.when(step >= count)(lambda: plgpu.barrier_wait(getattr(self, f"{name}_free").at[slot]))
     for b in self.heads.blocks:
-      rows = self.head(*self.array(name), i, pl.ds(tile * TILE, TILE), b)
+      rows = self.head(*self.array(name), self.item(i), pl.ds(tile * TILE, TILE), b)
       to = getattr(self, f"{name}_rows")[b].at[slot]
       plgpu.copy_gmem_to_smem(rows, to, getattr(self, f"{name}_loaded").at[slot])
 

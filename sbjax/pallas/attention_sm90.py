@@ -17,11 +17,9 @@ import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 
-from sbjax import device as devices
 from sbjax.pallas import attention_forward_sm90 as forward
 from sbjax.pallas import attention_triton
 from sbjax.pallas.attention_block_sm90 import (
-  COMPUTE_WARPGROUPS,
   Block,
   Config,
   Plan,
@@ -31,7 +29,7 @@ from sbjax.pallas.attention_block_sm90 import (
 from sbjax.pallas.attention_compute_sm90 import ComputeWarpgroup
 from sbjax.pallas.attention_dq_sm90 import with_query_gradient
 from sbjax.pallas.attention_memory_sm90 import MemoryWarpgroup
-from sbjax.pallas.attention_parts_sm90 import TILE, persistent_kernel
+from sbjax.pallas.attention_parts_sm90 import COMPUTE_WARPGROUPS, TILE, persistent_kernel
 
 
 def attention_forward(
@@ -67,16 +65,16 @@ def attention_backward(
     num_sms: how many thread blocks run; None for one on each SM of the device.
     interpret: False, or plgpu.InterpretGPUParams for a run on the CPU.
   """
-  batch, tokens, _, heads, head_dim = qkv[0].shape
+  _, tokens, _, _, head_dim = qkv[0].shape
   if not fits(tokens, head_dim) or length != tokens:
     return attention_triton.attention_backward(o, lse, do, *qkv, causal=causal, length=length)
   config = config or default_config(tokens, head_dim)
-  plan = Plan(batch, tokens, heads, head_dim, qkv[0].dtype, causal, config)
-  blocks = min(batch * heads, num_sms or devices.num_sms(devices.target()) or 132)
+  plan = Plan.of(qkv, causal, config)
+  blocks = plan.thread_blocks(num_sms)
   out_type = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in qkv]
   if not plan.has_dq:
     # The sums of o * dO, from this pass to the next.
-    out_type.append(jax.ShapeDtypeStruct((batch * heads, plan.tiles * TILE), jnp.float32))
+    out_type.append(jax.ShapeDtypeStruct((plan.batch * plan.heads, plan.tiles * TILE), jnp.float32))
   kernel = persistent_kernel(
     functools.partial(_kernel, plan=plan),
     out_type,
