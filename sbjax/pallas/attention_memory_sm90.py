@@ -91,7 +91,8 @@ class MemoryWarpgroup:
     if accs:
       kv_slot = (i * plan.parts + part) % plan.kv_stages + varying(step)
       ds = self.tail(slot, kv_slot, tile, lse2, delta)
-      block.of_query.at[kept, 2][...] = ds
+      if plan.has_dq:
+        block.of_query.at[kept, 2][...] = ds
     if part == 0 or accs:
       plgpu.commit_smem()  # All warps have read o, too.
     if part == 0 or (accs and plan.has_dq):
