@@ -38,8 +38,8 @@ CASES = {
   "B/32 image, half": (1024, 26, 12, 64, False),
 }
 # Between CLIP's lengths, for the choice of a backend.
-LENGTHS = (50, 66, 99, 129, 145, 161, 177, 197, 256, 257, 320, 384, 512)
-HEAD_DIMS = (64, 80, 104, 128)
+LENGTHS = (50, 66, 81, 99, 129, 145, 161, 177, 197, 256, 257, 320, 384, 512)
+HEAD_DIMS = (64, 80, 88, 96, 104, 128)
 FEW = 2  # Examples whose error is measured.
 
 

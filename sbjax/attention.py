@@ -87,21 +87,21 @@ def _arrays(q, k, v) -> tuple[jax.Array, ...]:
 
 
 def fastest_backend(dtype, length: int, head_dim: int) -> str:
-  if _kernels_win(dtype, length, head_dim):
-    for name in ("mosaic", "triton"):
-      if runs(name):
-        return name
+  for name in ("mosaic", "triton"):
+    if _beats_cudnn(name, dtype, length, head_dim) and runs(name):
+      return name
   return "cudnn" if cudnn_runs(dtype, head_dim) else "xla"
 
 
-def _kernels_win(dtype, length: int, head_dim: int) -> bool:
+def _beats_cudnn(name: str, dtype, length: int, head_dim: int) -> bool:
   """Whether a forward and backward pass is faster than cuDNN's, by benchmarks/attention.py."""
   if compute_capability(target()) != 90 or dtype not in (jnp.bfloat16, jnp.float16):
     return False
-  if (length, head_dim) == (129, 104):  # bigG's image tower with half of its patches.
-    return True
-  longest = 512 if head_dim <= 80 else 129 if head_dim <= 96 else 80
-  return head_dim in HEAD_DIMS and length <= longest
+  if head_dim <= 80:
+    return head_dim in HEAD_DIMS and length <= 512
+  if name == "mosaic" and head_dim <= 104 and (129 <= length <= 192 or length == 257):
+    return head_dim in HEAD_DIMS
+  return head_dim in HEAD_DIMS and length <= (129 if head_dim <= 96 else 80)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
