@@ -136,9 +136,8 @@ def mean_and_range(ratios) -> str:
 def step_table(step, elsewhere) -> list[str]:
   lines = [
     f"| a whole training step on one {name_of(CHIP)} | images a batch | plain Flax, bf16 |"
-    " `switchback`, cuDNN's attention | `switchback` | over plain Flax | its images/s | its MFU |"
-    " memory: Flax, `switchback` |",
-    "|---|---|---|---|---|---|---|---|---|",
+    " `switchback` | over plain Flax | its images/s | its MFU | memory: Flax, `switchback` |",
+    "|---|---|---|---|---|---|---|---|",
   ]
   for row in step + elsewhere:
     each = row["contenders"]
@@ -149,20 +148,17 @@ def step_table(step, elsewhere) -> list[str]:
 
 
 def step_line(row, ours, remat: str) -> str:
-  each = row["contenders"]
-  flax = best(each, FLAX)
-  cudnn = f"{each['switchback_cudnn']['milliseconds']:.0f} ms" if "switchback_cudnn" in each else ""
+  flax = best(row["contenders"], FLAX)
   remat = remat if row["remat"] == "block" else ""
   where = "" if row["chip"] == CHIP else f", on one {name_of(row['chip'])}"
-  return f"| ViT-{row['size']}{remat}{where} |{step_cells(row, flax, ours, cudnn)}"
+  return f"| ViT-{row['size']}{remat}{where} |{step_cells(row, flax, ours)}"
 
 
-def step_cells(row, flax, ours, *others: str) -> str:
-  """Images, the times of plain Flax, others and ours, the ratio, our rates, and memory."""
+def step_cells(row, flax, ours) -> str:
+  """Images, the times of plain Flax and ours, the ratio, our rates, and memory."""
   mfu = ours["mfu_of_bf16_peak"]
   return (
     f" {row['batch_size']} | {flax['milliseconds']:.0f} ms |"
-    f"{''.join(f' {other} |' for other in others)}"
     f" {ours['milliseconds']:.0f} ms | **{ours['speedup']:.2f}x** |"
     f" {ours['images_per_second']:,.0f} | {'' if mfu is None else f'{mfu:.0%}'} |"
     f" {flax['peak_gigabytes']:.0f}, {ours['peak_gigabytes']:.0f} GB |"

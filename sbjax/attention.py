@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from sbjax.attention_ops import HEAD_DIMS, split_qkv
+from sbjax.attention_ops import split_qkv
 from sbjax.backends import get_backend, runs
 from sbjax.device import compute_capability, target
 from sbjax.partition import vary_alike
@@ -15,6 +15,8 @@ from sbjax.partition import vary_alike
 # For checkpoint policies: the output of a kernel, and the logarithms of its softmaxes' sums.
 ATTENTION_NAME = "sbjax_attention"
 BACKENDS = ("xla", "cudnn", "mosaic", "triton")
+# By head size, the tokens up to which our kernels are faster than cuDNN's.
+_LONGEST = {32: 512, 64: 512, 80: 512, 88: 257, 96: 257, 104: 80, 128: 129}
 
 
 def attention(
@@ -97,11 +99,8 @@ def _beats_cudnn(name: str, dtype, length: int, head_dim: int) -> bool:
   """Whether a forward and backward pass is faster than cuDNN's, by benchmarks/attention.py."""
   if compute_capability(target()) != 90 or dtype not in (jnp.bfloat16, jnp.float16):
     return False
-  if head_dim <= 80:
-    return head_dim in HEAD_DIMS and length <= 512
-  if name == "mosaic" and head_dim <= 104 and (129 <= length <= 192 or length == 257):
-    return head_dim in HEAD_DIMS
-  return head_dim in HEAD_DIMS and length <= (129 if head_dim <= 96 else 80)
+  in_mosaic_only = head_dim == 104 and (129 <= length <= 192 or length == 257)
+  return length <= _LONGEST.get(head_dim, 0) or (name == "mosaic" and in_mosaic_only)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

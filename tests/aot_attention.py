@@ -25,6 +25,7 @@ BACKWARD = {  # Tokens, head size, packed, causal, dtype.
   "H/14, half": (129, 80, False, False, jnp.bfloat16),
   "bigG/14": (257, 104, True, False, jnp.bfloat16),
   "96": (257, 96, False, False, jnp.float16),
+  "88": (145, 88, True, True, jnp.bfloat16),
   "96, half": (129, 96, True, False, jnp.bfloat16),
   "128, half": (129, 128, False, True, jnp.float16),
 }

@@ -26,7 +26,7 @@ class Config:
   """What a thread block keeps in shared memory, and the registers of its threads.
 
   stages: tiles of queries, at least 2.
-  kv_stages: 1 or 2 heads' keys and values; one part, if a head's keys are several.
+  kv_stages: 1 or 2 heads' keys and values, or parts of them; 1 if sums of dQ take the memory.
   ds_buffers: 1 or 2 tiles of dS. With two, a warpgroup need not wait for the other's product.
   memory_registers: of a thread of the memory warpgroup; the two compute warpgroups get the rest of
     3 * 168.
@@ -56,6 +56,8 @@ def default_config(tokens: int, head_dim: int) -> Config:
   """
   if head_dim > 96:
     return Config(ds_buffers=1)
+  if head_dim > 80 and 129 < tokens <= 192:
+    return Config(kv_stages=2, ds_buffers=1, memory_registers=88)
   if head_dim > 64:
     return Config(ds_buffers=2 if tokens <= 129 else 1, memory_registers=104)
   if tokens <= 129:
@@ -69,11 +71,12 @@ def has_tail(tokens: int) -> bool:
 
 
 def fits(tokens: int, head_dim: int) -> bool:
-  """Whether the kernel takes such heads, and is faster than Triton's on an H100.
+  """Whether the kernel takes such heads, and is faster than Triton's on an H200.
 
-  Two passes need registers and shared memory: with 193 to 256 tokens, registers are spilled.
+  Two passes need registers and shared memory: with 193 to 256 tokens, registers are spilled. With
+  66 tokens, half of two tiles of keys are zeros: in Triton, heads of 104 and 128 were faster.
   """
-  in_one_pass = tokens <= 129 or head_dim <= 80
+  in_one_pass = head_dim <= 80 or (tokens <= 129 and (head_dim <= 96 or tokens > 80))
   in_two = head_dim <= 112 and (tokens <= 192 or tokens == 257)
   return fits_tma(tokens, head_dim) and (in_one_pass or in_two)
 
@@ -144,7 +147,10 @@ class Plan(Heads):
 
   @property
   def o_stages(self) -> int:
-    return self.stages if self.has_sums else O_STAGES
+    if self.has_sums:
+      return self.stages
+    # Two stages of keys leave no more memory to heads beyond 96.
+    return 1 if self.stages_in_keys and sum(self.widths) > 96 else O_STAGES
 
   @property
   def stages_in_ds(self) -> bool:
@@ -153,7 +159,15 @@ class Plan(Heads):
 
   @property
   def kv_stages(self) -> int:
-    return 1 if self.parts > 1 else self.config.kv_stages
+    return 1 if self.has_sums else self.config.kv_stages
+
+  @property
+  def stages_in_keys(self) -> bool:
+    """Whether gradients leave by way of their own keys and values, which nothing else reads then.
+
+    Their buffer is free a tile later, when they have left.
+    """
+    return not self.has_dq and self.kv_stages == 2
 
   def buffers(self) -> dict:
     """Shared memory by name, for `pl.run_scoped`."""
@@ -176,7 +190,9 @@ class Plan(Heads):
     if self.has_sums:
       of_dq = {"sums_o_dq": [sums_o_dq(width) for width in widths]}
     else:
-      of_dq = {"o": self.of_blocks(O_STAGES, TILE), "dq": self.of_blocks(COMPUTE_WARPGROUPS, TILE)}
+      of_dq = {"o": self.of_blocks(self.o_stages, TILE)}
+      if not self.stages_in_keys:
+        of_dq["dq"] = self.of_blocks(COMPUTE_WARPGROUPS, TILE)
     if self.has_dq:
       # Pallas multiplies only operands that are swizzled alike: dS is there for each width.
       of_dq["ds"] = tiled(ds_buffers, self.keys, TILE, dtype)

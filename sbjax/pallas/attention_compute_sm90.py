@@ -46,6 +46,16 @@ class ComputeWarpgroup:
       pl.run_scoped(functools.partial(self.unit, unit), accs, accs)
 
     plgpu.wait_smem_to_gmem(0)
+    if plan.stages_in_keys:
+      self.free_keys(block.items * plan.parts - 1)
+
+  def free_keys(self, unit):
+    plgpu.barrier_arrive(self.block.kv_free.at[unit % self.plan.kv_stages])
+
+  def free_previous_keys(self, unit):
+    """The stores of the previous unit's gradients have left its keys."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    self.free_keys(unit - 1)
 
   def unit(self, unit, dk_accs, dv_accs):
     """Computes the gradients of the warpgroup's keys of a unit, and of half of its queries."""
@@ -53,6 +63,8 @@ class ComputeWarpgroup:
 
     def tile_of_queries(tile, queries):
       self.gradients(unit, tile, dk_accs, dv_accs, queries)
+      if plan.stages_in_keys:
+        pl.when((unit > 0) & (tile == 0))(lambda: self.free_previous_keys(unit))
       if plan.has_dq:
         if plan.has_tail and plan.parts > 1:
           ready = block.ready.at[self.slots(unit, tile)[0]]  # Of the tail key's dS.
@@ -70,7 +82,8 @@ class ComputeWarpgroup:
     for n in range(plan.dq_lag if plan.has_dq else 0, 0, -1):
       self.query_gradient_if_own(unit, plan.tiles - n + varying(unit))
 
-    plgpu.barrier_arrive(block.kv_free.at[unit % plan.kv_stages])
+    if not plan.stages_in_keys:
+      self.free_keys(unit)
     for n in range(plan.config.ds_buffers if plan.has_dq else 0, 0, -1):
       plgpu.barrier_wait(block.ds_free.at[self.owner(unit, plan.tiles - n)])
     self.key_gradients(unit, dk_accs, dv_accs)
@@ -228,6 +241,10 @@ class ComputeWarpgroup:
     ds_buffers = plan.config.ds_buffers
 
     def buffers(m, n, b):
+      if plan.stages_in_keys:
+        names = (block.v, block.v_rows) if m == 0 else (block.k, block.k_rows)
+        rows = pl.ds(self.first_key + n * TILE, TILE)
+        return [ref[b].at[self.slots(unit, 0)[2], rows] for ref in names]
       if not plan.stages_in_ds:  # The warpgroup then has one tile of keys.
         return [ref[b].at[block.warpgroup + varying(unit)] for ref in (block.dq, block.dq_rows)]
       first, slot = self.first_key + n * TILE, m % ds_buffers + varying(unit)
@@ -238,7 +255,7 @@ class ComputeWarpgroup:
 
     for m, (which, accs, factor) in enumerate(((2, dv_accs, 1.0), (1, dk_accs, plan.scale))):
       # dS's first buffer needs no wait; with it, the compiler's order of L/14 is 6 % faster.
-      if m in (0, ds_buffers) or not plan.stages_in_ds:
+      if not plan.stages_in_keys and (m in (0, ds_buffers) or not plan.stages_in_ds):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
       for n, blocks in enumerate(accs):
         for b, acc in enumerate(blocks):

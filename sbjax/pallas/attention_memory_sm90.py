@@ -9,7 +9,7 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from sbjax.pallas.attention_block_sm90 import O_STAGES, Block
+from sbjax.pallas.attention_block_sm90 import Block
 from sbjax.pallas.attention_parts_sm90 import (
   BY_COLUMN,
   BY_ROW,
@@ -33,7 +33,7 @@ class MemoryWarpgroup:
     block, plan = self.block, self.plan
     plgpu.set_max_registers(plan.config.memory_registers, action="decrease")
     self.load_keys(jnp.int32(0))
-    for step in range(0 if plan.has_sums else O_STAGES):
+    for step in range(0 if plan.has_sums else plan.o_stages):
       self.load_o(jnp.int32(step))
     for step in range(plan.stages - 1):
       self.load_queries(jnp.int32(step))
@@ -48,7 +48,7 @@ class MemoryWarpgroup:
     # These load nothing. They wait for the last signals, since a warpgroup must observe each.
     self.load_queries(block.items * plan.parts * plan.tiles + plan.stages - 1)
     if plan.kv_stages == 2:
-      self.load_keys(block.items + 1)
+      self.load_keys(block.items * plan.parts + 1)
     if plan.has_tail:
       plgpu.wait_smem_to_gmem(0)
 
@@ -62,11 +62,23 @@ class MemoryWarpgroup:
     of_tail = plan.has_tail and part == plan.parts - 1
 
     def all_queries(*accs):
-      # Keys and values are loaded when all warpgroups are about to leave the previous ones.
-      if plan.kv_stages == 2:
-        self.queries(i, part, 0, *accs)
-        pl.when(i > 0)(lambda: self.load_keys(i + 1))
-      pl.loop(plan.kv_stages - 1, plan.tiles)(lambda tile: self.queries(i, part, tile, *accs))
+      def queries(tile):
+        self.queries(i, part, tile, *accs)
+
+      def queries_and_keys(tile):
+        queries(tile)
+        pl.when((unit > 0) & (tile == 1))(lambda: self.load_keys(unit + 1))
+
+      # Keys and values are loaded when all warpgroups are about to leave the previous ones, or
+      # their gradients have left.
+      if plan.stages_in_keys:
+        pl.loop(0, plan.tiles)(queries_and_keys)
+      elif plan.kv_stages == 2:
+        queries(0)
+        pl.when(unit > 0)(lambda: self.load_keys(unit + 1))
+        pl.loop(1, plan.tiles)(queries)
+      else:
+        pl.loop(0, plan.tiles)(queries)
       if plan.has_tail:
         plgpu.barrier_arrive(block.kv_free.at[kv_slot])
       if of_tail:
@@ -98,7 +110,7 @@ class MemoryWarpgroup:
     if part == 0 or (accs and plan.has_dq):
       plgpu.barrier_arrive(block.ready.at[slot])
     if part == 0 and not plan.has_sums:
-      self.load_o(i * plan.tiles + tile + O_STAGES)
+      self.load_o(i * plan.tiles + tile + plan.o_stages)
     if accs:
       self.tail_gradients(slot, *accs)
     self.free_queries(step)
