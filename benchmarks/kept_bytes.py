@@ -15,8 +15,9 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
+from jax.sharding import AbstractMesh, AxisType, use_abstract_mesh
 
+from benchmarks.absent_gpu import Device
 from benchmarks.timing import append, provenance
 from sbjax.attention import length_for
 from sbjax.models import CLIP, SIZES, BlockOptions
@@ -26,11 +27,6 @@ SIZE = "L/14"
 CASES = ("full", "switchback", "switchback_m", "switchback+grouped", "switchback_m+grouped")
 POLICIES = ("none", *REMAT_POLICIES, "block")
 LAYERS, IMAGES = 5, 3  # No weight [LAYERS, ...] has a multiple of the tokens of so many images.
-
-
-@dataclasses.dataclass(frozen=True)
-class _Device(AbstractDevice):
-  compute_capability: str = ""
 
 
 def main() -> None:
@@ -64,7 +60,7 @@ def measure(case: str, remat: str) -> dict:
     encode = functools.partial(model.apply, method=model.encode_image)
     return jax.vjp(encode, {"params": params}, image)[1]  # A pytree of the saved arrays.
 
-  device = _Device("NVIDIA H200", 132, "gpu", "9.0")
+  device = Device("NVIDIA H200", 132, "gpu", "9.0")
   mesh = AbstractMesh((1,), ("data",), (AxisType.Auto,), abstract_device=device)
   # JAX asks the cuDNN that is not here for its version.
   version = mock.patch(

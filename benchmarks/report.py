@@ -2,10 +2,10 @@
 
   python -m benchmarks.report
 
-Reads benchmarks/results/{step,step_patch_dropout,remat,kept_bytes,open_clip,matmul,quantize,linear,
-scaling,models,attention,attention_lengths,serving}.jsonl. If a case was measured more than once on
-a chip, the last line counts. Writes the tables between markers, and a plot of CHIP's results for
-each file.
+Reads benchmarks/results/{step,step_patch_dropout,remat,remat_memory,kept_bytes,open_clip,matmul,
+quantize,linear,scaling,models,attention,attention_lengths,serving}.jsonl. If a case was measured
+more than once on a chip, the last line counts. Writes the tables between markers, and a plot of
+CHIP's results for each file.
 """
 
 import math
@@ -17,7 +17,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from benchmarks import attention_report, models, scaling_report, steps_report
+from benchmarks import attention_report, models, remat_report, scaling_report, steps_report
 from benchmarks.steps_report import FLAX, OURS, best
 from benchmarks.tables import CHIP, RESULTS, last, read
 
@@ -49,7 +49,8 @@ def main() -> None:
   write("steps", step_table(step, steps_elsewhere))
   dropout, _ = by_chip(last(read("step_patch_dropout"), "chip", "size"))
   write("patch_dropout", dropout_table(sorted(dropout, key=largest_first)))
-  write("remat", remat_table(last(read("remat"), "chip", "size")))
+  memory = last(read("remat_memory"), "size", "batch_size")
+  write("remat", remat_report.table(memory, read("step") + read("remat")))
   write("kept", kept_table(last(read("kept_bytes"), "recipe", "remat")))
   write("open_clip", steps_report.open_clip_table(open_clip))
   write("speeds", table(matmul, matmuls_elsewhere, raced, quantize, linear))
@@ -177,19 +178,6 @@ def dropout_table(rows) -> list[str]:
     ours = best(row["contenders"], (*OURS, "switchback_no_remat"))
     name = f"ViT-{row['size']}, {row['patch_dropout']:.0%} of the patches dropped"
     lines.append(f"| {name} |{step_cells(row, flax, ours)}")
-  return lines
-
-
-def remat_table(rows) -> list[str]:
-  """A line for each policy of `switchback`, the contenders of benchmarks/step.py by that name."""
-  lines = ["| | images a batch | `remat` | step | memory |", "|---|---|---|---|---|"]
-  for row in rows:
-    for name, one in row["contenders"].items():
-      policy, where = name.removeprefix("switchback_"), f"on one {name_of(row['chip'])}"
-      lines.append(
-        f"| ViT-{row['size']}, {where} | {row['batch_size']} | `{policy}` |"
-        f" {one['milliseconds']:.0f} ms | {one['peak_gigabytes']:.0f} GB |"
-      )
   return lines
 
 

@@ -5,12 +5,9 @@ the kernels' PTX and the reports of ptxas. With `mainly` it compiles the chosen 
 with `exhaustive` the others.
 """
 
-import contextlib
-import dataclasses
 import functools
 import itertools
 import json
-import math
 import os
 import pathlib
 import re
@@ -19,19 +16,10 @@ import sys
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
-from jax.experimental import topologies
-from jax.sharding import (
-  AbstractDevice,
-  AbstractMesh,
-  AxisType,
-  Mesh,
-  NamedSharding,
-  use_abstract_mesh,
-)
 from jax.sharding import PartitionSpec as P
 
+from benchmarks import absent_gpu
 from benchmarks.scaling import moved
 from sbjax import (
   E4M3,
@@ -57,30 +45,6 @@ from sbjax.split_k_matmul import split_k_matmul
 
 M, K, N = 8192, 256, 512  # An eighth of an activation is as large as the weight or larger.
 
-_TARGET = """
-gpu_device_info {{
-  threads_per_block_limit: 1024  threads_per_warp: 32  shared_memory_per_block: 49152
-  shared_memory_per_core: {per_core}  shared_memory_per_block_optin: {per_block}
-  threads_per_core_limit: 2048  core_count: {cores}  fpus_per_core: {fpus}
-  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
-  memory_bandwidth: {bandwidth}  l2_cache_size: {l2}  clock_rate_ghz: {clock}
-  device_memory_size: {memory}  registers_per_core_limit: 65536  registers_per_block_limit: 65536
-  cuda_compute_capability {{ major: {major} minor: 0 }}
-}}
-platform_name: "CUDA"
-device_description_str: "{kind}"
-"""
-_TARGETS = {
-  80: dict(
-    per_core=167936, per_block=166912, cores=108, fpus=64, bandwidth=2039040000000, l2=41943040,
-    clock=1.41, memory=85100068864, major=8, kind="NVIDIA A100-SXM4-80GB",
-  ),
-  90: dict(
-    per_core=233472, per_block=232448, cores=132, fpus=128, bandwidth=4800000000000, l2=52428800,
-    clock=1.98, memory=151397597184, major=9, kind="NVIDIA H200",
-  ),
-}  # fmt: skip
-
 LAYOUTS = {  # (x, w) on a mesh of (data 2, fsdp 2)
   "batch, w over fsdp": (P(("data", "fsdp")), P("fsdp")),
   "K": (P("data", "fsdp"), P("fsdp")),
@@ -88,34 +52,9 @@ LAYOUTS = {  # (x, w) on a mesh of (data 2, fsdp 2)
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class _Device(AbstractDevice):
-  compute_capability: str = ""
-
-
-@contextlib.contextmanager
-def _mesh(capability, shape, axes):
-  """A mesh of absent devices; code within is traced for them."""
-  target = _TARGETS[capability]
-  topology = topologies.get_topology_desc(
-    platform="cuda",
-    topology=f"1x1x{math.prod(shape)}",
-    target_config=_TARGET.format(**target),
-  )
-  device = _Device(target["kind"], target["cores"], "gpu", f"{target['major']}.0")
-  kinds = (AxisType.Auto,) * len(axes)
-  # Compilation needs it too: it lowers the partitioned operations.
-  with use_abstract_mesh(AbstractMesh(shape, axes, kinds, abstract_device=device)):
-    yield Mesh(np.array(topology.devices).reshape(shape), axes)
-
-
-def _argument(mesh, shape, dtype, spec):
-  return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
-
-
 def _arguments(mesh, x_spec, w_spec):
   x, w = ((M, K), jnp.bfloat16, x_spec), ((K, N), jnp.float32, w_spec)
-  return [_argument(mesh, *x), _argument(mesh, *w)]
+  return [absent_gpu.argument(mesh, *x), absent_gpu.argument(mesh, *w)]
 
 
 def _linear(recipe, backend, x, w):
@@ -180,12 +119,12 @@ def compiled(capability, exhaustive):
   """Forward and backward of layers, and of some on four devices."""
   layers, meshes = {}, {}
   for piece, name in _chosen(CASES, MAIN, exhaustive):
-    with _mesh(capability, (1,), ("data",)) as mesh:
+    with absent_gpu.mesh(capability, (1,), ("data",)) as mesh:
       run = jax.jit(functools.partial(_with_gradients, PIECES[piece], name))
       hlo = run.lower(*_arguments(mesh, P(), P())).compile().as_text()
       layers[f"{piece}, {name}"] = _summary(hlo)
   for piece, layout, name in _chosen(MESHES, MAIN_MESHES, exhaustive):
-    with _mesh(capability, (2, 2), ("data", "fsdp")) as mesh:
+    with absent_gpu.mesh(capability, (2, 2), ("data", "fsdp")) as mesh:
       run = jax.jit(functools.partial(_with_gradients, PIECES[piece], name))
       hlo = run.lower(*_arguments(mesh, *LAYOUTS[layout])).compile().as_text()
       meshes[f"{piece}, {name}, {layout}"] = _summary(hlo)
@@ -206,7 +145,7 @@ def stacks(capability):
   results = {}
   for kind, layers in itertools.product(("jit", "shard_map"), (1, 3)):
     before = partition._lowered.cache_info().misses
-    with _mesh(capability, (2,), ("data",)) as mesh:
+    with absent_gpu.mesh(capability, (2,), ("data",)) as mesh:
       run, specs = jax.grad(functools.partial(loss, layers), (0, 1)), (P("data"), P())
       if kind == "shard_map":
         run = jax.shard_map(run, in_specs=specs, out_specs=specs)
@@ -242,20 +181,22 @@ def tile_configs(capability, exhaustive):
     and (config.schedule == "pingpong" or not exhaustive)
   ]
   results = {}
-  with _mesh(capability, (1,), ("data",)) as mesh:
+  with absent_gpu.mesh(capability, (1,), ("data",)) as mesh:
     for config, function, dtype in cases:
       sizes = [((m, k), dtype), ((n, k), dtype), ((m, 1), jnp.float32), ((n,), jnp.float32),
                ((m, n), jnp.bfloat16)]  # fmt: skip
       run = jax.jit(functools.partial(function, config))
-      hlo = run.lower(*(_argument(mesh, *size, P()) for size in sizes)).compile().as_text()
+      arguments = [absent_gpu.argument(mesh, *size, P()) for size in sizes]
+      hlo = run.lower(*arguments).compile().as_text()
       results[f"{config}, {function.__name__} of {jnp.dtype(dtype)}"] = _summary(hlo)["targets"]
   return results
 
 
 def token_sums(capability):
   """The cuBLAS products, and all gathers, transposes and copies, for tokens on 4 devices."""
-  with _mesh(capability, (4,), ("data",)) as mesh:
-    arguments = [_argument(mesh, (4 * 66048, n), jnp.bfloat16, P("data")) for n in (1280, 5120)]
+  with absent_gpu.mesh(capability, (4,), ("data",)) as mesh:
+    shapes = [(4 * 66048, n) for n in (1280, 5120)]
+    arguments = [absent_gpu.argument(mesh, shape, jnp.bfloat16, P("data")) for shape in shapes]
     run = jax.jit(functools.partial(split_k_matmul, dtype=jnp.float32))
     hlo = run.lower(*arguments).compile().as_text()
   return {
@@ -313,7 +254,7 @@ OPERATIONS = {
 def lowered(capability, backends):
   """The kernels that each public operation and its gradient call, for each backend."""
   results = {}
-  with _mesh(capability, (1,), ("data",)) as mesh:
+  with absent_gpu.mesh(capability, (1,), ("data",)) as mesh:
     arguments = _arguments(mesh, P(), P())
     for name, operation in OPERATIONS.items():
       for backend in backends:
@@ -347,7 +288,7 @@ def main(capability, folder, exhaustive):
     backends.append("mosaic")
   from tests import aot_step, aot_update  # This file runs as tests.aot.
 
-  mesh_for = functools.partial(_mesh, capability)
+  mesh_for = functools.partial(absent_gpu.mesh, capability)
   results = compiled(capability, exhaustive)
   results["tile_configs"] = tile_configs(capability, exhaustive) if "mosaic" in backends else {}
   if capability == 90:

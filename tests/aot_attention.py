@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from benchmarks import absent_gpu
 from sbjax.pallas import attention_sm90
 from tests import aot
 
@@ -52,11 +53,11 @@ def main(folder: pathlib.Path):
 
 
 def _compiled(tokens, head_dim, packed, causal, dtype, is_forward):
-  with aot._mesh(90, (1,), ("data",)) as mesh:
-    o = aot._argument(mesh, (256, tokens, 16, head_dim), dtype, P())
-    lse = aot._argument(mesh, (256, 16, tokens), jnp.float32, P())
+  with absent_gpu.mesh(90, (1,), ("data",)) as mesh:
+    o = absent_gpu.argument(mesh, (256, tokens, 16, head_dim), dtype, P())
+    lse = absent_gpu.argument(mesh, (256, 16, tokens), jnp.float32, P())
     shape = (256, tokens, 3 if packed else 1, 16, head_dim)
-    qkv = [aot._argument(mesh, shape, dtype, P())] * (1 if packed else 3)
+    qkv = [absent_gpu.argument(mesh, shape, dtype, P())] * (1 if packed else 3)
     name = f"attention_{'forward' if is_forward else 'backward'}"
     run = functools.partial(getattr(attention_sm90, name), causal=causal, length=tokens)
     arguments = qkv if is_forward else [o, lse, o, *qkv]

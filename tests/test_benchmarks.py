@@ -25,6 +25,7 @@ from benchmarks import (
   linear,
   matmul,
   meshes,
+  remat_report,
   step,
   tune,
 )
@@ -335,6 +336,22 @@ def test_attention_s_table_has_the_fastest_of_ours_and_of_pytorch_s():
   assert mean.endswith("2.52x.")  # The cube root of 16.
   assert attention_report.gain(rows[1], "mosaic") == pytest.approx(4 / 3)
   assert attention_report.lengths_table(rows[:1])[-1] == "| 77 | 4.00x |"
+
+
+def test_the_remat_table_has_the_first_policy_that_fits_a_card_and_its_time():
+  gigabytes = {"none": [12.0, 65.0], "dots": [12.0, 60.0], "block": [12.0, 30.0]}
+  memory = [{"size": "H/14", "batch_size": 256, "gigabytes": gigabytes}]
+  contenders = {"flax": {"milliseconds": 9}, "switchback_dots": {"milliseconds": 5.1}}
+  step = {"size": "H/14", "batch_size": 256, "remat": "block", "chip": "NVIDIA H100 80GB HBM3"}
+  no_remat = {"switchback": {"milliseconds": 4}, "switchback_no_remat": {"milliseconds": 3}}
+  steps = [
+    step | {"contenders": contenders},
+    step | {"contenders": no_remat, "chip": "NVIDIA H200"},
+    step | {"contenders": no_remat, "chip": "NVIDIA H200", "batch_size": 128, "remat": "none"},
+  ]
+  row = remat_report.table(memory, steps)[-1]
+  cells = [cell.strip() for cell in row.strip("|").split("|")]
+  assert cells[2:] == ["does not fit", "`dots`, 72 GB, 5 ms on an H100", "`none`, 77 GB, 3 ms"]
 
 
 def test_lhs_rows_are_distinct_and_no_rhs_row_equals_one():

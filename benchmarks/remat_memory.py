@@ -1,0 +1,68 @@
+"""How much memory does a step take with each remat policy, and which policy fits which card?
+
+  python -m benchmarks.remat_memory
+
+Compiles the step of benchmarks/step.py's contender "switchback" for an H200 that may be absent, for
+each row of CASES, with one policy of `remat="auto"` after the other until the smallest card holds
+it. Needs JAX's CUDA plugin (`pip install -e '.[train,test,aot]'`), and minutes for each policy.
+Adds a line for each row to the results: the GB of the arguments, and of what is temporary.
+"""
+
+import argparse
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from benchmarks import absent_gpu, step
+from benchmarks.remat_report import CARDS, POLICIES, fits
+from benchmarks.timing import append, provenance
+from sbjax.models import CLIP, SIZES, BlockOptions
+from train.config import OptimizerConfig
+from train.optimizer import make_optimizer
+from train.step import make_init, make_train_step
+from train.task import CLIPTask
+
+CASES = {  # Size: images a batch.
+  "B/32": (1024,),
+  "B/16": (512, 1024),
+  "L/14": (256, 512),
+  "H/14": (256,),
+  "bigG/14": (128,),
+}
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--out", default="benchmarks/results/remat_memory.jsonl")
+  parser.add_argument("--sizes", nargs="+", default=list(CASES), choices=CASES)
+  args = parser.parse_args()
+  for size in args.sizes:
+    for batch_size in CASES[size]:
+      row = {"benchmark": "remat_memory", "size": size, "batch_size": batch_size}
+      row |= {"recipe": "switchback", "compiled_for": "NVIDIA H200", "gigabytes": {}}
+      for policy in POLICIES:
+        found = row["gigabytes"][policy] = gigabytes(size, batch_size, policy)
+        print(f"{size:8} {batch_size:5} {policy:15} {sum(found):6.1f} GB {found}", flush=True)
+        if all(fits(sum(found), card) for card, _ in CARDS.values()):
+          break
+      append(args.out, [row | provenance()])
+
+
+def gigabytes(size: str, batch_size: int, policy: str) -> list[float]:
+  """Of the arguments, and of what is temporary."""
+  with absent_gpu.mesh(90, (1,), ("data",)) as mesh:
+    task = CLIPTask(CLIP(SIZES[size], BlockOptions(recipe="switchback", remat=policy, unroll=0)))
+    optimizer, _ = make_optimizer(OptimizerConfig(), steps=20_000)
+    state = jax.eval_shape(make_init(task, optimizer, seed=0))
+    batch = jax.eval_shape(lambda: step.draw(SIZES[size], batch_size))
+    state, batch = jax.tree.map(
+      lambda x: absent_gpu.argument(mesh, x.shape, x.dtype, P()), (state, batch)
+    )
+    train_step = jax.jit(make_train_step(task, optimizer, 0), donate_argnums=0)
+    memory = train_step.lower(state, batch).compile().memory_analysis()
+  found = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+  return [round(count / 1e9, 2) for count in found]
+
+
+if __name__ == "__main__":
+  main()
