@@ -14,13 +14,13 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import absent_gpu, step
-from benchmarks.remat_report import CARDS, POLICIES, fits
+from benchmarks.remat_report import CARDS, fits
 from benchmarks.timing import append, provenance
-from sbjax.models import CLIP, SIZES, BlockOptions
+from sbjax.models import SIZES
 from train.config import OptimizerConfig
 from train.optimizer import make_optimizer
-from train.step import make_init, make_train_step
-from train.task import CLIPTask
+from train.remat import SAVED
+from train.step import make_init
 
 CASES = {  # Size: images a batch.
   "B/32": (1024,),
@@ -40,7 +40,7 @@ def main() -> None:
     for batch_size in CASES[size]:
       row = {"benchmark": "remat_memory", "size": size, "batch_size": batch_size}
       row |= {"recipe": "switchback", "compiled_for": "NVIDIA H200", "gigabytes": {}}
-      for policy in POLICIES:
+      for policy in SAVED:
         found = row["gigabytes"][policy] = gigabytes(size, batch_size, policy)
         print(f"{size:8} {batch_size:5} {policy:15} {sum(found):6.1f} GB {found}", flush=True)
         if all(fits(sum(found), card) for card, _ in CARDS.values()):
@@ -51,17 +51,16 @@ def main() -> None:
 def gigabytes(size: str, batch_size: int, policy: str) -> list[float]:
   """Of the arguments, and of what is temporary."""
   with absent_gpu.mesh(90, (1,), ("data",)) as mesh:
-    task = CLIPTask(CLIP(SIZES[size], BlockOptions(recipe="switchback", remat=policy, unroll=0)))
+    task = step.task_of("switchback", SIZES[size], policy)
     optimizer, _ = make_optimizer(OptimizerConfig(), steps=20_000)
     state = jax.eval_shape(make_init(task, optimizer, seed=0))
     batch = jax.eval_shape(lambda: step.draw(SIZES[size], batch_size))
     state, batch = jax.tree.map(
       lambda x: absent_gpu.argument(mesh, x.shape, x.dtype, P()), (state, batch)
     )
-    train_step = jax.jit(make_train_step(task, optimizer, 0), donate_argnums=0)
-    memory = train_step.lower(state, batch).compile().memory_analysis()
-  found = memory.argument_size_in_bytes, memory.temp_size_in_bytes
-  return [round(count / 1e9, 2) for count in found]
+    _, found = step.compiled(task, optimizer, state, batch)
+  peak, temporary = found["peak_gigabytes"], found["temporary_gigabytes"]
+  return [round(peak - temporary, 2), temporary]
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """The table of remat policies in docs/performance.md; benchmarks/report.py writes it."""
 
-from benchmarks.tables import last
+from benchmarks.tables import last, name_of
+from train.remat import FREE
 
-POLICIES = ("none", "dots", "attention_dots", "block")  # As train/remat.py tries them.
 # By memory: the GB that CUDA reports, and the chips.
 CARDS = {
   "40 GB": (42.3, ("A100",)),
@@ -13,7 +13,7 @@ CARDS = {
 
 def fits(gigabytes: float, card: float) -> bool:
   """Whether `remat="auto"` takes a step of so many GB, with JAX's limit at .95 of a card."""
-  return gigabytes <= 0.95 * 0.95 * card
+  return gigabytes <= (1 - FREE) * 0.95 * card
 
 
 def table(memory: list[dict], steps: list[dict]) -> list[str]:
@@ -51,7 +51,7 @@ def _times(steps: list[dict]) -> dict[tuple, float]:
     for name, one in row["contenders"].items():
       first, _, policy = name.partition("_")
       policy = {"": row["remat"], "no_remat": "none"}.get(policy, policy)
-      if first == "switchback" and policy in POLICIES:
-        chip = row["chip"].removeprefix("NVIDIA ").split()[0]
-        times[chip, row["size"], row["batch_size"], policy] = one["milliseconds"]
+      if first == "switchback":
+        case = name_of(row["chip"]), row["size"], row["batch_size"], policy
+        times[case] = one["milliseconds"]
   return times

@@ -19,7 +19,7 @@ import matplotlib.pyplot as plt
 
 from benchmarks import attention_report, models, remat_report, scaling_report, steps_report
 from benchmarks.steps_report import FLAX, OURS, best
-from benchmarks.tables import CHIP, RESULTS, last, read
+from benchmarks.tables import CHIP, RESULTS, last, name_of, read
 
 README = RESULTS.parent.parent / "README.md"
 DOCS = README.parent / "docs"
@@ -97,11 +97,6 @@ def by_chip(rows) -> tuple[list[dict], list[dict]]:
   """The rows of CHIP, and the rows of other chips, which name their chip."""
   ours = [row for row in rows if row["chip"] == CHIP]
   return ours, [row for row in rows if row["chip"] != CHIP]
-
-
-def name_of(chip: str) -> str:
-  """A chip's short name: NVIDIA H100 80GB HBM3 is H100."""
-  return chip.removeprefix("NVIDIA ").split()[0]
 
 
 def largest_first(row) -> float:

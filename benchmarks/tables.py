@@ -27,6 +27,11 @@ def last(rows, *keys) -> list[dict]:
   return list(reversed(latest.values()))
 
 
+def name_of(chip: str) -> str:
+  """A chip's short name: NVIDIA H100 80GB HBM3 is H100."""
+  return chip.removeprefix("NVIDIA ").split()[0]
+
+
 def card_rows(path: Path, section: str) -> list[dict]:
   """A section's rows in a file that benchmarks/card.py wrote, with the chip in each."""
   return _rows_of(json.loads(path.read_text()), section)

@@ -12,6 +12,7 @@ import pytest
 import triton_case
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 
+from benchmarks.absent_gpu import Device
 from sbjax import (
   E4M3,
   INT8,
@@ -83,7 +84,7 @@ def test_a_backend_that_does_not_run_here_says_why(name):
 
 def test_an_abstract_device_has_the_compute_capability_of_a_local_device_of_its_kind(monkeypatch):
   """JAX makes meshes of devices without a compute capability."""
-  here = triton_case._Device("NVIDIA H200", 132, "gpu", "9.0")
+  here = Device("NVIDIA H200", 132, "gpu", "9.0")
   monkeypatch.setattr(jax, "devices", lambda platform: [here])
   for kind, expected in (("NVIDIA H200", 90), ("NVIDIA A100", None)):
     bare = AbstractDevice(kind, 132, "gpu")

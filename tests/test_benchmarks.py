@@ -24,6 +24,7 @@ from benchmarks import (
   linear,
   matmul,
   meshes,
+  remat_memory,
   step,
   tune,
 )
@@ -43,6 +44,7 @@ from sbjax.models.sizes import SIZES
 from sbjax.models.transformer import BlockOptions
 from sbjax.pallas.scaled_matmul_sm90 import NARROW, TileConfig
 from sbjax.quantize import Spec, quantize
+from sbjax.recipes import SWITCHBACK
 from train import remat
 from train.flops import model_flops
 
@@ -350,10 +352,25 @@ def test_a_block_saves_the_bytes_on_record(recipe, policy):
   assert {name: row[name] for name in found} == found
 
 
+@pytest.mark.aot
+def test_a_step_s_memory_is_that_of_its_policy_and_batch_on_an_absent_gpu(monkeypatch):
+  pytest.importorskip("jax_triton", reason="the extra `aot` is not installed")
+
+  def compiled(task, optimizer, state, batch):
+    options, (images, *_) = task.model.options, batch["image"].shape
+    assert (options.recipe, options.remat, images) == (SWITCHBACK, "dots", 24)
+    (gpu,) = batch["image"].sharding.device_set
+    assert gpu.device_kind == "NVIDIA H200"
+    return None, {"peak_gigabytes": 7.5, "temporary_gigabytes": 5.25}
+
+  monkeypatch.setattr(step, "compiled", compiled)
+  assert remat_memory.gigabytes("tiny", 24, "dots") == [2.25, 5.25]
+
+
 @pytest.mark.parametrize(
   ("recipe", "saved"),
   [
-    ("switchback", remat._SAVED),
+    ("switchback", remat.SAVED),
     ("switchback_m", remat._SAVED_IN_8_BITS),
     ("switchback+grouped", remat._SAVED_GROUPED),
     ("switchback_m+grouped", remat._SAVED_GROUPED_IN_8_BITS),

@@ -56,7 +56,7 @@ def _step_with(policy):
 def needed() -> dict[str, float]:
   """The bytes of a step with each policy."""
   run = make()
-  runs = {policy: remat._with_remat(run, policy) for policy in remat._SAVED}
+  runs = {policy: remat._with_remat(run, policy) for policy in remat.SAVED}
   return {policy: remat._compiled(each, make_step)[1].total for policy, each in runs.items()}
 
 
@@ -86,9 +86,9 @@ def test_each_policy_takes_less_memory_than_the_ones_before():
   assert all(a > b for a, b in itertools.pairwise(needed().values())), needed()
 
 
-@pytest.mark.parametrize("policy", remat._SAVED)
+@pytest.mark.parametrize("policy", remat.SAVED)
 def test_the_first_policy_that_fits_is_chosen(choose, policy):
-  exact = needed()[policy] / (1 - remat._FREE)
+  exact = needed()[policy] / (1 - remat.FREE)
   assert choose(exact * 1.001)[0] == policy
   if policy != "block":
     assert choose(exact * 0.999)[0] != policy

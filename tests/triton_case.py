@@ -18,8 +18,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
+from jax.sharding import AbstractMesh, AxisType, use_abstract_mesh
 
+from benchmarks.absent_gpu import Device
 from sbjax import pallas
 
 SHARED_BYTES = {80: 166_912, 89: 101_376, 90: 232_448}  # The limit of a thread block.
@@ -208,15 +209,10 @@ def cast_by_way_of_float16(monkeypatch):
   monkeypatch.setattr(interpreter, "_convert_float", convert)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Device(AbstractDevice):
-  compute_capability: str = "9.0"
-
-
 @contextlib.contextmanager
 def chip(capability):
   """Traces for one NVIDIA GPU of this capability: 80, 89 or 90."""
-  device = _Device("NVIDIA", None, "gpu", f"{capability // 10}.{capability % 10}")
+  device = Device("NVIDIA", None, "gpu", f"{capability // 10}.{capability % 10}")
   with use_abstract_mesh(AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=device)):
     yield
 

@@ -27,7 +27,7 @@ from train.workdir import write_json
 # width, in 16 bits (docs/performance.md): a constant, that times the width of the MLP, and that for
 # layer scale. The backward pass repeats: nothing; attention; fc1 too (qkv and out instead, with
 # 8-bit operands); all but fc2. A policy is left out if a faster one saves less.
-_SAVED = {"none": (14, 2, 4), "dots": (10, 2, 2), "attention_dots": (10, 0, 0), "block": (2, 0, 0)}
+SAVED = {"none": (14, 2, 4), "dots": (10, 2, 2), "attention_dots": (10, 0, 0), "block": (2, 0, 0)}
 _SAVED_IN_8_BITS = {
   "none": (13, 1, 4), "dots_and_residuals": (11, 1, 2), "residuals": (3, 1, 0), "block": (2, 0, 0)
 }  # fmt: skip
@@ -40,7 +40,7 @@ _SAVED_GROUPED_IN_8_BITS = {
   "none": (11.25, 1, 4), "dots_and_residuals": (9.25, 1, 4), "residuals": (5.25, 1, 0),
   "block": (2, 0, 0),
 }  # fmt: skip
-_FREE = 0.05  # of the limit stays free: an allocator cannot fill its gaps
+FREE = 0.05  # of the limit stays free: an allocator cannot fill its gaps
 
 
 class Memory(NamedTuple):
@@ -81,7 +81,7 @@ def choose(
   if resumes and (policy := _read(path, conditions)):
     run = _with_remat(run, policy)
     return run, make_step(run), f"remat={policy}, as before"
-  run, step, tried = _search(run, make_step, (1 - _FREE) * limit, waits_for)
+  run, step, tried = _search(run, make_step, (1 - FREE) * limit, waits_for)
   policy, memory = tried.popitem()
   if jax.process_index() == 0:
     write_json(path, {"remat": policy, **conditions})
@@ -142,13 +142,13 @@ def _compiled(run: Run, make_step: Callable) -> tuple[Callable, Memory]:
 def _shares(model) -> dict[str, float]:
   """What each policy saves for the backward pass of a CLIP, over what "none" does, at least."""
   if model.options.is_unit:  # Not counted; no policy is left out.
-    return dict.fromkeys(_SAVED, 0.0)
+    return dict.fromkeys(SAVED, 0.0)
   layer_scale = model.options.zero_init_layer_scale
   in_8_bits = all(recipe.saved == "quantized" for recipe in recipes_of(model.options.recipe))
   if model.options.keep == "grouped":
     table = _SAVED_GROUPED_IN_8_BITS if in_8_bits else _SAVED_GROUPED
   else:
-    table = _SAVED_IN_8_BITS if in_8_bits else _SAVED
+    table = _SAVED_IN_8_BITS if in_8_bits else SAVED
   ratios = (model.config.vision.mlp_ratio, model.config.text.mlp_ratio)
   towers = [
     {policy: saved_bytes(entry, ratio, layer_scale) for policy, entry in table.items()}
@@ -187,7 +187,7 @@ def _conditions(run: Run, limit: float) -> dict:
 
 def _read(path: Path, conditions: dict) -> str | None:
   """The policy that process 0 finds in remat.json, chosen under these conditions; else None."""
-  known = list(dict.fromkeys([*_SAVED, *_SAVED_IN_8_BITS]))
+  known = list(dict.fromkeys([*SAVED, *_SAVED_IN_8_BITS]))
   try:
     found = json.loads(path.read_bytes())
     index = known.index(found.pop("remat")) if found.items() >= conditions.items() else -1

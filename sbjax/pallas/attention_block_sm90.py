@@ -50,7 +50,7 @@ class Config:
 
 
 def default_config(tokens: int, head_dim: int) -> Config:
-  """The fastest of those tried on an H100.
+  """The fastest of those tried on an H100 or H200.
 
   Heads from 88 on get as many registers as keep the compiler from serializing products.
   """
