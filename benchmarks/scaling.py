@@ -1,14 +1,15 @@
 """How fast are several GPUs of one machine, compared with one?
 
-  python -m benchmarks.scaling
+  python -m benchmarks.scaling --gpus 4
 
-Times whole training steps as train.main compiles them, in the cases of ROWS: on each GPU by itself,
-on `data` x `fsdp` GPUs, and plain Flax (recipe "full" in benchmarks/flax_block.py) on the same
-GPUs. Each case has its own process. The processes of a row compile at the same time and are then
-timed in turns, while the others wait; plain Flax's start when the rest have ended. Adds a line for
-each row to results/scaling.jsonl: milliseconds, images a second, efficiency, memory, compile time,
-time by kernel groups, and the collectives of the compiled step by kind and dtype. Efficiency is
-images a second over the number of GPUs times those of a single GPU, the mean of two.
+Times whole training steps as train.main compiles them, in the cases of `cases_of`: on each GPU by
+itself, on `data` x `fsdp` GPUs, and plain Flax (recipe "full" in benchmarks/flax_block.py) on the
+same GPUs. Each case has its own process. The processes of a row compile at the same time, and each
+holds up to 3 GB of its GPUs from then on. They are timed in turns, cases on different GPUs in the
+same turn, while the others wait. Adds a line for each row to results/scaling.jsonl: milliseconds,
+images a second, efficiency, memory, compile time, MFU, time by kernel groups, and the collectives
+of the compiled step by kind and dtype. Efficiency is images a second over the number of GPUs times
+those of a single GPU, the mean of all.
 """
 
 import argparse
@@ -43,7 +44,7 @@ class Case:
   gradient_dtype: str = "float32"
   gradient_exchange: str = "float32"
   flags: str = ""  # further XLA_FLAGS
-  gpus: str = ""  # numbers of the GPUs; "" takes the first
+  gpus: str = ""  # numbers of the GPUs, with commas; "" takes the first
   listing: str = ""  # a file for the list of kernels
 
   @property
@@ -53,35 +54,67 @@ class Case:
   @property
   def name(self) -> str:
     recipe = self.recipe if self.fused else "flax"
-    return f"{recipe} data={self.data} fsdp={self.fsdp}"
+    return f"{recipe} data={self.data} fsdp={self.fsdp} {self.gradient_dtype}"
+
+  @property
+  def on(self) -> tuple[int, ...]:
+    """The numbers of its GPUs."""
+    return tuple(map(int, self.gpus.split(","))) if self.gpus else tuple(range(self.devices))
 
 
-def _row(size, batch_size, meshes, remat="none", flax=()):
-  singles = [Case(size, batch_size, remat=remat, gpus=gpu) for gpu in ("0", "1")]
-  ours = [
-    Case(size, batch_size, *mesh, remat=remat, gradient_dtype=dtype)
-    for mesh in meshes
-    for dtype in ("float32", "bfloat16")
-  ]
-  return [*singles, *ours] + [
-    Case(size, batch, *mesh, "full", False, remat) for mesh in meshes for batch, remat in flax
-  ]
+@dataclasses.dataclass(frozen=True)
+class Row:
+  batch_size: int  # of a device
+  remat: str = "none"
+  flax: tuple[tuple[int, str], ...] = ()  # Plain Flax's images a device, and remat.
+  data_alone: bool = True  # Whether there are meshes with fsdp=1.
 
 
-DATA, FSDP = (2, 1), (1, 2)
 ROWS = {
-  "L/14": _row("L/14", 256, (DATA, FSDP), flax=[(256, "none")]),
-  # Plain Flax has no room for 256 images without remat.
-  "H/14": _row("H/14", 256, (DATA, FSDP), flax=[(128, "none"), (256, "block")]),
-  "B/32": _row("B/32", 1024, (DATA,), flax=[(1024, "none")]),
-  "bigG/14": _row("bigG/14", 128, (FSDP,), remat="block", flax=[(128, "block")]),
+  "L/14": Row(256, flax=((256, "none"),)),
+  # Plain Flax has no room for 256 images; with remat it does fewer a second than 128 without.
+  "H/14": Row(256, flax=((128, "none"),)),
+  "B/32": Row(1024, flax=((1024, "none"),)),
+  "bigG/14": Row(128, flax=((128, "block"),), data_alone=False),
 }
+
+
+def meshes_of(gpus: int) -> list[tuple[int, int]]:
+  """(data, fsdp) on 2, 4, ... GPUs: one axis has all of them, or `data` has 2."""
+  counts = [2**i for i in range(1, gpus.bit_length())]
+  return list(dict.fromkeys(m for n in counts for m in ((n, 1), (2, n // 2), (1, n))))
+
+
+def cases_of(size: str, gpus: int, meshes: list[tuple[int, int]] | None = None) -> list[Case]:
+  """Each GPU by itself, and each mesh with ours in both gradient dtypes and plain Flax."""
+  row = ROWS[size]
+  meshes = meshes or [m for m in meshes_of(gpus) if row.data_alone or m[1] > 1]
+  cases = [Case(size, row.batch_size, remat=row.remat, gpus=str(gpu)) for gpu in range(gpus)]
+  for data, fsdp in meshes:
+    ours = Case(size, row.batch_size, data, fsdp, remat=row.remat)
+    cases += [ours, dataclasses.replace(ours, gradient_dtype="bfloat16")]
+    cases += [Case(size, n, data, fsdp, "full", False, remat) for n, remat in row.flax]
+  return cases
+
+
+def spread(cases: list[Case], gpus: int) -> list[Case]:
+  """Gives the cases of fewer GPUs the parts of the machine in turn, so that they share turns."""
+  used, found = defaultdict(int), []
+  for case in cases:
+    if not case.gpus:
+      first = used[case.devices] % (gpus // case.devices) * case.devices
+      used[case.devices] += 1
+      numbers = range(first, first + case.devices)
+      case = dataclasses.replace(case, gpus=",".join(map(str, numbers)))
+    found.append(case)
+  return found
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--out", default="benchmarks/results/scaling.jsonl")
   parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS)
+  parser.add_argument("--gpus", type=int, default=2, choices=[2, 4, 8], help="of this machine")
   parser.add_argument("--meshes", nargs="+", help="DATAxFSDP, for example 8x1 2x4; not a row's own")
   parser.add_argument("--only", default="", help="a pattern of the cases' names")
   parser.add_argument("--change", default="{}", help="JSON: fields that all cases change")
@@ -90,24 +123,16 @@ def main() -> None:
   if args.case:
     measure(Case(**json.loads(args.case)))
     return
-  for row in args.rows:
-    cases = [dataclasses.replace(c, **json.loads(args.change)) for c in ROWS[row]]
-    if args.meshes:
-      cases = _on_meshes(cases, [tuple(map(int, m.split("x"))) for m in args.meshes])
+  meshes = [tuple(map(int, m.split("x"))) for m in args.meshes or ()]
+  for size in args.rows:
+    cases = cases_of(size, args.gpus, meshes)
+    cases = [dataclasses.replace(c, **json.loads(args.change)) for c in cases]
     cases = [c for c in cases if re.search(args.only, c.name)]
-    # A process that waits holds up to 3 GB.
-    found = run_row([c for c in cases if c.fused]) + run_row([c for c in cases if not c.fused])
-    line = {"benchmark": "scaling", "row": row, "cases": found}
+    found = run_row(spread(cases, args.gpus))
+    line = {"benchmark": "scaling", "row": size, "gpus": args.gpus, "cases": found}
     from benchmarks.timing import append, provenance  # Imports JAX, which takes the GPUs.
 
     append(args.out, [line | provenance()])
-
-
-def _on_meshes(cases, meshes):
-  """The cases of one device, and each kind of case on each of the meshes."""
-  kinds = dict.fromkeys(dataclasses.replace(c, data=1, fsdp=1, gpus="") for c in cases)
-  on = [dataclasses.replace(k, data=d, fsdp=f) for k in kinds for d, f in meshes]
-  return [c for c in cases if c.devices == 1] + on
 
 
 def run_row(cases: list[Case]) -> list[dict]:
@@ -116,16 +141,17 @@ def run_row(cases: list[Case]) -> list[dict]:
   started = time.perf_counter()
   for child in children:
     _read(child, "compiled", _COMPILE_SECONDS - (time.perf_counter() - started))
-  found = []
-  for case, child in zip(cases, children, strict=True):
-    result = child["error"]
-    if result is None:
-      child["process"].stdin.write("go\n")
-      child["process"].stdin.flush()
-      result = _read(child, "result", _RUN_SECONDS) or child["error"]
-    child["process"].kill()
-    child["process"].wait()
-    found.append({"case": case.name, **dataclasses.asdict(case), **result})
+  for turn in turns(cases):
+    for i in turn:
+      _go(children[i])
+    for i in turn:
+      children[i]["result"] = _read(children[i], "result", _RUN_SECONDS)
+      children[i]["process"].kill()
+      children[i]["process"].wait()
+  found = [
+    {"case": case.name, **dataclasses.asdict(case), **(child["result"] or child["error"])}
+    for case, child in zip(cases, children, strict=True)
+  ]
   singles = [r["images_per_second"] for r in found if _devices(r) == 1 and "milliseconds" in r]
   for result in found:
     if singles and result["fused"] and "images_per_second" in result:
@@ -133,6 +159,26 @@ def run_row(cases: list[Case]) -> list[dict]:
       result["efficiency"] = round(result["images_per_second"] / of_singles, 4)
     print(_shown(result), flush=True)
   return found
+
+
+def turns(cases: list[Case]) -> list[list[int]]:
+  """The numbers of the cases by turns: those of a turn have no GPU in common."""
+  left, found = list(range(len(cases))), []
+  while left:
+    turn, taken = [], set()
+    for i in left:
+      if taken.isdisjoint(cases[i].on):
+        turn.append(i)
+        taken.update(cases[i].on)
+    found.append(turn)
+    left = [i for i in left if i not in turn]
+  return found
+
+
+def _go(child: dict) -> None:
+  if child["error"] is None:
+    child["process"].stdin.write("go\n")
+    child["process"].stdin.flush()
 
 
 def _devices(result: dict) -> int:
@@ -144,7 +190,7 @@ def _start(case: Case) -> dict:
   environment = {
     **os.environ,
     "XLA_FLAGS": flags.strip(),
-    "CUDA_VISIBLE_DEVICES": case.gpus or ",".join(map(str, range(case.devices))),
+    "CUDA_VISIBLE_DEVICES": ",".join(map(str, case.on)),
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # The processes of a row share the GPUs.
     "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.97",
   }
@@ -206,6 +252,7 @@ def measure(case: Case) -> None:
   state = jax.eval_shape(init)
   shardings, rows = state_shardings(state, state.params, mesh), batch_sharding(mesh)
   make_batch = jax.jit(lambda: draw(config, batch_size), out_shardings=rows)
+  batch = jax.eval_shape(make_batch)
   dtype = jax.numpy.dtype(case.gradient_dtype)
   sums = {"gradient_dtype": dtype, "gradient_exchange": case.gradient_exchange}
   step = make_train_step(task, optimizer, 0, mesh=mesh, **sums)
@@ -216,7 +263,7 @@ def measure(case: Case) -> None:
     donate_argnums=0,
   )
   started = time.perf_counter()
-  lowered = step.lower(state, jax.eval_shape(make_batch))
+  lowered = step.lower(state, batch)
   lowering = time.perf_counter() - started
   step = lowered.compile()
   memory = step.memory_analysis()
@@ -226,10 +273,12 @@ def measure(case: Case) -> None:
     "collectives": collectives(step.as_text()),
     "gigabytes": round((memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 1e9, 2),
   }
+  make_state = jax.jit(init, out_shardings=shardings).lower().compile()
+  make_batch = make_batch.lower().compile()
   print("compiled " + json.dumps(found), flush=True)
   sys.stdin.readline()
 
-  state, batch = jax.jit(init, out_shardings=shardings)(), make_batch()
+  state, batch = make_state(), make_batch()
   times, state, losses = race({case.name: step}, state, batch, rounds=5)
   times = times[case.name]
   seconds = statistics.median(times)
@@ -245,14 +294,15 @@ def measure(case: Case) -> None:
     "last_loss": round(losses[case.name], 5),
     "chip": jax.devices()[0].device_kind,
   }
-  listed, state = profile(step, state, batch)
-  found["milliseconds_by_group"] = {
-    **grouped(listed, origins_of(step.as_text())),
-    "between GPUs, nothing else": round(exposed(listed, "nccl"), 3),
-    "no kernel": round(idle(listed), 3),
-  }
-  if case.listing:
-    write_kernels(case.listing, listed, origins_of(step.as_text()))
+  if jax.default_backend() == "gpu":
+    listed, state = profile(step, state, batch)
+    found["milliseconds_by_group"] = {
+      **grouped(listed, origins_of(step.as_text())),
+      "between GPUs, nothing else": round(exposed(listed, "nccl"), 3),
+      "no kernel": round(idle(listed), 3),
+    }
+    if case.listing:
+      write_kernels(case.listing, listed, origins_of(step.as_text()))
   print("result " + json.dumps(found), flush=True)
 
 

@@ -51,9 +51,7 @@ def measure(size: str, batch_size: int, remat: str, rounds: int, platform: str) 
   if on_gpu:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-  runs["open_clip"] = open_clip_steps(
-    open_clip_name(size), SIZES[size], batch_size, remat, platform
-  )
+  runs["open_clip"] = open_clip_steps(size, batch_size, remat, platform)
   runs["open_clip"]()  # Compiles.
   gigabytes["open_clip"] = torch.cuda.max_memory_allocated() / 1e9 if on_gpu else 0.0
   runs["sbjax"], gigabytes["sbjax"] = our_steps(SIZES[size], batch_size, remat)
@@ -82,15 +80,25 @@ def measure(size: str, batch_size: int, remat: str, rounds: int, platform: str) 
 
 
 def open_clip_steps(
-  name: str, config: CLIPConfig, batch_size: int, remat: str, platform: str
+  size: str, batch_size: int, remat: str, platform: str, rank: int = 0, processes: int = 1
 ) -> Callable[[], None]:
-  """Runs STEPS steps of open_clip's model and waits for them."""
-  torch.manual_seed(0)
-  model = open_clip.create_model(name, device=platform, output_dict=True)
+  """Runs STEPS steps of open_clip's model and waits for them.
+
+  With several processes, which have joined a process group, each trains on `batch_size` images
+  under DistributedDataParallel. It computes its rows of the logits, as open_clip's --local-loss
+  and --gather-with-grad do.
+  """
+  torch.manual_seed(rank)
+  config = SIZES[size]
+  model = open_clip.create_model(open_clip_name(size), device=platform, output_dict=True)
   model.train()
   if remat == "block":
     model.set_grad_checkpointing()
-  compiled, loss = torch.compile(model), open_clip.ClipLoss()
+    torch._dynamo.config.optimize_ddp = False  # As open_clip: it cannot split checkpointed layers.
+  if processes > 1:
+    model = torch.nn.parallel.DistributedDataParallel(model)
+  shared = {"local_loss": True, "gather_with_grad": True, "rank": rank, "world_size": processes}
+  compiled, loss = torch.compile(model), open_clip.ClipLoss(**shared if processes > 1 else {})
   optimizer = torch.optim.AdamW(
     model.parameters(), lr=1e-6, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.2, fused=True
   )
