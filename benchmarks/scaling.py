@@ -6,19 +6,21 @@ Times whole training steps as train.main compiles them, in the cases of `cases_o
 itself, on `data` x `fsdp` GPUs, and plain Flax (recipe "full" in benchmarks/flax_block.py) on the
 same GPUs. Each case has its own process. The processes of a row compile at the same time, and each
 holds up to 3 GB of its GPUs from then on. They are timed in turns, cases on different GPUs in the
-same turn, while the others wait. Adds a line for each row to results/scaling.jsonl: milliseconds,
-images a second, efficiency, memory, compile time, MFU, time by kernel groups, and the collectives
-of the compiled step by kind and dtype. Efficiency is images a second over the number of GPUs times
-those of a single GPU, the mean of all.
+same turn, while the others wait. Adds a line for each row to results/scaling.jsonl, also if it is
+interrupted: milliseconds, images a second, efficiency, memory, compile time, MFU, time by kernel
+groups, and the collectives of the compiled step by kind and dtype. Efficiency is images a second
+over the number of GPUs times those of a single GPU, the mean of all.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
 import os
 import re
 import select
+import signal
 import statistics
 import subprocess
 import sys
@@ -123,42 +125,51 @@ def main() -> None:
   if args.case:
     measure(Case(**json.loads(args.case)))
     return
+  signal.signal(signal.SIGTERM, signal.default_int_handler)  # Saves what is measured by then.
   meshes = [tuple(map(int, m.split("x"))) for m in args.meshes or ()]
   for size in args.rows:
     cases = cases_of(size, args.gpus, meshes)
     cases = [dataclasses.replace(c, **json.loads(args.change)) for c in cases]
     cases = [c for c in cases if re.search(args.only, c.name)]
-    found = run_row(spread(cases, args.gpus))
-    line = {"benchmark": "scaling", "row": size, "gpus": args.gpus, "cases": found}
-    from benchmarks.timing import append, provenance  # Imports JAX, which takes the GPUs.
+    found = []
+    try:
+      run_row(spread(cases, args.gpus), found)
+    finally:
+      line = {"benchmark": "scaling", "row": size, "gpus": args.gpus, "cases": found}
+      from benchmarks.timing import append, provenance  # Imports JAX, which takes the GPUs.
 
-    append(args.out, [line | provenance()])
+      append(args.out, [line | provenance()])
 
 
-def run_row(cases: list[Case]) -> list[dict]:
-  """Runs each case in its own process; returns its measurements, or its `error`."""
+def run_row(cases: list[Case], found: list[dict]) -> None:
+  """Runs each case in its own process; adds its measurements or its `error` to `found`."""
   children = [_start(case) for case in cases]
-  started = time.perf_counter()
-  for child in children:
-    _read(child, "compiled", _COMPILE_SECONDS - (time.perf_counter() - started))
-  for turn in turns(cases):
-    for i in turn:
-      _go(children[i])
-    for i in turn:
-      children[i]["result"] = _read(children[i], "result", _RUN_SECONDS)
-      children[i]["process"].kill()
-      children[i]["process"].wait()
-  found = [
-    {"case": case.name, **dataclasses.asdict(case), **(child["result"] or child["error"])}
-    for case, child in zip(cases, children, strict=True)
-  ]
+  try:
+    started = time.perf_counter()
+    for child in children:
+      _read(child, "compiled", _COMPILE_SECONDS - (time.perf_counter() - started))
+    for turn in turns(cases):
+      for i in turn:
+        _go(children[i])
+      for i in turn:
+        result = _read(children[i], "result", _RUN_SECONDS) or children[i]["error"]
+        found.append({"case": cases[i].name, **dataclasses.asdict(cases[i]), **result})
+        _stop(children[i])
+      add_efficiency(found)
+      for result in found[-len(turn) :]:
+        print(_shown(result), flush=True)
+  finally:
+    for child in children:
+      _stop(child)
+
+
+def add_efficiency(found: list[dict]) -> None:
+  """Images a second over those of as many single GPUs, for the cases of ours."""
   singles = [r["images_per_second"] for r in found if _devices(r) == 1 and "milliseconds" in r]
   for result in found:
     if singles and result["fused"] and "images_per_second" in result:
       of_singles = _devices(result) * statistics.mean(singles)
       result["efficiency"] = round(result["images_per_second"] / of_singles, 4)
-    print(_shown(result), flush=True)
-  return found
 
 
 def turns(cases: list[Case]) -> list[list[int]]:
@@ -179,6 +190,15 @@ def _go(child: dict) -> None:
   if child["error"] is None:
     child["process"].stdin.write("go\n")
     child["process"].stdin.flush()
+
+
+def _stop(child: dict) -> None:
+  process = child["process"]
+  process.kill()
+  process.wait()
+  for file in (process.stdin, process.stdout, child["errors"]):
+    with contextlib.suppress(BrokenPipeError):
+      file.close()
 
 
 def _devices(result: dict) -> int:

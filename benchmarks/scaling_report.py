@@ -1,5 +1,7 @@
 """The tables, the plot and the prediction of docs/scaling.md; benchmarks/report.py writes them."""
 
+import functools
+import math
 import statistics
 
 import jax
@@ -18,11 +20,11 @@ from train.task import CLIPTask
 LINKS = {"NVLink": 281e9, "PCIe": 20e9}
 TILED = 1 + 4 / 512  # Bytes of a value in `mesh.gradient_exchange=e4m3` or int8.
 # name: bytes to sum a parameter of the blocks' kernels, and of another matrix; bytes to gather one
-# of the kernels, None: not gathered.
+# of the kernels over `fsdp`.
 WAYS = {
-  "data, float32": (4, 4, None),
-  "data, bfloat16": (2, 4, None),
-  "data, exchanged in 8 bits": (TILED, TILED, None),
+  "data, float32": (4, 4, 0),
+  "data, bfloat16": (2, 4, 0),
+  "data, exchanged in 8 bits": (TILED, TILED, 0),
   "fsdp, int8 gathered, float32 summed": (4, 4, 1),
   "fsdp, int8, bfloat16": (2, 4, 1),
   "fsdp, int8, exchanged in 8 bits": (TILED, TILED, 1),
@@ -31,55 +33,74 @@ WAYS = {
 
 
 def table(rows: list[dict]) -> list[str]:
+  """A line for each mesh: `switchback` with gradients in float32 and bfloat16, and plain Flax."""
   lines = [
-    "| model | images a GPU | GPUs | recipe | ms | images/s | of so many single GPUs |"
-    " over plain Flax | GB a GPU | compiled in |",
-    "|" + "---|" * 10,
+    "| model, images a GPU | GPUs: data x fsdp | ms | images/s | of so many single GPUs |"
+    " expected | plain Flax, images/s | over plain Flax | GB a GPU | MFU | compiled in |",
+    "|" + "---|" * 11,
   ]
   for row in rows:
     cases = [case for case in row["cases"] if "milliseconds" in case]
-    for case in cases:
-      mesh = f"{case['data'] * case['fsdp']}: data {case['data']}, fsdp {case['fsdp']}"
-      recipe = f"`{case['recipe']}`" if case["fused"] else "plain Flax"
-      if case["remat"] != "none":
-        recipe += ", blocks rematerialised"
-      if case["gradient_dtype"] != "float32":
-        recipe += f", {case['gradient_dtype']} gradients"
-      if (exchange := case.get("gradient_exchange", "float32")) != "float32":
-        recipe += f", gradients sent in {exchange}"
-      several = case["data"] * case["fsdp"] > 1
-      efficiency = f"**{case['efficiency']:.3f}**" if several and case["fused"] else ""
-      gain = _over_flax(case, cases)
-      lines.append(
-        f"| {row['row']} | {case['batch_size']} | {mesh} | {recipe} | {case['milliseconds']:.0f} |"
-        f" {case['images_per_second']:,.0f} | {efficiency} | {gain and f'{gain:.2f}x'} |"
-        f" {case['gigabytes']:.0f} | {case['compile_seconds']:.0f} s |"
-      )
+    for mesh in dict.fromkeys((case["data"], case["fsdp"]) for case in cases):
+      there = [case for case in cases if (case["data"], case["fsdp"]) == mesh]
+      lines.append(_line(row, mesh, there, one_gpu([row])[row["row"]]))
   return lines
 
 
-def _over_flax(case, cases):
-  """Images a second relative to the fastest plain Flax on the same mesh."""
-  mesh = (case["data"], case["fsdp"])
-  flax = [
-    c["images_per_second"]
-    for c in cases
-    if not c["fused"] and (c["data"], c["fsdp"]) == mesh and "milliseconds" in c
+def _line(row: dict, mesh: tuple[int, int], cases: list[dict], one: float) -> str:
+  ours = [case for case in cases if case["fused"]]
+  flax = max((c["images_per_second"] for c in cases if not c["fused"]), default=None)
+  best = max(case["images_per_second"] for case in ours)
+
+  def shown(key: str, form: str) -> str:
+    return ", ".join(form.format(case[key]) for case in ours if case.get(key) is not None)
+
+  model = f"{row['row']}, {ours[0]['batch_size']}"
+  if ours[0]["remat"] != "none":
+    model += ", blocks rematerialised"
+  devices = math.prod(mesh)
+  if devices == 1:
+    cells = [_range(ours, "milliseconds"), _range(ours, "images_per_second"), "", ""]
+    ours = ours[:1]
+  else:
+    ways = [(4, 4, 1), (2, 4, 1)][: len(ours)]
+    moved = [sent(row["row"], *mesh, *bytes_of) for bytes_of in ways]
+    cells = [
+      shown("milliseconds", "{:.0f}"),
+      shown("images_per_second", "{:,.0f}"),
+      shown("efficiency", "**{:.3f}**"),
+      ", ".join(f"{one / (one + b / LINKS['NVLink'] * 1e3):.3f}" for b in moved),
+    ]
+  cells += [
+    "" if flax is None else f"{flax:,.0f}",
+    "" if flax is None else f"{best / flax:.2f}x",
+    f"{max(case['gigabytes'] for case in ours):.0f}",
+    shown("mfu_of_bf16_peak", "{:.1%}"),
+    f"{max(case['compile_seconds'] for case in ours):.0f} s",
   ]
-  return case["images_per_second"] / max(flax) if flax and case["fused"] else ""
+  return f"| {model} | {devices}: {mesh[0]} x {mesh[1]} | {' | '.join(cells)} |"
+
+
+def _range(cases: list[dict], key: str) -> str:
+  values = [case[key] for case in cases]
+  return f"{statistics.mean(values):,.0f} ({min(values):,.0f} to {max(values):,.0f})"
 
 
 def plot(rows: list[dict], path) -> None:
-  """A panel for each model: a bar for each case, and a dotted line at perfect scaling."""
-  figure, axes = plt.subplots(2, -(-len(rows) // 2), figsize=(9, 5), squeeze=False)
+  """A panel for each model: a bar for each mesh, and a dotted line at perfect scaling."""
+  figure, axes = plt.subplots(2, -(-len(rows) // 2), figsize=(9, 6), squeeze=False)
   for axis, row in zip(axes.flat, rows, strict=False):
-    cases = [case for case in row["cases"] if "milliseconds" in case]
-    singles = [c["images_per_second"] for c in cases if c["data"] * c["fsdp"] == 1]
+    fastest = {}  # Of each label: the gradients' dtype and the number of images may differ.
+    for case in [case for case in row["cases"] if "milliseconds" in case]:
+      label = _label(case)
+      if case["images_per_second"] > fastest.get(label, case)["images_per_second"] - 1:
+        fastest[label] = case
+    cases = sorted(fastest.values(), key=_devices)
     colors = ["tab:blue" if case["fused"] else "tab:gray" for case in cases]
     axis.barh(range(len(cases)), [case["images_per_second"] for case in cases], color=colors)
-    if singles:
-      most = max(c["data"] * c["fsdp"] for c in cases)
-      axis.axvline(most * statistics.mean(singles), color="tab:blue", ls=":", lw=1)
+    one = statistics.mean(c["images_per_second"] for c in row["cases"] if _devices(c) == 1)
+    for devices in {_devices(case) for case in cases}:
+      axis.axvline(devices * one, color="tab:blue", ls=":", lw=1)
     axis.set_yticks(range(len(cases)), [_label(case) for case in cases], fontsize=7)
     axis.invert_yaxis()
     axis.set_title(f"{row['row']}, images/s", fontsize=9)
@@ -87,18 +108,19 @@ def plot(rows: list[dict], path) -> None:
   figure.savefig(path, dpi=80)
 
 
+def _devices(case: dict) -> int:
+  return case["data"] * case["fsdp"]
+
+
 def _label(case: dict) -> str:
   parts = [case["recipe"] if case["fused"] else "plain Flax"]
   parts += [f"{axis} {case[axis]}" for axis in ("data", "fsdp") if case[axis] > 1] or ["one GPU"]
-  if not case["fused"]:
-    parts.append(f"{case['batch_size']} images")
   if case["remat"] != "none":
     parts.append("remat")
-  if case["gradient_dtype"] != "float32":
-    parts.append("bfloat16 gradients")
   return ", ".join(parts)
 
 
+@functools.cache
 def parameters(size: str) -> dict[str, int]:
   """A CLIP's parameter counts: kernels of blocks, others that are split, and those kept whole."""
   state = jax.eval_shape(make_init(CLIPTask(CLIP(SIZES[size])), optax.identity(), 0))
@@ -111,18 +133,19 @@ def parameters(size: str) -> dict[str, int]:
   return found
 
 
-def sent(size: str, devices: int, summed: float, others: float, gathered: int | None) -> float:
-  """Bytes that each device sends in a step.
+def sent(size: str, data: int, fsdp: int, summed: float, others: float, gathered: float) -> float:
+  """Bytes that each device of a mesh sends in a step.
 
   To gather an array of S bytes, or to sum and scatter it, takes S (n - 1) / n; to sum it on all
-  devices takes twice that. Parameters other than matrices are summed, and all but the blocks'
-  kernels gathered, in float32.
+  devices takes twice that. `fsdp` gathers and scatters, and `data` sums what that leaves on a
+  device. Parameters other than matrices are summed, and all but the blocks' kernels gathered, in
+  float32.
   """
-  count, share = parameters(size), (devices - 1) / devices
-  if gathered is None:
-    return 2 * share * (summed * count["kernels"] + others * count["split"] + 4 * count["whole"])
-  split = (summed + gathered) * count["kernels"] + (others + 4) * count["split"]
-  return share * (split + 2 * 4 * count["whole"])
+  count, share = parameters(size), (fsdp - 1) / fsdp
+  gathers = share * (gathered * count["kernels"] + 4 * count["split"])
+  sums = share + 2 * (data - 1) / data / fsdp
+  whole = 2 * (1 - 1 / (data * fsdp)) * 4 * count["whole"]
+  return gathers + sums * (summed * count["kernels"] + others * count["split"]) + whole
 
 
 def prediction(milliseconds: dict[str, float]) -> list[str]:
@@ -134,7 +157,8 @@ def prediction(milliseconds: dict[str, float]) -> list[str]:
   ]
   for size, one in milliseconds.items():
     for way, bytes_of in WAYS.items():
-      moved = [sent(size, n, *bytes_of) for n in (2, 4, 8)]
+      meshes = [(n, 1) if way.startswith("data") else (1, n) for n in (2, 4, 8)]
+      moved = [sent(size, *mesh, *bytes_of) for mesh in meshes]
       cells = [", ".join(f"{b / 1e9:.2f}" for b in moved)]
       for rate in LINKS.values():
         times = [b / rate * 1e3 for b in moved]
@@ -145,10 +169,9 @@ def prediction(milliseconds: dict[str, float]) -> list[str]:
 
 
 def one_gpu(rows: list[dict]) -> dict[str, float]:
-  """Milliseconds of a step on the first GPU by itself, by size."""
+  """Milliseconds of a step on one GPU by itself, the mean of all, by size."""
   found = {}
   for row in rows:
-    for case in row["cases"]:
-      if case["data"] * case["fsdp"] == 1 and "milliseconds" in case:
-        found.setdefault(row["row"], case["milliseconds"])
+    of_one = [c["milliseconds"] for c in row["cases"] if _devices(c) == 1 and "milliseconds" in c]
+    found[row["row"]] = statistics.mean(of_one)
   return found

@@ -63,6 +63,7 @@ _PROGRAM = (
   "test_main",
   "test_remat",
   "test_run_end",
+  "test_scaling",
   "test_scenes_training",
   "test_step",
   "test_watch",

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import sbjax
-from benchmarks import report, scaling_report
+from benchmarks import report
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -102,7 +102,6 @@ def written_tables(monkeypatch):
   tables = {}
   monkeypatch.setattr(report, "write", lambda name, *args: tables.update({(name, *args[1:]): args}))
   monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda *args, **kwargs: None)
-  monkeypatch.setattr(scaling_report, "prediction", lambda rows: [])  # Traces four large models.
   report.main()
   report.plt.close("all")
   return tables

@@ -1,0 +1,149 @@
+"""benchmarks/scaling.py and benchmarks/interrupted.py without GPUs."""
+
+import dataclasses
+import json
+import math
+import os
+import sys
+import tempfile
+
+import pytest
+
+from benchmarks import interrupted, scaling
+from benchmarks.scaling import Case
+from benchmarks.scaling_report import sent
+from benchmarks.tables import read
+
+
+@pytest.mark.parametrize("gpus", [2, 4, 8])
+def test_each_turn_uses_a_gpu_once_and_each_case_has_a_turn(gpus):
+  cases = scaling.spread(scaling.cases_of("L/14", gpus), gpus)
+  for turn in (turns := scaling.turns(cases)):
+    used = [gpu for i in turn for gpu in cases[i].on]
+    assert len(used) == len(set(used)) and set(used) <= set(range(gpus))
+  assert sorted(i for turn in turns for i in turn) == list(range(len(cases)))
+  assert all(len(case.on) == case.devices for case in cases)
+  assert turns[0] == list(range(gpus)), "Single GPUs run at the same time."
+
+
+def test_meshes_of_eight_gpus():
+  expected = [(2, 1), (1, 2), (4, 1), (2, 2), (1, 4), (8, 1), (2, 4), (1, 8)]
+  assert scaling.meshes_of(8) == expected
+  assert {(c.data, c.fsdp) for c in scaling.cases_of("bigG/14", 8) if c.devices > 1} == {
+    mesh for mesh in expected if mesh[1] > 1
+  }
+
+
+def test_the_bytes_that_a_gpu_sends_are_those_of_the_compiled_collectives():
+  """`sent`, which docs/scaling.md predicts with, beside the collectives of the timed programs."""
+  checked = 0
+  for row in read("scaling"):
+    for case in row.get("cases", ()):
+      mesh, ours = (case["data"], case["fsdp"]), case.get("fused", True)
+      if not ours or math.prod(mesh) < 4 or "collectives" not in case:
+        continue
+      summed = {"float32": 4, "bfloat16": 2}[case["gradient_dtype"]]
+      predicted = sent(row["row"], *mesh, summed, 4, 1) / 1e6
+      assert of_collectives(case["collectives"], *mesh) == pytest.approx(predicted, rel=0.02)
+      checked += 1
+  assert checked >= 18
+
+
+def of_collectives(collectives: dict, data: int, fsdp: int) -> float:
+  """Megabytes that a device sends; without fsdp the gather and the scatter are the loss's."""
+  totals = {kind: sum(mb for mb, _ in dtypes.values()) for kind, dtypes in collectives.items()}
+  scattered = sum(totals.get(kind, 0) for kind in ("all-gather", "reduce-scatter"))
+  share = (fsdp - 1) / fsdp if fsdp > 1 else 0
+  return scattered * share + 2 * (data - 1) / data * totals.get("all-reduce", 0)
+
+
+def child(said: str):
+  """What _start returns, for a process that says so when it is told to go."""
+  code = f"print('compiled {{}}', flush=True); input(); {said}"
+  process = scaling.subprocess.Popen(
+    [sys.executable, "-c", code],
+    text=True,
+    stdin=scaling.subprocess.PIPE,
+    stdout=scaling.subprocess.PIPE,
+    stderr=(errors := tempfile.TemporaryFile("w+")),  # noqa: SIM115
+  )
+  return {"process": process, "errors": errors, "error": None}
+
+
+RESULT = {
+  "milliseconds": 10.0, "images_per_second": 100.0, "gigabytes": 1.0, "peak_gigabytes": 1.0,
+  "compile_seconds": 1.0, "spread": 0.0, "last_loss": 1.0,
+}  # fmt: skip
+
+
+def says(**changes) -> str:
+  return f"print('result ' + {json.dumps(RESULT | changes)!r})"
+
+
+def test_efficiency_is_relative_to_the_mean_of_single_gpus(monkeypatch):
+  single = Case("L/14", 8)
+  cases = [dataclasses.replace(single, gpus=gpu) for gpu in "01"]
+  cases += [Case("L/14", 8, data=2), Case("L/14", 8, fsdp=2), Case("L/14", 8, 2, fused=False)]
+  said = [says(), says(images_per_second=120.0), says(images_per_second=209.0)]
+  said += ["raise RuntimeError('it broke')", says()]
+  children = iter(map(child, said))
+  monkeypatch.setattr(scaling, "_start", lambda case: next(children))
+  found = []
+  scaling.run_row(cases, found)
+  assert [r.get("efficiency") for r in found] == [0.9091, 1.0909, 0.95, None, None]
+  assert "it broke" in found[3]["error"]
+
+
+def test_an_interrupted_row_keeps_what_is_measured(monkeypatch):
+  cases = [Case("L/14", 8, gpus="0"), Case("L/14", 8, data=2)]
+  children = [child(says()), child("import time; time.sleep(100)")]
+  started = iter(children)
+  monkeypatch.setattr(scaling, "_start", lambda case: next(started))
+  shown = []
+
+  def interrupt(result):
+    shown.append(result)
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(scaling, "_shown", interrupt)
+  with pytest.raises(KeyboardInterrupt):
+    scaling.run_row(cases, found := [])
+  assert [r["milliseconds"] for r in found] == [10.0]
+  assert all(c["process"].poll() is not None for c in children), "No process is left."
+
+
+PROGRAM = """
+import json, pathlib, sys, time
+workdir, path = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[1]) / "metrics.jsonl"
+workdir.mkdir(exist_ok=True)
+first = not path.exists()
+kept = [] if first else path.read_text().splitlines()[:2]
+path.write_text("".join(line + "\\n" for line in kept))
+for step in range(len(kept) + 1, 6):
+  with path.open("a") as file:
+    record = {"step": step, "loss": 1 / step, "step_seconds": 2.0, "data_wait_seconds": step / 10}
+    file.write(json.dumps(record | {"images_per_second": 7.0, "first": first}) + "\\n")
+  time.sleep(60 if first and step == 4 else 0.01)
+"""
+
+
+def test_a_run_is_killed_and_its_repeated_losses_are_compared(tmp_path):
+  command = [sys.executable, "-c", PROGRAM, str(tmp_path / "run")]
+  first = interrupted.run(command, tmp_path / "run", 60, kill_after=4)
+  assert [r["step"] for r in first] == [1, 2, 3, 4]
+  second = interrupted.run(command, tmp_path / "run", 60)
+  found = interrupted.compared(first, [r for r in second if r not in first])
+  assert found["steps_recorded_twice"] == [3, 4]
+  assert found["losses_differ_by"] == 0
+  assert found["share_of_time_waiting_for_data"] == {"median": 0.225, "largest": 0.25}
+  first[2]["loss"] *= 1.5
+  assert interrupted.compared(first, second[2:])["losses_differ_by"] == pytest.approx(1 / 3, 1e-2)
+
+
+def test_a_run_that_ends_too_early_or_repeats_nothing_is_refused(tmp_path):
+  command = [sys.executable, "-c", PROGRAM.replace("60", "0"), str(tmp_path / "run")]
+  with pytest.raises(SystemExit, match="ended with 0, not at step 9"):
+    interrupted.run(command, tmp_path / "run", 60, kill_after=9)
+  with pytest.raises(SystemExit, match="No step was recorded twice"):
+    interrupted.compared([{"step": 1, "loss": 1.0}], [{"step": 2, "loss": 1.0}])
+  assert os.path.exists(tmp_path / "run" / "metrics.jsonl")
