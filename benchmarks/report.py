@@ -66,11 +66,10 @@ def main() -> None:
   scaling = [row for row in read("scaling") if row["benchmark"] == "scaling"]
   scaling, _ = by_chip(last(scaling, "chip", "row"))
   one_gpu = scaling_report.one_gpu(scaling)
-  scaling = sorted(scaling, key=lambda row: -one_gpu[row["row"]])
+  scaling = sorted(scaling, key=lambda row: -one_gpu.get(row["row"], 0))
   scaling_report.plot(scaling, RESULTS / "scaling.png")
   write("scaling", scaling_report.table(scaling), SCALING)
-  one_gpu = {row["row"]: one_gpu[row["row"]] for row in scaling}
-  write("links", scaling_report.prediction(one_gpu), SCALING)
+  write("links", scaling_report.prediction(scaling_report.one_gpu(scaling)), SCALING)
   write("models", models.table(), DOCS / "convert_a_model.md")
   for figure in ("easy", "1", "2", "flickr8k"):  # By python -m benchmarks.figures.
     lines = (RESULTS / "figures" / f"figure_{figure}.md").read_text().splitlines()

@@ -40,14 +40,19 @@ def table(rows: list[dict]) -> list[str]:
     "|" + "---|" * 11,
   ]
   for row in rows:
-    cases = [case for case in row["cases"] if "milliseconds" in case]
-    for mesh in dict.fromkeys((case["data"], case["fsdp"]) for case in cases):
-      there = [case for case in cases if (case["data"], case["fsdp"]) == mesh]
-      lines.append(_line(row, mesh, there, one_gpu([row])[row["row"]]))
+    measured, one = _measured(row), one_gpu([row]).get(row["row"])
+    for mesh in dict.fromkeys((case["data"], case["fsdp"]) for case in measured if case["fused"]):
+      there = [case for case in measured if (case["data"], case["fsdp"]) == mesh]
+      lines.append(_line(row["row"], mesh, there, one))
   return lines
 
 
-def _line(row: dict, mesh: tuple[int, int], cases: list[dict], one: float) -> str:
+def _measured(row: dict) -> list[dict]:
+  """The cases of a row that have a time; an interrupted row may lack any."""
+  return [case for case in row["cases"] if "milliseconds" in case]
+
+
+def _line(size: str, mesh: tuple[int, int], cases: list[dict], one: float | None) -> str:
   ours = [case for case in cases if case["fused"]]
   flax = max((c["images_per_second"] for c in cases if not c["fused"]), default=None)
   best = max(case["images_per_second"] for case in ours)
@@ -55,7 +60,7 @@ def _line(row: dict, mesh: tuple[int, int], cases: list[dict], one: float) -> st
   def shown(key: str, form: str) -> str:
     return ", ".join(form.format(case[key]) for case in ours if case.get(key) is not None)
 
-  model = f"{row['row']}, {ours[0]['batch_size']}"
+  model = f"{size}, {ours[0]['batch_size']}"
   if ours[0]["remat"] != "none":
     model += ", blocks rematerialised"
   devices = math.prod(mesh)
@@ -63,13 +68,11 @@ def _line(row: dict, mesh: tuple[int, int], cases: list[dict], one: float) -> st
     cells = [_range(ours, "milliseconds"), _range(ours, "images_per_second"), "", ""]
     ours = ours[:1]
   else:
-    ways = [(4, 4, 1), (2, 4, 1)][: len(ours)]
-    moved = [sent(row["row"], *mesh, *bytes_of) for bytes_of in ways]
     cells = [
       shown("milliseconds", "{:.0f}"),
       shown("images_per_second", "{:,.0f}"),
       shown("efficiency", "**{:.3f}**"),
-      ", ".join(f"{one / (one + b / LINKS['NVLink'] * 1e3):.3f}" for b in moved),
+      ", ".join(f"{_expected(size, case, one):.3f}" for case in ours if one),
     ]
   cells += [
     "" if flax is None else f"{flax:,.0f}",
@@ -81,6 +84,13 @@ def _line(row: dict, mesh: tuple[int, int], cases: list[dict], one: float) -> st
   return f"| {model} | {devices}: {mesh[0]} x {mesh[1]} | {' | '.join(cells)} |"
 
 
+def _expected(size: str, case: dict, one: float) -> float:
+  """The efficiency if a step takes one GPU's time and that of the bytes over NVLink."""
+  summed = {"float32": 4, "bfloat16": 2}[case["gradient_dtype"]]
+  moved = sent(size, case["data"], case["fsdp"], summed, 4, 1)
+  return one / (one + moved / LINKS["NVLink"] * 1e3)
+
+
 def _range(cases: list[dict], key: str) -> str:
   values = [case[key] for case in cases]
   return f"{statistics.mean(values):,.0f} ({min(values):,.0f} to {max(values):,.0f})"
@@ -90,17 +100,16 @@ def plot(rows: list[dict], path) -> None:
   """A panel for each model: a bar for each mesh, and a dotted line at perfect scaling."""
   figure, axes = plt.subplots(2, -(-len(rows) // 2), figsize=(9, 6), squeeze=False)
   for axis, row in zip(axes.flat, rows, strict=False):
-    fastest = {}  # Of each label: the gradients' dtype and the number of images may differ.
-    for case in [case for case in row["cases"] if "milliseconds" in case]:
-      label = _label(case)
-      if case["images_per_second"] > fastest.get(label, case)["images_per_second"] - 1:
-        fastest[label] = case
-    cases = sorted(fastest.values(), key=_devices)
+    measured = _measured(row)
+    fastest = {}  # Of each label: the gradients' dtype differs.
+    for case in sorted(measured, key=lambda case: case["images_per_second"]):
+      fastest[_label(case)] = case
+    cases = sorted(fastest.values(), key=lambda c: (_devices(c), -c["data"], not c["fused"]))
     colors = ["tab:blue" if case["fused"] else "tab:gray" for case in cases]
     axis.barh(range(len(cases)), [case["images_per_second"] for case in cases], color=colors)
-    one = statistics.mean(c["images_per_second"] for c in row["cases"] if _devices(c) == 1)
-    for devices in {_devices(case) for case in cases}:
-      axis.axvline(devices * one, color="tab:blue", ls=":", lw=1)
+    singles = [c["images_per_second"] for c in measured if _devices(c) == 1]
+    for devices in {_devices(case) for case in cases} if singles else ():
+      axis.axvline(devices * statistics.mean(singles), color="tab:blue", ls=":", lw=1)
     axis.set_yticks(range(len(cases)), [_label(case) for case in cases], fontsize=7)
     axis.invert_yaxis()
     axis.set_title(f"{row['row']}, images/s", fontsize=9)
@@ -172,6 +181,6 @@ def one_gpu(rows: list[dict]) -> dict[str, float]:
   """Milliseconds of a step on one GPU by itself, the mean of all, by size."""
   found = {}
   for row in rows:
-    of_one = [c["milliseconds"] for c in row["cases"] if _devices(c) == 1 and "milliseconds" in c]
-    found[row["row"]] = statistics.mean(of_one)
+    if of_one := [case["milliseconds"] for case in _measured(row) if _devices(case) == 1]:
+      found[row["row"]] = statistics.mean(of_one)
   return found

@@ -7,9 +7,10 @@ import os
 import sys
 import tempfile
 
+import matplotlib.pyplot as plt
 import pytest
 
-from benchmarks import interrupted, scaling
+from benchmarks import interrupted, scaling, scaling_report
 from benchmarks.scaling import Case
 from benchmarks.scaling_report import sent
 from benchmarks.tables import read
@@ -55,6 +56,21 @@ def of_collectives(collectives: dict, data: int, fsdp: int) -> float:
   scattered = sum(totals.get(kind, 0) for kind in ("all-gather", "reduce-scatter"))
   share = (fsdp - 1) / fsdp if fsdp > 1 else 0
   return scattered * share + 2 * (data - 1) / data * totals.get("all-reduce", 0)
+
+
+def test_an_interrupted_row_is_shown_without_what_it_lacks(tmp_path):
+  (row,) = [r for r in read("scaling") if r["benchmark"] == "scaling" and r["row"] == "H/14"][-1:]
+  whole, mesh = scaling_report.table([row])[2:], {"data": 4, "fsdp": 1}
+  assert "| 4: 4 x 1 | 462, 456 | 2,217, 2,243 | **0.961**, **0.973** | 0.955, 0.976 |" in whole[3]
+  of_mesh = [case for case in row["cases"] if case | mesh == case]
+  for cases, expected in (
+    (row["cases"][:4], whole[:1]),  # Single GPUs alone.
+    (of_mesh, [whole[3].replace(" 0.955, 0.976 ", "  ")]),  # Without single GPUs.
+    ([case for case in row["cases"] if not case["fused"]], []),
+  ):
+    assert scaling_report.table([row | {"cases": cases}])[2:] == expected
+    scaling_report.plot([row | {"cases": cases}], tmp_path / "scaling.png")
+    plt.close("all")
 
 
 def child(said: str):
