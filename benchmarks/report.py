@@ -65,8 +65,7 @@ def main() -> None:
   write("serving", serving_table(serving), DOCS / "embedding.md")
   scaling = [row for row in read("scaling") if row["benchmark"] == "scaling"]
   scaling, _ = by_chip(last(scaling, "chip", "row"))
-  one_gpu = scaling_report.one_gpu(scaling)
-  scaling = sorted(scaling, key=lambda row: -one_gpu.get(row["row"], 0))
+  scaling = sorted(scaling, key=lambda row: -scaling_report.one_gpu([row]).get(row["row"], 0))
   scaling_report.plot(scaling, RESULTS / "scaling.png")
   write("scaling", scaling_report.table(scaling), SCALING)
   write("links", scaling_report.prediction(scaling_report.one_gpu(scaling)), SCALING)

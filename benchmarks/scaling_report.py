@@ -19,6 +19,7 @@ from train.task import CLIPTask
 # as users report it.
 LINKS = {"NVLink": 281e9, "PCIe": 20e9}
 TILED = 1 + 4 / 512  # Bytes of a value in `mesh.gradient_exchange=e4m3` or int8.
+BYTES = {"float32": 4, "bfloat16": 2, "e4m3": TILED, "int8": TILED}
 # name: bytes to sum a parameter of the blocks' kernels, and of another matrix; bytes to gather one
 # of the kernels over `fsdp`.
 WAYS = {
@@ -63,6 +64,8 @@ def _line(size: str, mesh: tuple[int, int], cases: list[dict], one: float | None
   model = f"{size}, {ours[0]['batch_size']}"
   if ours[0]["remat"] != "none":
     model += ", blocks rematerialised"
+  if (exchange := _exchange(ours[0])) != "float32":
+    model += f", gradients sent in {exchange}"
   devices = math.prod(mesh)
   if devices == 1:
     cells = [_range(ours, "milliseconds"), _range(ours, "images_per_second"), "", ""]
@@ -86,9 +89,14 @@ def _line(size: str, mesh: tuple[int, int], cases: list[dict], one: float | None
 
 def _expected(size: str, case: dict, one: float) -> float:
   """The efficiency if a step takes one GPU's time and that of the bytes over NVLink."""
-  summed = {"float32": 4, "bfloat16": 2}[case["gradient_dtype"]]
-  moved = sent(size, case["data"], case["fsdp"], summed, 4, 1)
+  others = BYTES[_exchange(case)]
+  summed = min(others, BYTES[case["gradient_dtype"]])  # One of the two is float32.
+  moved = sent(size, case["data"], case["fsdp"], summed, others, 1)
   return one / (one + moved / LINKS["NVLink"] * 1e3)
+
+
+def _exchange(case: dict) -> str:
+  return case.get("gradient_exchange", "float32")  # Older lines lack it.
 
 
 def _range(cases: list[dict], key: str) -> str:

@@ -95,10 +95,11 @@ def open_clip_steps(
   if remat == "block":
     model.set_grad_checkpointing()
     torch._dynamo.config.optimize_ddp = False  # As open_clip: it cannot split checkpointed layers.
+  shared = {}
   if processes > 1:
     model = torch.nn.parallel.DistributedDataParallel(model)
-  shared = {"local_loss": True, "gather_with_grad": True, "rank": rank, "world_size": processes}
-  compiled, loss = torch.compile(model), open_clip.ClipLoss(**shared if processes > 1 else {})
+    shared = {"local_loss": True, "gather_with_grad": True, "rank": rank, "world_size": processes}
+  compiled, loss = torch.compile(model), open_clip.ClipLoss(**shared)
   optimizer = torch.optim.AdamW(
     model.parameters(), lr=1e-6, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.2, fused=True
   )
