@@ -65,9 +65,12 @@ def main() -> None:
   write("serving", serving_table(serving), DOCS / "embedding.md")
   scaling = [row for row in read("scaling") if row["benchmark"] == "scaling"]
   scaling, _ = by_chip(last(scaling, "chip", "row"))
+  ddp = [row for row in read("scaling") if row["benchmark"] == "scaling_open_clip"]
+  ddp, _ = by_chip(last(ddp, "chip", "row", "gpus"))
   scaling = sorted(scaling, key=lambda row: -scaling_report.one_gpu([row]).get(row["row"], 0))
   scaling_report.plot(scaling, RESULTS / "scaling.png")
   write("scaling", scaling_report.table(scaling), SCALING)
+  write("open_clip_scaling", scaling_report.open_clip_table(ddp, scaling), SCALING)
   write("links", scaling_report.prediction(scaling_report.one_gpu(scaling)), SCALING)
   write("models", models.table(), DOCS / "convert_a_model.md")
   for figure in ("easy", "1", "2", "flickr8k"):  # By python -m benchmarks.figures.

@@ -31,7 +31,7 @@ from collections import defaultdict
 from train import xla_flags
 
 _BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
-_COMPILE_SECONDS, _RUN_SECONDS = 240, 100
+_COMPILE_SECONDS, _RUN_SECONDS = 360, 100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,7 +214,8 @@ def _start(case: Case) -> dict:
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # The processes of a row share the GPUs.
     "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.97",
   }
-  command = [sys.executable, "-m", "benchmarks.scaling", "--case"]
+  # If a process hangs, faulthandler writes where its threads are.
+  command = [sys.executable, "-X", "faulthandler", "-m", "benchmarks.scaling", "--case"]
   errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # Open as long as the process runs.
   process = subprocess.Popen(
     [*command, json.dumps(dataclasses.asdict(case))],
@@ -236,13 +237,21 @@ def _read(child: dict, kind: str, seconds: float):
       continue
     line = out.readline()
     if not line:
-      child["process"].wait()
-      child["errors"].seek(0)
-      child["error"] = {"error": child["errors"].read()[-1500:]}
+      child["error"] = {"error": _said(child)}
     elif line.startswith(kind + " "):
       return json.loads(line.partition(" ")[2])
-  child["error"] = child["error"] or {"error": f"no {kind} in {seconds:.0f} s"}
+  if child["error"] is None:
+    child["process"].send_signal(signal.SIGABRT)
+    child["error"] = {"error": f"no {kind} in {seconds:.0f} s: {_said(child)}"}
   return None
+
+
+def _said(child: dict) -> str:
+  """The end of what a process that ends wrote to stderr."""
+  with contextlib.suppress(subprocess.TimeoutExpired):
+    child["process"].wait(10)
+  child["errors"].seek(0)
+  return child["errors"].read()[-3000:]
 
 
 def measure(case: Case) -> None:

@@ -48,6 +48,28 @@ def table(rows: list[dict]) -> list[str]:
   return lines
 
 
+def open_clip_table(open_clip: list[dict], rows: list[dict]) -> list[str]:
+  """open_clip under DDP, and our fastest mesh of as many GPUs; GB are open_clip's and ours."""
+  lines = [
+    "| model, images a GPU | GPUs | open_clip, compiled, DDP: images/s | of so many single GPUs |"
+    " sbjax: images/s | of so many single GPUs | ratio | GB a GPU |",
+    "|" + "---|" * 8,
+  ]
+  for row in open_clip:
+    gpus, theirs = row["gpus"], row["together"]
+    cases = [c for r in rows if r["row"] == row["row"] for c in _measured(r)]
+    cases = [c for c in cases if c["fused"] and _devices(c) == gpus]
+    ours = max(cases, key=lambda c: c["images_per_second"])
+    ratio = ours["images_per_second"] / theirs["images_per_second"]
+    lines.append(
+      f"| {row['row']}, {row['batch_size']} | {gpus} | {theirs['images_per_second']:,.0f} |"
+      f" {theirs['efficiency']:.3f} | {ours['images_per_second']:,.0f} |"
+      f" {ours['efficiency']:.3f} | **{ratio:.2f}x** |"
+      f" {theirs['gigabytes']:.0f}, {ours['gigabytes']:.0f} |"
+    )
+  return lines
+
+
 def _measured(row: dict) -> list[dict]:
   """The cases of a row that have a time; an interrupted row may lack any."""
   return [case for case in row["cases"] if "milliseconds" in case]

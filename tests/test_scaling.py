@@ -86,7 +86,7 @@ def child(said: str):
   """What _start returns, for a process that says so when it is told to go."""
   code = f"print('compiled {{}}', flush=True); input(); {said}"
   process = scaling.subprocess.Popen(
-    [sys.executable, "-c", code],
+    [sys.executable, "-X", "faulthandler", "-c", code],
     text=True,
     stdin=scaling.subprocess.PIPE,
     stdout=scaling.subprocess.PIPE,
@@ -117,6 +117,14 @@ def test_efficiency_is_relative_to_the_mean_of_single_gpus(monkeypatch):
   scaling.run_row(cases, found)
   assert [r.get("efficiency") for r in found] == [0.9091, 1.0909, 0.95, None, None]
   assert "it broke" in found[3]["error"]
+
+
+def test_a_case_that_hangs_is_given_up_and_says_where_it_was(monkeypatch):
+  monkeypatch.setattr(scaling, "_start", lambda case: child("import time\ntime.sleep(100)"))
+  monkeypatch.setattr(scaling, "_RUN_SECONDS", 1)
+  scaling.run_row([Case("L/14", 8)], found := [])
+  assert found[0]["error"].startswith("no result in 1 s: Fatal Python error: Aborted")
+  assert 'File "<string>", line 2 in <module>' in found[0]["error"]
 
 
 def test_an_interrupted_row_keeps_what_is_measured(monkeypatch):
