@@ -109,7 +109,9 @@ class _Choice:
       batch = self._draw()
       self._run = lambda state: self._step(state, batch)[0]
     else:
-      gradients = jax.tree.map(lambda p: 1e-3 * p, self._state.params)
+      gradients = jax.jit(lambda params: jax.tree.map(lambda p: 1e-3 * p, params))(
+        self._state.params
+      )
       self._run = lambda state: self._update(state, gradients)
     self.time(3)
 

@@ -62,7 +62,7 @@ def test_a_fused_mlp_is_differentiated_as_its_parts(activation):
     n = centred / deviation * norm.scale[None] + norm.bias[None]
     return jnp.sum(jnp.sin(x + REFERENCES[activation](n @ w1) @ w2))
 
-  got, want = (jax.value_and_grad(f, (0, 1))(x, w1) for f in (fused, parts))
+  got, want = (jax.jit(jax.value_and_grad(f, (0, 1)))(x, w1) for f in (fused, parts))
   jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, want)
 
 
@@ -76,7 +76,7 @@ def test_a_config_s_activation_and_epsilon_reach_both_towers(activation):
   params = random_params()
   got, plain = (clip(config, block=block) for block in (clip().block, FlaxBlock))
   got, plain, exact = (
-    model.apply({"params": params}, *pairs()) for model in (got, plain, clip(MICRO))
+    jax.jit(model.apply)({"params": params}, *pairs()) for model in (got, plain, clip(MICRO))
   )
   for name in ("image_features", "text_features"):
     np.testing.assert_allclose(got[name], plain[name], atol=2e-5)

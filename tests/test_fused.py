@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax_case import bitwise, drawn, normal
+from flax_case import bitwise, compiled, drawn, normal
 from pairwise import mainly
 
 from sbjax import (
@@ -200,9 +200,12 @@ def test_outputs_are_column_slices_of_the_single_output(name, quantized, biased)
       layer_norm_dense(x, norm, w, name, bias=b, backend="xla", num_outputs=5)[1], axis=-1
     )
 
-  actual, expected = (
-    (lambda y, vjp: (y, *vjp(dy)))(*jax.vjp(function, x, norm, w, b)) for function in (parts, whole)
-  )
+  def with_gradients(function, dy, *operands):
+    y, vjp = jax.vjp(function, *operands)
+    return y, *vjp(dy)
+
+  run = compiled(with_gradients, static_argnums=0)
+  actual, expected = (run(function, dy, x, norm, w, b) for function in (parts, whole))
   for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
     if a.dtype != jax.dtypes.float0:  # The 8-bit values of a QuantizedWeight have no gradient.
       np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
@@ -316,7 +319,7 @@ def test_biases_may_be_left_out():
     return jnp.sum(layer_norm_mlp(x, norm, w1, b1, w2, b2, "switchback")[1])
 
   with_zeros, without = (
-    jax.value_and_grad(sum_of)(w1, *biases) for biases in ((0 * b1, 0 * b2), (None, None))
+    bitwise(jax.value_and_grad(sum_of))(w1, *biases) for biases in ((0 * b1, 0 * b2), (None, None))
   )
   jax.tree.map(np.testing.assert_array_equal, without, with_zeros)
 

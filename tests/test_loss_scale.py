@@ -31,7 +31,7 @@ def scaled(tree):
 
 def run(optimizer, params, *gradients):
   """The parameters after updates, and the last state."""
-  state, update = optimizer.init(params), jax.jit(optimizer.update)
+  state, update = jax.jit(optimizer.init)(params), jax.jit(optimizer.update)
   for g in gradients:
     updates, state = update(g, state, params)
     params = optax.apply_updates(params, updates)

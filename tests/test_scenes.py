@@ -220,18 +220,6 @@ def test_a_shift_changes_the_contrast_of_pictures_from_its_steps_on(count):
   np.testing.assert_array_equal(resumed[0]["image"], found[1][0]["image"])
 
 
-def test_a_shift_leaves_evaluation_as_it_is():
-  config, shifted = config_of(), config_of(name="scenes/shift:1500")
-  for split in ("scenes[:8]", "classes[:8]"):
-    plain, other = (
-      next(data.eval_batches(c, data.prepare(c.data), split, image_size=16, batch_size=8))
-      for c in (config, shifted)
-    )
-    for name in ("image", "label"):
-      np.testing.assert_array_equal(other[name], plain[name])
-    assert other["captions"] == plain["captions"]
-
-
 def test_the_state_is_the_step_and_a_resumed_stream_is_the_same():
   mesh = make_mesh(config_of().mesh, jax.devices()[:1])
   whole = on_one_device()
@@ -268,7 +256,7 @@ def test_many_rows_are_drawn_in_pieces_with_the_same_numbers(monkeypatch):
   jax.tree.map(np.testing.assert_array_equal, draw(rows), whole)
 
 
-def test_evaluation_batches_have_captions_or_labels():
+def test_evaluation_batches_have_captions_or_labels_and_no_shift():
   config = config_of()
   source = data.prepare(config.data)
   assert data.class_names(config, source) == source.class_names
@@ -288,9 +276,15 @@ def test_evaluation_batches_have_captions_or_labels():
       assert (is_held_out(*attributes) == split.startswith("heldout")).all()
     images = np.concatenate([batch["image"] for batch in found]).reshape(size, -1)
     assert len(np.unique(images, axis=0)) == size
-    seen[split] = found[0]["image"]
-  again = next(data.eval_batches(config, source, "scenes", image_size=32, batch_size=24))
-  np.testing.assert_array_equal(again["image"], seen["scenes[:40]"])
+    seen[split] = found[0]
+  shifted = config_of(name="scenes/shift:1500")
+  for split in ("scenes", "classes"):
+    how = {"image_size": 32, "batch_size": 24}
+    again = next(data.eval_batches(shifted, data.prepare(shifted.data), split, **how))
+    first = seen["scenes[:40]" if split == "scenes" else "classes[:24]"]
+    for name in ("image", "label"):
+      np.testing.assert_array_equal(again[name], first[name])
+    assert again["captions"] == first["captions"]
 
 
 def numbers_of(name: str) -> tuple[int, int, int]:

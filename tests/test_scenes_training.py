@@ -49,7 +49,17 @@ def test_a_resumed_run_trains_on_the_same_batches_on_another_mesh(monkeypatch, t
   assert not (tmp_path / "data").exists()
 
 
-def test_a_tiny_run_learns_and_is_scored_on_each_split(tmp_path):
+@pytest.fixture
+def optimised():
+  """XLA optimises programs that run for long."""
+  name = "jax_disable_most_optimizations"
+  before = jax.config.read(name)
+  jax.config.update(name, False)
+  yield
+  jax.config.update(name, before)
+
+
+def test_a_tiny_run_learns_and_is_scored_on_each_split(optimised, tmp_path):
   config = scenes_tiny.get_config()
   config.model.recipe, config.model.scan = "full", True
   config.mesh.data = 1

@@ -86,12 +86,12 @@ def test_bfloat16_is_computed_in_float32_and_rounded_once():
   gradients = [jnp.asarray(g, jnp.bfloat16) for g in random_gradients((64,), 50)]
   params = jnp.linspace(-2, 2, 64).astype(jnp.bfloat16)
   tx = stable_adamw(1.0, B1, B2, EPS, jnp.float32, DECAY)
-  state = tx.init(params)
+  state, update = tx.init(params), jax.jit(tx.update)
   before = np.zeros(64)
   for g, (p, rms) in zip(
     gradients, reference(gradients, before, [1.0] * 50, False, "clipped"), strict=True
   ):
-    updates, state = tx.update(g, state, params)
+    updates, state = update(g, state, params)
     assert updates.dtype == jnp.bfloat16
     np.testing.assert_allclose(state[0].rms, rms, rtol=1e-5)
     expected = p - before - DECAY * np.float64(params) / max(1, rms)
@@ -295,7 +295,8 @@ def test_it_composes_with_multi_transform_masks_and_missing_leaves():
     ),
   )
   gradients = jax.tree.map(jnp.ones_like, params)
-  updates, state = tx.update(gradients, tx.init(params), params, value=1.0)
+  state = jax.jit(tx.init)(params)
+  updates, state = jax.jit(tx.update)(gradients, state, params, value=1.0)
   np.testing.assert_allclose(updates["a"], -0.1, rtol=1e-3)
   np.testing.assert_allclose(updates["b"]["c"], -0.2, rtol=1e-3)
   np.testing.assert_array_equal(updates["b"]["frozen"], 0)

@@ -218,8 +218,13 @@ def test_embeddings_blocks_and_projected_features_have_unit_variance():
 
 def test_weights_quantized_once_give_the_same_features(recipe="fp8_static"):
   model, params = clip(recipe=recipe, **UNIT), random_params(**UNIT)
-  variables = {"params": params, "quantized": quantize_weights(params, recipe)}
-  got = compiled(lambda v: model.apply(v, *pairs()))(variables)
+
+  @compiled
+  def run(params):
+    variables = {"params": params, "quantized": quantize_weights(params, recipe)}
+    return model.apply(variables, *pairs())
+
+  got = run(params)
   for name in ("image_features", "text_features"):
     np.testing.assert_allclose(got[name], outputs(model, params)[name], rtol=1e-5, atol=1e-6)
 

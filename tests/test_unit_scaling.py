@@ -198,8 +198,13 @@ def probes(array):
 @pytest.mark.parametrize("name", RECORDED)
 def test_results_and_gradients_equal_the_package_s(name):
   function, operands = CALLS[name]
-  y, backward = jax.vjp(function, *map(jnp.asarray, operands))
-  arrays = y, *backward(wave(*y.shape, phase=0.5))
+
+  @jax.jit
+  def run(*operands):
+    y, backward = jax.vjp(function, *operands)
+    return y, *backward(wave(*y.shape, phase=0.5))
+
+  arrays = run(*map(jnp.asarray, operands))
   for array, (along, square) in zip(arrays, RECORDED[name], strict=True):
     # The first probe may cancel: its error is relative to what its terms can add up to.
     size = math.sqrt(square * array.size)
@@ -255,8 +260,13 @@ def test_a_linear_layer_has_unit_variance_in_result_and_gradients(recipe):
     jax.random.normal(jax.random.key(i), shape)
     for i, shape in enumerate(((512, 256), (256, 1024), (512, 1024)))
   )
-  y, backward = jax.vjp(lambda x, w: us.linear(x, w, recipe=recipe, constraint=None), x, w)
-  assert [std(a) for a in (y, *backward(dy))] == pytest.approx([1, 1, 1], abs=0.03)
+
+  @jax.jit
+  def run(x, w, dy):
+    y, backward = jax.vjp(lambda x, w: us.linear(x, w, recipe=recipe, constraint=None), x, w)
+    return y, *backward(dy)
+
+  assert [std(a) for a in run(x, w, dy)] == pytest.approx([1, 1, 1], abs=0.03)
 
 
 def test_the_default_constraint_makes_gradients_those_of_a_function():

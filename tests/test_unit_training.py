@@ -34,14 +34,15 @@ def params_and_gradients():
   params = drawn(shapes())
   image = {name: params["image"][name] for name in ("patch_embedding", "proj", "ln_post")}
   params = {"image": image, "text": params["text"], "logit_scale": params["logit_scale"]}
-  return params, jax.tree.map(lambda p: 1e-2 * jnp.cos(37.0 * p), params)
+  return params, jax.tree.map(lambda p: 1e-2 * np.cos(np.float32(37) * p), params)
 
 
 def updates_of(optimizer, params, gradients):
   """The updates of the first three steps, stacked, by path."""
-  state, updates = optimizer.init(params), []
+  state, updates = jax.jit(optimizer.init)(params), []
+  run = jax.jit(optimizer.update)
   for _ in range(3):
-    update, state = jax.jit(optimizer.update)(gradients, state, params)
+    update, state = run(gradients, state, params)
     updates.append(update)
   stacked = jax.tree.map(lambda *each: np.stack(each), *updates)
   return {path_name(path): u for path, u in jax.tree_util.tree_leaves_with_path(stacked)}
