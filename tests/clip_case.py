@@ -48,8 +48,10 @@ def drawn(shapes):
   def draw(path, leaf):
     noise = rng.standard_normal(leaf.shape, np.float32)
     if path[-1] == "kernel":
-      return jnp.asarray(noise * np.float32(leaf.shape[-2] ** -0.5))
-    return jnp.asarray(np.float32(path[-1] in ("scale", "logit_scale")) + noise * np.float32(0.2))
+      return jax.device_put(noise * np.float32(leaf.shape[-2] ** -0.5))
+    return jax.device_put(
+      np.float32(path[-1] in ("scale", "logit_scale")) + noise * np.float32(0.2)
+    )
 
   with jax.ensure_compile_time_eval():  # Callers cache the result, and may call within a trace.
     return unflatten_dict({k: draw(k, v) for k, v in flatten_dict(shapes).items()})

@@ -62,7 +62,8 @@ def test_serving_features_are_those_of_the_float_parameters(recipe, scan):
 
 
 def test_each_kernel_of_a_block_has_no_float_and_one_orientation():
-  served = flatten_dict(serving_params(random_params(), "switchback_q"))
+  serve = jax.jit(lambda params: serving_params(params, "switchback_q"))
+  served = flatten_dict(serve(random_params()))
   kernels = {path: leaf for path, leaf in served.items() if path[-1] == "kernel" and len(path) > 3}
   assert len(kernels) == 8
   width = MICRO.vision.width
