@@ -32,6 +32,8 @@ from train import xla_flags
 
 _BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
 _COMPILE_SECONDS, _RUN_SECONDS = 360, 100
+# SIGABRT ends a process that hangs; faulthandler then writes where its threads were.
+PYTHON = (sys.executable, "-X", "faulthandler")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,8 +216,7 @@ def _start(case: Case) -> dict:
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # The processes of a row share the GPUs.
     "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.97",
   }
-  # If a process hangs, faulthandler writes where its threads are.
-  command = [sys.executable, "-X", "faulthandler", "-m", "benchmarks.scaling", "--case"]
+  command = [*PYTHON, "-m", "benchmarks.scaling", "--case"]
   errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # Open as long as the process runs.
   process = subprocess.Popen(
     [*command, json.dumps(dataclasses.asdict(case))],

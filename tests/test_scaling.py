@@ -86,7 +86,7 @@ def child(said: str):
   """What _start returns, for a process that says so when it is told to go."""
   code = f"print('compiled {{}}', flush=True); input(); {said}"
   process = scaling.subprocess.Popen(
-    [sys.executable, "-X", "faulthandler", "-c", code],
+    [*scaling.PYTHON, "-c", code],
     text=True,
     stdin=scaling.subprocess.PIPE,
     stdout=scaling.subprocess.PIPE,
