@@ -176,10 +176,11 @@ def test_collage_starts_from_the_numbers_of_float32_parameters():
   model, config = clip(SHALLOW, recipe="full"), OptimizerConfig(states="collage_light")
   task = CLIPTask(model, matrix_dtype=matrix_dtype("collage_light"))
   optimizer, _ = make_optimizer(config, 10_000)
-  state, values = make_init(task, optimizer, seed=0)(), CLIPTask(model).init(jax.random.key(0))
+  state = jax.jit(make_init(task, optimizer, seed=0))()
+  values = jax.jit(CLIPTask(model).init)(jax.random.key(0))
   kernels = (x["image"]["blocks"]["fc1"]["kernel"] for x in (state.params, values))
   assert [k.dtype for k in kernels] == [jnp.bfloat16, jnp.float32]
-  summed = summed_parameters(state.params, state.opt_state)
+  summed = jax.jit(summed_parameters)(state.params, state.opt_state)
   jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2**-16), summed, values)
 
 
