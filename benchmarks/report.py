@@ -63,9 +63,10 @@ def main() -> None:
   serving = [row for row in read("serving") if row["benchmark"] == "serving speed"]
   serving, _ = by_chip(last(serving, "chip", "size", "batch_size"))
   write("serving", serving_table(serving), DOCS / "embedding.md")
-  scaling = [row for row in read("scaling") if row["benchmark"] == "scaling"]
+  several = read("scaling")
+  scaling = [row for row in several if row["benchmark"] == "scaling"]
   scaling, _ = by_chip(last(scaling, "chip", "row"))
-  ddp = [row for row in read("scaling") if row["benchmark"] == "scaling_open_clip"]
+  ddp = [row for row in several if row["benchmark"] == "scaling_open_clip"]
   ddp, _ = by_chip(last(ddp, "chip", "row", "gpus"))
   scaling = sorted(scaling, key=lambda row: -scaling_report.one_gpu([row]).get(row["row"], 0))
   scaling_report.plot(scaling, RESULTS / "scaling.png")

@@ -49,7 +49,7 @@ def table(rows: list[dict]) -> list[str]:
 
 
 def open_clip_table(open_clip: list[dict], rows: list[dict]) -> list[str]:
-  """open_clip under DDP, and our fastest mesh of as many GPUs; GB are open_clip's and ours."""
+  """open_clip under DDP beside our fastest mesh, where both ran on as many GPUs; GB of both."""
   lines = [
     "| model, images a GPU | GPUs | open_clip, compiled, DDP: images/s | of so many single GPUs |"
     " sbjax: images/s | of so many single GPUs | ratio | GB a GPU |",
@@ -59,6 +59,8 @@ def open_clip_table(open_clip: list[dict], rows: list[dict]) -> list[str]:
     gpus, theirs = row["gpus"], row["together"]
     cases = [c for r in rows if r["row"] == row["row"] for c in _measured(r)]
     cases = [c for c in cases if c["fused"] and _devices(c) == gpus]
+    if not cases:
+      continue
     ours = max(cases, key=lambda c: c["images_per_second"])
     ratio = ours["images_per_second"] / theirs["images_per_second"]
     lines.append(

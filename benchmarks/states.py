@@ -109,9 +109,8 @@ class _Choice:
       batch = self._draw()
       self._run = lambda state: self._step(state, batch)[0]
     else:
-      gradients = jax.jit(lambda params: jax.tree.map(lambda p: 1e-3 * p, params))(
-        self._state.params
-      )
+      scaled = jax.jit(lambda params: jax.tree.map(lambda p: 1e-3 * p, params))
+      gradients = scaled(self._state.params)
       self._run = lambda state: self._update(state, gradients)
     self.time(3)
 

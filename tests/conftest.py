@@ -32,7 +32,6 @@ os.environ["XLA_FLAGS"] += f" {QUICK}"
 _STANDARD_PROMOTION = (
   "test_stable_adamw",
   "test_loss_scale",
-  "test_state_formats",
   "test_compress_state",
   "test_collage",
   "test_optimizer",
@@ -60,6 +59,7 @@ _PROGRAM = (
   "test_exchange_step",
   "test_faults",
   "test_figures",
+  "test_figures_photos",
   "test_inference",
   "test_loop",
   "test_main",

@@ -41,6 +41,17 @@ def value_and_grads(function, *args):
   return jax.tree.map(np.asarray, (y, grads))
 
 
+def output_and_gradients(function, dy, *arguments):
+  """y, and the gradients of the arguments for dy."""
+
+  @bitwise
+  def run(dy, *arguments):
+    y, backward = jax.vjp(function, *arguments)
+    return y, *backward(dy)
+
+  return run(dy, *arguments)
+
+
 def linen(module, x):
   """Output and gradients in parameters and x of a linen module."""
   variables = drawn(jax.eval_shape(module.init, jax.random.key(0), x))

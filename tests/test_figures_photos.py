@@ -138,7 +138,6 @@ def test_minutes_of_photos_are_about_two_a_run(name):
   assert 15 < program.minutes(list(FIGURES[name].arms)) < 45
 
 
-@pytest.mark.program
 @pytest.mark.parametrize("name", mainly(["cifar10"], photos.CONFIGS))
 def test_tiny_trains_on_made_up_pictures(name, monkeypatch, capsys):
   with jax.numpy_dtype_promotion("standard"):  # optax promotes.

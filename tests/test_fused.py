@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax_case import bitwise, compiled, drawn, normal
+from flax_case import bitwise, drawn, normal, output_and_gradients
 from pairwise import mainly
 
 from sbjax import (
@@ -71,17 +71,6 @@ def _results(function, recipe, x, gradients, parameters):
   dx, dy = gradients
   dx, d_parameters = backward((dx, dy[..., : y.shape[-1]]))
   return same, y, dx, d_parameters
-
-
-def output_and_gradients(function, dy, *arguments):
-  """y, and the gradients of the arguments for dy."""
-
-  @bitwise
-  def run(dy, *arguments):
-    y, backward = jax.vjp(function, *arguments)
-    return y, *backward(dy)
-
-  return run(dy, *arguments)
 
 
 def assert_near(actual, expected, rtol):
@@ -204,12 +193,7 @@ def test_outputs_are_column_slices_of_the_single_output(name, quantized, biased)
       layer_norm_dense(x, norm, w, name, bias=b, backend="xla", num_outputs=5)[1], axis=-1
     )
 
-  def with_gradients(function, dy, *operands):
-    y, vjp = jax.vjp(function, *operands)
-    return y, *vjp(dy)
-
-  run = compiled(with_gradients, static_argnums=0)
-  actual, expected = (run(function, dy, x, norm, w, b) for function in (parts, whole))
+  actual, expected = (output_and_gradients(f, dy, x, norm, w, b) for f in (parts, whole))
   for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
     if a.dtype != jax.dtypes.float0:  # The 8-bit values of a QuantizedWeight have no gradient.
       np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)

@@ -80,7 +80,7 @@ def test_the_two_linears_of_an_mlp_can_have_different_recipes(pair):
 def test_quantize_weights_follows_the_rules():
   rules = RecipeRules.of({"*/fc1": "full", "*": "switchback"})
   params, model = random_params(), clip(recipe=rules)
-  quantized = jax.jit(lambda params: quantize_weights(params, rules))(params)
+  quantized = jax.jit(quantize_weights, static_argnums=1)(params, rules)
   assert set(quantized["image"]["blocks"]) == {"qkv", "out", "fc2"}
   image, text = pairs()
   variables = {"params": params, "quantized": quantized}

@@ -82,6 +82,13 @@ def test_gradients_sent_in_8_bits_are_named_and_fewer_bytes_are_expected():
   assert "| 0.988 |" in line, "1.5 GB at 281 GB/s beside 443.9 ms."
 
 
+def test_open_clip_is_shown_only_beside_as_many_gpus_of_ours():
+  row = next(r for r in read("scaling") if r["benchmark"] == "scaling_open_clip")
+  ours = [r for r in read("scaling") if r.get("gpus") == 4 and r["benchmark"] == "scaling"]
+  assert len(scaling_report.open_clip_table([row], ours)) == 3
+  assert len(scaling_report.open_clip_table([row | {"gpus": 8}], ours)) == 2
+
+
 def child(said: str):
   """What _start returns, for a process that says so when it is told to go."""
   code = f"print('compiled {{}}', flush=True); input(); {said}"

@@ -59,7 +59,8 @@ def optimised():
   jax.config.update(name, before)
 
 
-def test_a_tiny_run_learns_and_is_scored_on_each_split(optimised, tmp_path):
+@pytest.mark.usefixtures("optimised")
+def test_a_tiny_run_learns_and_is_scored_on_each_split(tmp_path):
   config = scenes_tiny.get_config()
   config.model.recipe, config.model.scan = "full", True
   config.mesh.data = 1

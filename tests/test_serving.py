@@ -29,15 +29,14 @@ INT8_FORWARD = Recipe(
 @functools.partial(compiled, static_argnames="model")
 def features(model, params, image, text):
   variables = {"params": params}
+  return (
+    model.apply(variables, image, method="encode_image"),
+    model.apply(variables, text, method="encode_text"),
+  )
 
-  @jax.jit
-  def run(variables):
-    return (
-      model.apply(variables, image, method="encode_image"),
-      model.apply(variables, text, method="encode_text"),
-    )
 
-  return run(variables)
+# What is served, by the parameters and the recipe.
+serve = jax.jit(serving_params, static_argnums=1)
 
 
 def with_rounded_table(params, served):
@@ -55,15 +54,14 @@ def with_rounded_table(params, served):
 )
 def test_serving_features_are_those_of_the_float_parameters(recipe, scan):
   model, params = clip(recipe=recipe, scan=scan), random_params(scan=scan)
-  served = jax.jit(lambda params: serving_params(params, recipe))(params)
+  served = serve(params, recipe)
   expected = features(model, with_rounded_table(params, served), *pairs())
   for ours, theirs in zip(features(model, served, *pairs()), expected, strict=True):
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
 
 
 def test_each_kernel_of_a_block_has_no_float_and_one_orientation():
-  serve = jax.jit(lambda params: serving_params(params, "switchback_q"))
-  served = flatten_dict(serve(random_params()))
+  served = flatten_dict(serve(random_params(), "switchback_q"))
   kernels = {path: leaf for path, leaf in served.items() if path[-1] == "kernel" and len(path) > 3}
   assert len(kernels) == 8
   width = MICRO.vision.width

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax_case import output_and_gradients
 
 from sbjax import unit_scaling as us
 
@@ -260,13 +261,10 @@ def test_a_linear_layer_has_unit_variance_in_result_and_gradients(recipe):
     jax.random.normal(jax.random.key(i), shape)
     for i, shape in enumerate(((512, 256), (256, 1024), (512, 1024)))
   )
-
-  @jax.jit
-  def run(x, w, dy):
-    y, backward = jax.vjp(lambda x, w: us.linear(x, w, recipe=recipe, constraint=None), x, w)
-    return y, *backward(dy)
-
-  assert [std(a) for a in run(x, w, dy)] == pytest.approx([1, 1, 1], abs=0.03)
+  linear = functools.partial(us.linear, recipe=recipe, constraint=None)
+  assert [std(a) for a in output_and_gradients(linear, dy, x, w)] == pytest.approx(
+    [1, 1, 1], abs=0.03
+  )
 
 
 def test_the_default_constraint_makes_gradients_those_of_a_function():

@@ -81,7 +81,8 @@ def quick_keys():
 
 
 @pytest.mark.program
-def test_the_program_writes_a_row_a_table_and_a_plot(quick_keys, tmp_path, monkeypatch, capsys):
+@pytest.mark.usefixtures("quick_keys")
+def test_the_program_writes_a_row_a_table_and_a_plot(tmp_path, monkeypatch, capsys):
   (tmp_path / "captions.txt").write_text("\n".join(CAPTIONS))
   out = tmp_path / "rows.jsonl"
   flags = {"widths": "32 64", "contenders": "unit,_fp8_static", "float16_width": 64, "rates": 2}
@@ -111,7 +112,8 @@ def args_for(**changes):
 
 
 @pytest.mark.program
-def test_rates_under_vmap_train_like_rates_one_by_one(quick_keys, tmp_path):
+@pytest.mark.usefixtures("quick_keys")
+def test_rates_under_vmap_train_like_rates_one_by_one(tmp_path):
   (tmp_path / "captions.txt").write_text("\n".join(CAPTIONS))
   data = read_captions([tmp_path / "captions.txt"])
   flags = "widths=32 steps=12 batch=2 length=16 layers=1 tests=4 rates=3"
