@@ -2,11 +2,12 @@
 
   python -m benchmarks.attention
   python -m benchmarks.attention --tune --cases "L/14 image"
+  python -m benchmarks.attention --tune --cases "L/14 image" --configs 2,1,2,56 3,1,2,56
 
 Times the kernels of each backend, forward and backward, in one run on the same normal data, beside
 PyTorch's attention and tokamax's where they are installed. cuDNN gets an even number of tokens, as
 JAX needs it. Errors are in norm, relative to float64. Adds lines to the results. --tune times
-kernels in other configs instead, and adds no lines.
+kernels in other configs instead; --configs are Mosaic's for the backward pass, alone.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.kernels import kernel_seconds
+from benchmarks.tables import RESULTS
 from benchmarks.timing import append, contender, provenance
 from sbjax.attention import attention, length_for
 from sbjax.backends import runs
@@ -45,31 +47,39 @@ FEW = 2  # Examples whose error is measured.
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--out", default="benchmarks/results/attention.jsonl")
+  parser.add_argument("--out", help="default: benchmarks/results/attention*.jsonl")
   parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
   parser.add_argument("--tune", action="store_true")
+  parser.add_argument("--configs", nargs="+", default=[], type=config_of, help="of --tune")
   parser.add_argument(
     "--lengths", nargs="*", type=int, help="these or LENGTHS instead, without PyTorch"
   )
   parser.add_argument("--head_dims", nargs="+", type=int, default=HEAD_DIMS, help="of --lengths")
   args = parser.parse_args()
+  cases = {name: CASES[name] for name in args.cases}
   if args.lengths is not None:
-    for head_dim, length in itertools.product(args.head_dims, args.lengths or LENGTHS):
-      name, case = f"{length} tokens, {head_dim}", (65_536 // length, length, 16, head_dim, False)
-      row = {"benchmark": "attention_lengths", "case": name} | measure(*case, check=False)
+    pairs = itertools.product(args.head_dims, args.lengths or LENGTHS)
+    cases = {f"{n} tokens, {d}": (65_536 // n, n, 16, d, False) for d, n in pairs}
+  if args.tune or args.lengths is not None:
+    kind = "attention_tuning" if args.tune else "attention_lengths"
+    for name, case in cases.items():
+      row = {"benchmark": kind, "case": name, "data": "standard normal"}
+      if args.tune:
+        row["milliseconds"] = tune(*case, args.configs)
+      else:
+        row |= measure(*case, check=False)
       print(name, row["milliseconds"], flush=True)
-      append(args.out, [row | provenance()])
+      append(args.out or RESULTS / f"{kind}.jsonl", [row | provenance()])
     return
-  if args.tune:
-    for name in args.cases:
-      tune(*CASES[name])
-    return
-  rows = [measure(*CASES[name]) for name in args.cases]
+  rows = [measure(*case) for case in cases.values()]
   # PyTorch's profiler stops JAX's.
-  for name, row in zip(args.cases, rows, strict=True):
-    measure_torch(row, *CASES[name])
+  for (name, case), row in zip(cases.items(), rows, strict=True):
+    measure_torch(row, *case)
     print(name, row["milliseconds"], row["errors"], flush=True)
-    append(args.out, [{"benchmark": "attention", "case": name} | row | provenance()])
+    append(
+      args.out or RESULTS / "attention.jsonl",
+      [{"benchmark": "attention", "case": name} | row | provenance()],
+    )
 
 
 def measure(batch, length, heads, head_dim, causal, check: bool = True) -> dict:
@@ -108,29 +118,29 @@ def contenders(length: int, head_dim: int, causal: bool) -> dict:
   return found
 
 
-def tune(batch: int, length: int, heads: int, head_dim: int, causal: bool) -> None:
-  """Prints the kernels' times in several configs, the fastest last."""
+def config_of(text: str) -> tuple[int, ...]:
+  return tuple(int(n) for n in text.split(","))
+
+
+def tune(batch: int, length: int, heads: int, head_dim: int, causal: bool, chosen=()) -> dict:
+  """The kernels' milliseconds by config, each kernel's fastest last.
+
+  Args:
+    chosen: configs of Mosaic's backward pass, timed alone; none for all of every kernel.
+  """
   from sbjax.pallas import attention_triton as kernels
 
   options = {"causal": causal, "length": length}
   *qkv, do = (x[:, :, None] for x in draw(batch, length, heads, head_dim))
   do, tiles = do[:, :, 0], kernels.tiles
   o, lse = jax.jit(functools.partial(tiles.attention_forward, **options))(*qkv)
-  saved = (o, lse, do, *qkv)
-  by_head = [kernels.Config(*c) for c in itertools.product((64, 128), (64, 128, 256), (4, 8))]
-  blocks = ((64, 32, 4), (64, 64, 4), (64, 128, 4), (128, 32, 4), (128, 64, 4), (128, 64, 8))
-  by_tile = [tiles.TileConfig(*c, stages) for c in blocks for stages in (1, 2, 3)]
-  trials = [
-    ("forward", kernels.attention_forward, qkv, by_head, None),
-    ("forward", tiles.attention_forward, qkv, by_tile, None),
-    ("backward", kernels.attention_backward, saved, by_head, None),
-    ("queries", tiles.attention_backward, saved, by_tile, "_keys_kernel"),
-    ("keys", tiles.attention_backward, saved, by_tile, "_queries_kernel"),
-  ]
+  saved, trials, results = (o, lse, do, *qkv), [], {}
+  if not chosen:
+    trials += triton_trials(qkv, saved)
   if runs("mosaic"):
     from sbjax.pallas import attention_sm90 as sm90
 
-    by_block = itertools.product((2, 3), (1, 2), (1, 2), (40, 56, 88, 104))
+    by_block = chosen or itertools.product((2, 3), (1, 2), (1, 2), (40, 56, 88, 104))
     configs = [sm90.Config(*c) for c in by_block] if sm90.fits(length, head_dim) else []
     trials.append(("backward in Mosaic", sm90.attention_backward, saved, configs, None))
   for direction, kernel, arrays, configs, ignored in trials:
@@ -139,8 +149,25 @@ def tune(batch: int, length: int, heads: int, head_dim: int, causal: bool) -> No
       programs = pool.map(functools.partial(compiled, kernel, arrays), configs)
     pairs = zip(configs, programs, strict=True)
     found = {config: kernel_seconds(one, ignored=ignored) for config, one in pairs if one}
-    for config in sorted(found, key=lambda c: -found[c])[-5:]:
-      print(f"{direction} {found[config] * 1e3:.4f} ms {config}", flush=True)
+    for config in sorted(found, key=lambda c: -found[c]):
+      results[f"{direction} {config}"] = round(found[config] * 1e3, 4)
+  return results
+
+
+def triton_trials(qkv, saved) -> list[tuple]:
+  from sbjax.pallas import attention_triton as kernels
+
+  tiles = kernels.tiles
+  by_head = [kernels.Config(*c) for c in itertools.product((64, 128), (64, 128, 256), (4, 8))]
+  blocks = ((64, 32, 4), (64, 64, 4), (64, 128, 4), (128, 32, 4), (128, 64, 4), (128, 64, 8))
+  by_tile = [tiles.TileConfig(*c, stages) for c in blocks for stages in (1, 2, 3)]
+  return [
+    ("forward", kernels.attention_forward, qkv, by_head, None),
+    ("forward", tiles.attention_forward, qkv, by_tile, None),
+    ("backward", kernels.attention_backward, saved, by_head, None),
+    ("queries", tiles.attention_backward, saved, by_tile, "_keys_kernel"),
+    ("keys", tiles.attention_backward, saved, by_tile, "_queries_kernel"),
+  ]
 
 
 def compiled(kernel, arrays, config):

@@ -5,14 +5,17 @@
 Times both programs' steps in one process, in turns, for each row of benchmarks/step.py's CASES that
 open_clip has. open_clip's step is its own model and loss under `torch.compile` and bfloat16
 autocast, with PyTorch's fused AdamW; where our blocks are rematerialised, open_clip checkpoints
-them. Ours is the contender "switchback" of benchmarks/step.py. Both train on one batch of random
-pixels and tokens that is on the GPU. Needs `pip install open_clip_torch`. Adds a line for each row
-to results/open_clip.jsonl. --platform=cpu --batch_size=2 --sizes B/32 shows that it runs.
+them, and --remat overrides that. Ours is the contender "switchback" of benchmarks/step.py. Both
+train on one batch of random pixels and tokens that is on the GPU. If the GPU's memory does not hold
+both, --apart times one after the other, each in a process of its own. Needs
+`pip install open_clip_torch`. Adds a line for each row to results/open_clip.jsonl.
+--platform=cpu --batch_size=2 --sizes B/32 shows that it runs.
 """
 
 import argparse
+import multiprocessing
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs memory, too.
 
@@ -28,6 +31,7 @@ from train.optimizer import make_optimizer
 from train.step import make_init
 
 OPEN_CLIPS = ("B/32", "B/16", "L/14", "H/14")  # Sizes of a model of open_clip.
+PROGRAMS = ("open_clip", "sbjax")
 STEPS = 3  # that are queued before the host waits
 
 
@@ -37,29 +41,31 @@ def main() -> None:
   parser.add_argument("--sizes", nargs="+", default=OPEN_CLIPS, choices=OPEN_CLIPS)
   parser.add_argument("--batch_size", type=int, default=0, help="0: that of benchmarks/step.py")
   parser.add_argument("--rounds", type=int, default=5)
+  parser.add_argument("--remat", choices=["none", "block"], help="of both, for all sizes")
+  parser.add_argument("--apart", action="store_true", help="one after the other, not in turns")
   parser.add_argument("--platform", default="cuda", choices=["cuda", "cpu"])
   args = parser.parse_args()
   jax.config.update("jax_platforms", args.platform)
   for size in args.sizes:
     batch_size, remat = step.CASES[size]
-    line = measure(size, args.batch_size or batch_size, remat, args.rounds, args.platform)
+    how = (args.remat or remat, args.rounds, args.platform, args.apart)
+    line = measure(size, args.batch_size or batch_size, *how)
     append(args.out, [line | provenance() | {"torch": torch.__version__}])
 
 
-def measure(size: str, batch_size: int, remat: str, rounds: int, platform: str) -> dict:
-  runs, gigabytes, on_gpu = {}, {}, platform == "cuda"
-  if on_gpu:
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-  runs["open_clip"] = open_clip_steps(size, batch_size, remat, platform)
-  runs["open_clip"]()  # Compiles.
-  gigabytes["open_clip"] = torch.cuda.max_memory_allocated() / 1e9 if on_gpu else 0.0
-  runs["sbjax"], gigabytes["sbjax"] = our_steps(SIZES[size], batch_size, remat)
-  contenders = {
-    name: Contender(lambda _, run=run: run(), range(STEPS)) for name, run in runs.items()
-  }
-  race(list(contenders.values()), rounds=rounds)
-  medians = {name: round(one.seconds * 1e3, 1) for name, one in contenders.items()}
+def measure(
+  size: str, batch_size: int, remat: str, rounds: int, platform: str, apart: bool = False
+) -> dict:
+  how = (size, batch_size, remat, rounds, platform)
+  if apart:
+    medians, gigabytes = {}, {}
+    for program in PROGRAMS:
+      with multiprocessing.get_context("spawn").Pool(1) as pool:  # Its end frees the memory.
+        found = pool.apply(timed, ((program,), *how))
+      medians |= found[0]
+      gigabytes |= found[1]
+  else:
+    medians, gigabytes = timed(PROGRAMS, *how)
   ratio = medians["open_clip"] / medians["sbjax"]
   print(f"{size:5} {batch_size:5} {remat:6} {medians} ms, {ratio:.2f}x, {gigabytes} GB", flush=True)
   return {
@@ -67,6 +73,7 @@ def measure(size: str, batch_size: int, remat: str, rounds: int, platform: str) 
     "size": size,
     "batch_size": batch_size,
     "remat": remat,
+    "apart": apart,
     "milliseconds": medians["open_clip"],
     "gigabytes": round(gigabytes["open_clip"], 1),
     "sbjax": {
@@ -77,6 +84,28 @@ def measure(size: str, batch_size: int, remat: str, rounds: int, platform: str) 
     "open_clip": open_clip.__version__,
     "data": "uniform random pixels and tokens, one batch",
   }
+
+
+def timed(
+  programs: Sequence[str], size: str, batch_size: int, remat: str, rounds: int, platform: str
+) -> tuple[dict[str, float], dict[str, float]]:
+  """The named programs' milliseconds a step, timed in turns, and their gigabytes."""
+  jax.config.update("jax_platforms", platform)
+  runs, gigabytes, on_gpu = {}, {}, platform == "cuda"
+  if "open_clip" in programs:
+    if on_gpu:
+      torch.cuda.empty_cache()
+      torch.cuda.reset_peak_memory_stats()
+    runs["open_clip"] = open_clip_steps(size, batch_size, remat, platform)
+    runs["open_clip"]()  # Compiles.
+    gigabytes["open_clip"] = torch.cuda.max_memory_allocated() / 1e9 if on_gpu else 0.0
+  if "sbjax" in programs:
+    runs["sbjax"], gigabytes["sbjax"] = our_steps(SIZES[size], batch_size, remat)
+  contenders = {
+    name: Contender(lambda _, run=run: run(), range(STEPS)) for name, run in runs.items()
+  }
+  race(list(contenders.values()), rounds=rounds)
+  return {name: round(one.seconds * 1e3, 1) for name, one in contenders.items()}, gigabytes
 
 
 def open_clip_steps(

@@ -1,0 +1,96 @@
+"""What bounds the kernels of attention? Hardware counters, by Nsight Compute.
+
+  python -m benchmarks.attention_counters --cases "H/14 image"
+
+Starts itself under `ncu` for each case of benchmarks/attention.py, runs our forward and backward
+pass once on normal data, and adds a line with the counters of each kernel to
+results/attention_counters.jsonl. Needs `ncu`, and the right to read a GPU's counters.
+"""
+
+import argparse
+import csv
+import functools
+import os
+import re
+import subprocess
+import sys
+
+import jax
+
+from benchmarks.attention import CASES, draw, value_and_gradients
+from benchmarks.tables import RESULTS
+from benchmarks.timing import append, provenance
+from sbjax.attention import attention
+
+SECTIONS = (
+  *("SpeedOfLight", "MemoryWorkloadAnalysis", "ComputeWorkloadAnalysis", "WarpStateStats"),
+  *("SchedulerStats", "LaunchStats"),
+)
+# Of the counters of these sections, those whose names match.
+KEPT = (
+  r"gpu__time_duration.sum|dram__bytes_(read|write).sum$|launch__registers"
+  r"|(dram__|lts__t_|l1tex__|sm__)throughput.*pct|pipe_tensor|sm__cycles_active.avg"
+  r"|smsp__average_warps?_(latency_)?issue_stalled_|smsp__issue_active|data_pipe|data_bank"
+)
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--out", default=RESULTS / "attention_counters.jsonl")
+  parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+  parser.add_argument("--backend", default="mosaic")
+  parser.add_argument("--run", choices=CASES, help="only run this case's kernels")
+  args = parser.parse_args()
+  if args.run:
+    run(args.run, args.backend)
+    return
+  for case in args.cases:
+    row = {"benchmark": "attention_counters", "case": case, "data": "standard normal"}
+    row["kernels"] = counters(case, args.backend)
+    append(args.out, [row | provenance()])
+    for name, found in row["kernels"].items():
+      print(case, name, found.get("gpu__time_duration.sum"), flush=True)
+
+
+def run(case: str, backend: str) -> None:
+  *shape, causal = CASES[case]
+  attend = functools.partial(attention, causal=causal, backend=backend)
+  compiled = jax.jit(functools.partial(value_and_gradients, attend))
+  jax.block_until_ready(compiled(*draw(*shape)))
+
+
+def counters(case: str, backend: str) -> dict[str, dict[str, float]]:
+  """By kernel, its counters; times are in ns, sizes in bytes."""
+  ncu = ["ncu", "--target-processes", "all", "--kernel-name", "regex:attention", "--csv"]
+  ncu += ["--page", "raw", "--clock-control", "none", "--print-units", "base"]
+  for section in SECTIONS:
+    ncu += ["--section", section]
+  child = [sys.executable, "-m", "benchmarks.attention_counters", "--run", case]
+  flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer="
+  environment = os.environ | {"XLA_FLAGS": flags, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+  done = subprocess.run(
+    [*ncu, *child, "--backend", backend], capture_output=True, text=True, env=environment
+  )
+  if done.returncode:
+    raise SystemExit(f"ncu failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+  return parsed(done.stdout)
+
+
+def parsed(output: str) -> dict[str, dict[str, float]]:
+  """Of ncu's CSV: the names of columns, their units, then a line for each kernel."""
+  lines = [line for line in output.splitlines() if line.startswith('"')]
+  rows = list(csv.DictReader(lines))[1:]
+  if not rows:
+    raise SystemExit(f"ncu printed no counters:\n{output}")
+  return {
+    row["Kernel Name"]: {
+      name: float(value.replace(",", ""))
+      for name, value in row.items()
+      if re.search(KEPT, name) and re.fullmatch(r"[\d.,e+-]+", value or "")
+    }
+    for row in rows
+  }
+
+
+if __name__ == "__main__":
+  main()
