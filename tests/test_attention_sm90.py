@@ -135,9 +135,9 @@ def test_gradients_are_near_the_definition_s(sm90, tokens, packed, causal, dtype
     (129, 104, False, True, {}),
     # Two parts of the keys: the second adds to dQ.
     (257, 80, True, True, {}),
-    # Two passes, the second of which writes dQ into the same array, or its own.
+    # Two kernels, the second of which writes dQ into the same array, or its own.
     (257, 104, True, False, {}),
-    # Gradients leave by way of their keys and values, of which two parts are there.
+    # Two parts of the keys in shared memory.
     (145, 88, True, True, {}),
     *mainly(
       [],

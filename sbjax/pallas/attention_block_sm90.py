@@ -56,8 +56,8 @@ def default_config(tokens: int, head_dim: int) -> Config:
   """
   if head_dim > 96:
     return Config(ds_buffers=1)
-  if head_dim > 80 and 129 < tokens <= 192:
-    return Config(kv_stages=2, ds_buffers=1, memory_registers=88)
+  if head_dim > 80 and tokens > 129:
+    return Config(kv_stages=2, ds_buffers=1, memory_registers=104 if has_tail(tokens) else 88)
   if head_dim > 64:
     return Config(ds_buffers=2 if tokens <= 129 else 1, memory_registers=104)
   if tokens <= 129:
@@ -147,10 +147,7 @@ class Plan(Heads):
 
   @property
   def o_stages(self) -> int:
-    if self.has_sums:
-      return self.stages
-    # Two stages of keys leave no more memory to heads beyond 96.
-    return 1 if self.stages_in_keys and sum(self.widths) > 96 else O_STAGES
+    return self.stages if self.has_sums else O_STAGES
 
   @property
   def stages_in_ds(self) -> bool:
@@ -160,14 +157,6 @@ class Plan(Heads):
   @property
   def kv_stages(self) -> int:
     return 1 if self.has_sums else self.config.kv_stages
-
-  @property
-  def stages_in_keys(self) -> bool:
-    """Whether gradients leave by way of their own keys and values, which nothing else reads then.
-
-    Their buffer is free a tile later, when they have left.
-    """
-    return not self.has_dq and self.kv_stages == 2
 
   def buffers(self) -> dict:
     """Shared memory by name, for `pl.run_scoped`."""
@@ -190,9 +179,10 @@ class Plan(Heads):
     if self.has_sums:
       of_dq = {"sums_o_dq": [sums_o_dq(width) for width in widths]}
     else:
-      of_dq = {"o": self.of_blocks(self.o_stages, TILE)}
-      if not self.stages_in_keys:
-        of_dq["dq"] = self.of_blocks(COMPUTE_WARPGROUPS, TILE)
+      of_dq = {
+        "o": self.of_blocks(self.o_stages, TILE),
+        "dq": self.of_blocks(COMPUTE_WARPGROUPS, TILE),
+      }
     if self.has_dq:
       # Pallas multiplies only operands that are swizzled alike: dS is there for each width.
       of_dq["ds"] = tiled(ds_buffers, self.keys, TILE, dtype)
@@ -239,7 +229,7 @@ class Block(ThreadBlock):
     self.plan, arrays = plan, (len(refs) - 3) // 2
     inputs, outputs = refs[: arrays + 3], refs[arrays + 3 :]
     *self.qkv, self.o_array, self.do_array, self.lse = inputs
-    self.dqkv, self.delta = outputs[:arrays], outputs[-1]
+    self.dqkv, self.ds_array = outputs[:arrays], outputs[-1]
     self.dq_sums = ()
     if plan.has_sums:
       self.dq_sums, *o = by_name(shared.pop("sums_o_dq"), 3)
@@ -258,6 +248,10 @@ class Block(ThreadBlock):
   def in_sums(self, step):
     """Where a tile of o or dQ is, if it takes the place of the sums, which have twice the bytes."""
     return 2 * self.kept(step)
+
+  def ds_of(self, item, first_key, keys, tile):
+    """Rows of dS in global memory, [keys, TILE], of which TMA clips what is beyond the tokens."""
+    return self.ds_array.at[item, pl.ds(first_key, keys), pl.ds(tile * TILE, TILE)]
 
   def if_part(self, unit, part, function):
     parts = self.plan.parts

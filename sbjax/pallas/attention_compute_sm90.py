@@ -46,16 +46,6 @@ class ComputeWarpgroup:
       pl.run_scoped(functools.partial(self.unit, unit), accs, accs)
 
     plgpu.wait_smem_to_gmem(0)
-    if plan.stages_in_keys:
-      self.free_keys(block.items * plan.parts - 1)
-
-  def free_keys(self, unit):
-    plgpu.barrier_arrive(self.block.kv_free.at[unit % self.plan.kv_stages])
-
-  def free_previous_keys(self, unit):
-    """The stores of the previous unit's gradients have left its keys."""
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    self.free_keys(unit - 1)
 
   def unit(self, unit, dk_accs, dv_accs):
     """Computes the gradients of the warpgroup's keys of a unit, and of half of its queries."""
@@ -63,9 +53,9 @@ class ComputeWarpgroup:
 
     def tile_of_queries(tile, queries):
       self.gradients(unit, tile, dk_accs, dv_accs, queries)
-      if plan.stages_in_keys:
-        pl.when((unit > 0) & (tile == 0))(lambda: self.free_previous_keys(unit))
-      if plan.has_dq:
+      if not plan.has_dq:
+        self.send_logit_gradients(unit, tile)
+      else:
         if plan.has_tail and plan.parts > 1:
           ready = block.ready.at[self.slots(unit, tile)[0]]  # Of the tail key's dS.
           block.if_part(unit, plan.parts - 1, lambda: plgpu.barrier_wait(ready))
@@ -82,8 +72,7 @@ class ComputeWarpgroup:
     for n in range(plan.dq_lag if plan.has_dq else 0, 0, -1):
       self.query_gradient_if_own(unit, plan.tiles - n + varying(unit))
 
-    if not plan.stages_in_keys:
-      self.free_keys(unit)
+    plgpu.barrier_arrive(block.kv_free.at[unit % plan.kv_stages])
     for n in range(plan.config.ds_buffers if plan.has_dq else 0, 0, -1):
       plgpu.barrier_wait(block.ds_free.at[self.owner(unit, plan.tiles - n)])
     self.key_gradients(unit, dk_accs, dv_accs)
@@ -118,9 +107,20 @@ class ComputeWarpgroup:
           self.wait_for_ds_buffer(unit, tile)
         for ref in (block.ds, *block.ds_copies):
           ref.at[ds_slot, pl.ds(self.first_key + n * TILE, TILE)][...] = ds
+      else:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        block.dq[0].at[block.warpgroup + varying(unit)][...] = ds
       for b in plan.blocks:
         plgpu.wgmma(dk_accs[n][b], ds, block.q[b].at[slot])
       plgpu.wgmma_wait(0)
+
+  def send_logit_gradients(self, unit, tile):
+    """Stores dS of the warpgroup's keys, for `attention_dq_sm90`."""
+    block, plan = self.block, self.plan
+    plgpu.commit_smem()
+    first = unit % plan.parts * plan.keys + self.first_key
+    to = block.ds_of(block.item(unit // plan.parts), first, TILE, tile)
+    plgpu.copy_smem_to_gmem(block.dq_rows[0].at[block.warpgroup + varying(unit)], to)
 
   def probabilities(self, unit, tile, n, queries):
     """The probabilities and dS of the warpgroup's n-th tile of keys, [TILE, TILE]."""
@@ -241,10 +241,6 @@ class ComputeWarpgroup:
     ds_buffers = plan.config.ds_buffers
 
     def buffers(m, n, b):
-      if plan.stages_in_keys:
-        names = (block.v, block.v_rows) if m == 0 else (block.k, block.k_rows)
-        rows = pl.ds(self.first_key + n * TILE, TILE)
-        return [ref[b].at[self.slots(unit, 0)[2], rows] for ref in names]
       if not plan.stages_in_ds:  # The warpgroup then has one tile of keys.
         return [ref[b].at[block.warpgroup + varying(unit)] for ref in (block.dq, block.dq_rows)]
       first, slot = self.first_key + n * TILE, m % ds_buffers + varying(unit)
@@ -255,7 +251,7 @@ class ComputeWarpgroup:
 
     for m, (which, accs, factor) in enumerate(((2, dv_accs, 1.0), (1, dk_accs, plan.scale))):
       # dS's first buffer needs no wait; with it, the compiler's order of L/14 is 6 % faster.
-      if not plan.stages_in_keys and (m in (0, ds_buffers) or not plan.stages_in_ds):
+      if m in (0, ds_buffers) or not plan.stages_in_ds:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
       for n, blocks in enumerate(accs):
         for b, acc in enumerate(blocks):

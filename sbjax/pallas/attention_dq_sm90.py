@@ -1,132 +1,153 @@
 """The gradient of attention's queries on Hopper, where the pass over the keys cannot hold its sums.
 
-Wide heads with many tokens are passed twice: first for the gradients of keys and values, and then,
-tile by tile of queries, for theirs. That is two products more.
+With wide heads and many tokens that pass stores dS, and this one multiplies it with the keys. Keys
+pass by 64 at a time, with their rows of dS. Two compute warpgroups hold the sums of all of a head's
+queries in registers. A third one loads ahead.
 """
 
+import dataclasses
 import functools
 
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax import lax
 
+from sbjax.pallas.attention_heads_sm90 import Heads, ThreadBlock
 from sbjax.pallas.attention_parts_sm90 import (
-  BY_COLUMN,
-  BY_ROW,
   COMPUTE_WARPGROUPS,
-  LOG2_E,
   TILE,
-  across,
-  load,
   persistent_kernel,
   sums,
-  with_zeros,
+  tiled,
+  varying,
 )
-from sbjax.pallas.attention_queries_sm90 import TilePlan, TilesOfQueries
 
-KEYS = 64  # Whose logits and gradients a warpgroup has in registers.
-STAGES = {"q": COMPUTE_WARPGROUPS, "do": COMPUTE_WARPGROUPS}
+STAGES = 3  # Tiles of keys, and of their rows of dS.
+MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232  # Of a thread.
 
 
 def with_query_gradient(
-  dqkv: jax.Array, do, lse, delta, *qkv: jax.Array, causal: bool, blocks: int, interpret
+  dqkv: jax.Array, ds: jax.Array, *qkv: jax.Array, blocks: int, interpret
 ) -> jax.Array:
   """`dqkv`, of which this writes dQ in place.
 
   Args:
     dqkv: the gradient of `qkv[0]`, [B, L, 1 or 3, H, D].
-    do: the gradient of the outputs, [B, L, 1, H, D].
-    lse: [B * H * L + TILE].
-    delta: the sums of o * dO, [B * H, tiles * TILE].
+    ds: the gradient of the logits before their scale, transposed, [B * H, L, multiple of 8].
     blocks: how many thread blocks run.
   """
   kernel = persistent_kernel(
-    functools.partial(_kernel, heads=TilePlan.of(qkv, causal)),
+    functools.partial(_kernel, heads=Plan.of(qkv, False)),
     (),
     name="sbjax_attention_backward_dq",
     blocks=blocks,
     interpret=interpret,
   )
   ref = jax.new_ref(dqkv)
-  kernel(*qkv, do, lse, delta, ref)
+  kernel(*qkv, ds, ref)
   return jax.freeze(ref)
 
 
-def _kernel(*refs, heads: TilePlan):
-  """Makes dQ; `refs` are qkv, dO, lse, delta and the gradient."""
-  names = heads.keys_and_values(1) | heads.barriers(1, STAGES)
-  names |= {name: heads.of_blocks(COMPUTE_WARPGROUPS, TILE) for name in ("q", "do", "dq")}
+@dataclasses.dataclass(frozen=True)
+class Plan(Heads):
+  """The constants of the kernel."""
+
+  @property
+  def widths(self) -> tuple[int, ...]:
+    """Pallas multiplies only operands that are swizzled alike, and dS has tiles of 64 columns."""
+    return (TILE,) * pl.cdiv(self.head_dim, TILE)
+
+  @property
+  def own_tiles(self) -> int:
+    """Of queries, of a warpgroup."""
+    return pl.cdiv(self.tiles, COMPUTE_WARPGROUPS)
+
+
+def _kernel(*refs, heads: Plan):
+  """Makes dQ; `refs` are qkv, dS and the gradient."""
+  arrivals = len(heads.widths) + heads.tiles
+  names = {
+    "k": heads.of_blocks(STAGES, TILE),
+    "ds": [tiled(STAGES * heads.tiles, TILE, TILE, heads.dtype)],
+    "dq": heads.of_blocks(COMPUTE_WARPGROUPS, TILE),
+    "loaded": plgpu.Barrier(num_arrivals=arrivals, num_barriers=STAGES),
+    "free": plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=STAGES),
+  }
 
   @functools.partial(pl.run_scoped, **names, collective_axes="warpgroup")
   def _(**shared):
-    shared |= zip(("do_array", "lse", "delta", "dqkv"), refs[-4:], strict=True)
-    QueryGradients(heads, refs[:-4], 1, STAGES, shared).run()
+    *qkv, ds_array, dqkv = refs
+    shared |= {"ds_array": ds_array, "dqkv": dqkv}
+    block = QueryGradients(heads, shared)
+    pl.when(block.warpgroup == COMPUTE_WARPGROUPS)(lambda: block.load_all(qkv))
+    pl.when(block.warpgroup < COMPUTE_WARPGROUPS)(block.compute_all)
 
 
-class QueryGradients(TilesOfQueries):
-  """A tile is of q, and of dO; a warpgroup multiplies it with 64 keys at a time."""
+class QueryGradients(ThreadBlock):
+  """A step of its work is a tile of a head's keys."""
 
-  def array(self, name):
-    return ([self.do_array] if name == "do" else self.qkv), 0
+  heads: Plan
 
-  def tile(self, i, tile):
-    """Stores dQ of a tile."""
-    heads, (step, kv_slot) = self.heads, self.slots(i, tile)
-    slot = step % COMPUTE_WARPGROUPS
-    first = self.item(i) * heads.tokens + tile * TILE
-    lse2 = load(self.lse.at[pl.ds(first, TILE)], BY_ROW) * LOG2_E
-    delta = load(self.delta.at[self.item(i), pl.ds(tile * TILE, TILE)], BY_ROW)
-    plgpu.barrier_wait(self.q_loaded.at[slot])
-    gradients = functools.partial(self.gradients, i, tile, slot, kv_slot, lse2, delta)
-    dq = pl.run_scoped(gradients, *[sums(TILE, width) for width in heads.widths])
+  def load_all(self, qkv):
+    plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
+    steps = self.items * self.heads.tiles
+    pl.loop(0, steps)(functools.partial(self.load, qkv))
+    for n in range(STAGES):  # A warpgroup must observe each signal.
+      wait = functools.partial(plgpu.barrier_wait, self.free.at[(steps + n) % STAGES])
+      pl.when(steps + n >= STAGES)(wait)
+
+  def load(self, qkv, step):
+    heads, slot, (i, part) = self.heads, step % STAGES, divmod(step, self.heads.tiles)
+    keys = pl.ds(part * TILE, TILE)
+    pl.when(step >= STAGES)(lambda: plgpu.barrier_wait(self.free.at[slot]))
+    for b in heads.blocks:
+      from_ = self.head(qkv, 1, self.item(i), keys, b)
+      plgpu.copy_gmem_to_smem(from_, self.k_rows[b].at[slot], self.loaded.at[slot])
+    for tile in range(heads.tiles):
+      queries = pl.ds(step * 0 + tile * TILE, TILE)
+      from_ = self.ds_array.at[self.item(i), keys, queries]
+      to = self.ds_rows[0].at[slot * heads.tiles + tile]
+      plgpu.copy_gmem_to_smem(from_, to, self.loaded.at[slot])
+
+  def compute_all(self):
+    plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+    accs = [[sums(TILE, width) for width in self.heads.widths]] * self.heads.own_tiles
+    pl.loop(0, self.items)(lambda i: pl.run_scoped(functools.partial(self.gradients, i), accs))
+    plgpu.wait_smem_to_gmem(0)
+
+  def gradients(self, i, accs):
+    """Stores dQ of each second tile of a head's queries."""
+    heads = self.heads
+
+    @pl.loop(0, heads.tiles)
+    def _(part):
+      step = i * heads.tiles + part
+      slot = step % STAGES
+      plgpu.barrier_wait(self.loaded.at[slot])
+      for n, blocks in enumerate(accs):
+        # With an odd number of tiles, both warpgroups compute the last one.
+        tile = jnp.minimum(self.tile(n), heads.tiles - 1)
+        ds = self.ds[0].at[slot * heads.tiles + tile].transpose((1, 0))
+        for b, acc in enumerate(blocks):
+          plgpu.wgmma(acc, ds, self.k[b].at[slot])
+      plgpu.wgmma_wait(0)
+      plgpu.barrier_arrive(self.free.at[slot])
+
+    for n, blocks in enumerate(accs):
+      dq = [(acc[...] * heads.scale).astype(heads.dtype) for acc in blocks]
+      pl.when(self.tile(n) < heads.tiles)(functools.partial(self.store, i, self.tile(n), dq))
+
+  def tile(self, n):
+    """The warpgroup's n-th."""
+    return self.warpgroup + n * COMPUTE_WARPGROUPS
+
+  def store(self, i, tile, dq):
+    slot = self.warpgroup + varying(i)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    for b in heads.blocks:
-      self.dq[b].at[slot][...] = (dq[b] * heads.scale).astype(heads.dtype)
+    for b, x in enumerate(dq):
+      self.dq[b].at[slot][...] = x
     plgpu.commit_smem()
-    for b in heads.blocks:
+    for b in self.heads.blocks:
       to = self.head([self.dqkv], 0, self.item(i), pl.ds(tile * TILE, TILE), b)
       plgpu.copy_smem_to_gmem(self.dq_rows[b].at[slot], to)
-
-  def gradients(self, i, tile, slot, kv_slot, lse2, delta, *accs):
-    """A tile of dQ, by blocks of columns."""
-    heads, ds_tail = self.heads, []
-    for first in range(0, heads.columns, KEYS):
-      count = min(KEYS, heads.columns - first)
-      is_last = first + count == heads.columns
-      logits = self.products(self.q, slot, self.k, self.tail_k, kv_slot, first, count)
-      if first == 0:
-        self.wait_for_values(i, tile)
-        plgpu.barrier_wait(self.do_loaded.at[slot])
-      if is_last:
-        plgpu.barrier_arrive(self.q_free.at[slot])
-      p, *p_tail = self.probabilities(tile, first, lse2, *logits)
-      dp, *dp_tail = self.products(self.do, slot, self.v, self.tail_v, kv_slot, first, count)
-      if is_last:
-        plgpu.barrier_arrive(self.do_free.at[slot])
-      ds = p * (dp - across(delta, 0, count))
-      ds_tail += [p * (dp - delta) for p, dp in zip(p_tail, dp_tail, strict=True)]
-      # The barrier keeps pairs in one register.
-      ds = with_zeros(lax.optimization_barrier(ds.astype(heads.dtype)))
-      for acc, keys in zip(accs, self.k, strict=True):
-        plgpu.wgmma(acc, ds, keys.at[kv_slot, pl.ds(first, ds.shape[1])])
-
-    def with_tail(b, dq):
-      for ds in ds_tail:
-        k = load(self.tail_k_rows[b].at[kv_slot, 0], BY_COLUMN).astype(jnp.float32)
-        dq += across(ds, 0, heads.widths[b]) * across(k, 1, heads.widths[b])
-      return dq
-
-    return [with_tail(b, acc[...]) for b, acc in enumerate(accs)]
-
-  def probabilities(self, tile, first, lse2, s, *s_tail):
-    scale = self.heads.scale * LOG2_E
-    hidden, tail_is_hidden = self.hidden(tile, first, s.shape[1]), self.tail_is_hidden(tile)
-    p = jnp.exp2(s * scale - across(lse2, 0, s.shape[1]))
-    p_tail = [jnp.exp2(x * scale - lse2) for x in s_tail]
-    if hidden is not None:
-      p = jnp.where(hidden, 0.0, p)
-    if tail_is_hidden is not None:
-      p_tail = [jnp.where(tail_is_hidden, 0.0, x) for x in p_tail]
-    return p, *p_tail

@@ -67,18 +67,16 @@ class MemoryWarpgroup:
 
       def queries_and_keys(tile):
         queries(tile)
-        pl.when((unit > 0) & (tile == 1))(lambda: self.load_keys(unit + 1))
+        is_first = (unit > 0) & (tile == 0)
+        pl.when(is_first)(lambda: self.load_keys(unit + 1))
 
-      # Keys and values are loaded when all warpgroups are about to leave the previous ones, or
-      # their gradients have left.
-      if plan.stages_in_keys:
-        pl.loop(0, plan.tiles)(queries_and_keys)
-      elif plan.kv_stages == 2:
-        queries(0)
-        pl.when(unit > 0)(lambda: self.load_keys(unit + 1))
+      # Keys and values are loaded when all warpgroups are about to leave the previous ones.
+      if plan.kv_stages == 2 and plan.parts == 1:
+        # As one loop, the tail of heads of 64 spills registers. Of wider heads, this does.
+        queries_and_keys(0)
         pl.loop(1, plan.tiles)(queries)
       else:
-        pl.loop(0, plan.tiles)(queries)
+        pl.loop(0, plan.tiles)(queries_and_keys if plan.kv_stages == 2 else queries)
       if plan.has_tail:
         plgpu.barrier_arrive(block.kv_free.at[kv_slot])
       if of_tail:
@@ -107,6 +105,9 @@ class MemoryWarpgroup:
         block.of_query.at[kept, 2][...] = ds
     if part == 0 or accs:
       plgpu.commit_smem()  # All warps have read o, too.
+    if accs and not plan.has_dq:
+      to = block.ds_of(block.item(i), i * 0 + plan.tokens - 1, 8, tile)
+      plgpu.copy_smem_to_gmem(block.tail_ds_rows, to)
     if part == 0 or (accs and plan.has_dq):
       plgpu.barrier_arrive(block.ready.at[slot])
     if part == 0 and not plan.has_sums:
@@ -137,8 +138,6 @@ class MemoryWarpgroup:
     )
     block.of_query.at[kept, 0][...] = lse2
     block.of_query.at[kept, 1][...] = delta
-    if not plan.has_dq:
-      block.delta.at[block.item(i), pl.ds(tile * TILE, TILE)][...] = delta
     return lse2, delta
 
   def free_queries(self, step):
@@ -162,6 +161,8 @@ class MemoryWarpgroup:
       row = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=BY_ROW)
       p = jnp.where(row >= plan.tokens - 1 - tile * TILE, p, 0.0)
     ds = p * (dp - delta)
+    if not plan.has_dq:
+      plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # The previous tile's dS has left.
     block.tail_p_rows.at[0][...] = p.astype(plan.dtype)
     block.tail_ds_rows.at[0][...] = ds.astype(plan.dtype)
     return ds

@@ -6,7 +6,7 @@ Each of the five products is computed once, by two compute warpgroups. A third o
 
 Registers hold the gradients of all keys and values with heads of 64, or up to 129 tokens. Otherwise
 keys come in parts of 128: a head's queries pass by once for each. The sums of dQ stay in shared
-memory, or, where they do not fit, a second kernel makes dQ (`attention_dq_sm90`).
+memory, or, where they do not fit, dS leaves and a second kernel makes dQ (`attention_dq_sm90`).
 
 Heads that are not 64 wide have two blocks of columns, since wgmma reads at most 128 bytes of a row.
 """
@@ -73,8 +73,9 @@ def attention_backward(
   blocks = plan.thread_blocks(num_sms)
   out_type = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in qkv]
   if not plan.has_dq:
-    # The sums of o * dO, from this pass to the next.
-    out_type.append(jax.ShapeDtypeStruct((plan.batch * plan.heads, plan.tiles * TILE), jnp.float32))
+    # dS, transposed. Rows of whole sectors, of 32 bytes.
+    shape = plan.batch * plan.heads, plan.tokens, pl.cdiv(plan.tokens, 16) * 16
+    out_type.append(jax.ShapeDtypeStruct(shape, plan.dtype))
   kernel = persistent_kernel(
     functools.partial(_kernel, plan=plan),
     out_type,
@@ -86,10 +87,8 @@ def attention_backward(
   results = kernel(*qkv, o[:, :, None], do, lse)
   if plan.has_dq:
     return tuple(results)
-  *dqkv, delta = results
-  dq = with_query_gradient(
-    dqkv[0], do, lse, delta, *qkv, causal=causal, blocks=blocks, interpret=interpret
-  )
+  *dqkv, ds = results
+  dq = with_query_gradient(dqkv[0], ds, *qkv, blocks=blocks, interpret=interpret)
   return dq, *dqkv[1:]
 
 
