@@ -11,26 +11,25 @@ import argparse
 import csv
 import functools
 import os
-import re
 import subprocess
 import sys
 
 import jax
 
 from benchmarks.attention import CASES, draw, value_and_gradients
+from benchmarks.attention_report import COUNTERS
 from benchmarks.tables import RESULTS
 from benchmarks.timing import append, provenance
 from sbjax.attention import attention
 
-SECTIONS = (
-  *("SpeedOfLight", "MemoryWorkloadAnalysis", "ComputeWorkloadAnalysis", "WarpStateStats"),
-  *("SchedulerStats", "LaunchStats"),
-)
-# Of the counters of these sections, those whose names match.
-KEPT = (
-  r"gpu__time_duration.sum|dram__bytes_(read|write).sum$|launch__registers"
-  r"|(dram__|lts__t_|l1tex__|sm__)throughput.*pct|pipe_tensor|sm__cycles_active.avg"
-  r"|smsp__average_warps?_(latency_)?issue_stalled_|smsp__issue_active|data_pipe|data_bank"
+STALLS = ("long_scoreboard", "short_scoreboard", "barrier", "gmma", "wait", "mio_throttle")
+METRICS = (
+  "gpu__time_duration.sum",
+  "dram__bytes_read.sum",
+  "dram__bytes_write.sum",
+  "launch__registers_per_thread",
+  *COUNTERS,
+  *(f"smsp__average_warps_issue_stalled_{name}_per_issue_active.ratio" for name in STALLS),
 )
 
 
@@ -63,8 +62,7 @@ def counters(case: str, backend: str) -> dict[str, dict[str, float]]:
   """By kernel, its counters; times are in ns, sizes in bytes."""
   ncu = ["ncu", "--target-processes", "all", "--kernel-name", "regex:attention", "--csv"]
   ncu += ["--page", "raw", "--clock-control", "none", "--print-units", "base"]
-  for section in SECTIONS:
-    ncu += ["--section", section]
+  ncu += ["--metrics", ",".join(METRICS)]
   child = [sys.executable, "-m", "benchmarks.attention_counters", "--run", case]
   flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer="
   environment = os.environ | {"XLA_FLAGS": flags, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
@@ -83,11 +81,7 @@ def parsed(output: str) -> dict[str, dict[str, float]]:
   if not rows:
     raise SystemExit(f"ncu printed no counters:\n{output}")
   return {
-    row["Kernel Name"]: {
-      name: float(value.replace(",", ""))
-      for name, value in row.items()
-      if re.search(KEPT, name) and re.fullmatch(r"[\d.,e+-]+", value or "")
-    }
+    row["Kernel Name"]: {name: float(row[name].replace(",", "")) for name in METRICS}
     for row in rows
   }
 

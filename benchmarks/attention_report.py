@@ -2,7 +2,14 @@
 
 import statistics
 
+from benchmarks.tables import name_of
+
 OURS = ("mosaic", "triton")
+COUNTERS = (
+  "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
+  "l1tex__data_pipe_lsu_wavefronts.avg.pct_of_peak_sustained_elapsed",
+  "smsp__issue_active.avg.pct_of_peak_sustained_active",
+)
 
 
 def table(rows: list[dict]) -> list[str]:
@@ -34,6 +41,27 @@ def lengths_table(rows: list[dict]) -> list[str]:
   for length in sorted({length for length, _ in gains}):
     cells = [f"{gains[length, s]:.2f}x" if (length, s) in gains else "" for s in sizes]
     lines.append(f"| {length} | " + " | ".join(cells) + " |")
+  return lines
+
+
+def counters_table(rows: list[dict]) -> list[str]:
+  """What each kernel keeps busy; the last line of a case and a kernel counts."""
+  lines = [
+    "| kernel | ms | tensor cores busy | shared memory's pipe busy | cycles that issue | DRAM |",
+    "|---|---|---|---|---|---|",
+  ]
+  found = {(row["case"], name): row for row in rows for name in row["kernels"]}
+  cases = list(dict(found))
+  for case, name in sorted(cases, key=lambda key: [other for other, _ in cases].index(key[0])):
+    row = found[case, name]
+    kernel = row["kernels"][name]
+    what = name.removeprefix("sbjax_attention_").removesuffix("_mosaic_gpu_kernel")
+    time = kernel["gpu__time_duration.sum"]
+    moved = sum(kernel.get(f"dram__bytes_{way}.sum", 0) for way in ("read", "write"))
+    cells = [f"{kernel[c]:.0f}%" if c in kernel else "" for c in COUNTERS]
+    cells += [f"{moved / time / 1e3:.1f} TB/s" if moved else ""]
+    kernel = f"{case}, {what.replace('_', ', ')}, {name_of(row['chip'])}"
+    lines.append(f"| {kernel} | {time / 1e6:.3f} | {' | '.join(cells)} |")
   return lines
 
 

@@ -17,10 +17,9 @@ The gain of recipe `switchback` over bfloat16, from the result files:
 A measured size has its measured gain. Between sizes the gain is interpolated, in the logarithms of
 sizes and gains. Outside them it is the nearest size's gain, without bounds. Bounds are the largest
 error that `--check` finds when it predicts measured gains: for the H200's five steps, each from the
-other four, 12.2% (4.5% in the mean), since bigG's has older attention; for its twelve MLPs, each
-from the others, 4.4% (2.2%); for the same MLPs, each as a sum of kernels, 7.1% (2.4%). The last
-also bounds sums of kernels on other chips, where it was not checked. Models other than CLIP, and
-other recipes, may differ.
+other four, 7.4% (3.2% in the mean); for its twelve MLPs, each from the others, 4.4% (2.2%); for
+the same MLPs, each as a sum of kernels, 7.1% (2.4%). The last also bounds sums of kernels on other
+chips, where it was not checked. Models other than CLIP, and other recipes, may differ.
 """
 
 import argparse

@@ -3,9 +3,9 @@
   python -m benchmarks.report
 
 Reads benchmarks/results/{step,step_patch_dropout,remat,remat_memory,kept_bytes,open_clip,matmul,
-quantize,linear,scaling,models,attention,attention_lengths,serving}.jsonl. If a case was measured
-more than once on a chip, the last line counts. Writes the tables between markers, and a plot of
-CHIP's results for each file.
+quantize,linear,scaling,models,attention,attention_lengths,attention_counters,serving}.jsonl. If a
+case was measured more than once on a chip, the last line counts. Writes the tables between markers,
+and a plot of CHIP's results for each file.
 """
 
 import math
@@ -42,7 +42,7 @@ def main() -> None:
   plot_quantize(quantize)
   plot_linear(linear)
   plot_operations(linear)
-  open_clip = last(read("open_clip"), "chip", "size")
+  open_clip = last(read("open_clip"), "chip", "size", "remat")
   open_clip = sorted(open_clip, key=lambda row: -row["milliseconds"])
   steps_report.plot(step, open_clip, RESULTS / "steps.png")
   write("steps", steps_report.short_table(step, open_clip), README)
@@ -60,6 +60,8 @@ def main() -> None:
   lengths, elsewhere = by_chip(last(read("attention_lengths"), "chip", "case"))
   write("attention_lengths", attention_report.lengths_table(lengths))
   write("attention_lengths_h100", attention_report.lengths_table(of_h100(elsewhere)))
+  counters, elsewhere = by_chip(read("attention_counters"))
+  write("attention_counters", attention_report.counters_table(counters + of_h100(elsewhere)))
   serving = [row for row in read("serving") if row["benchmark"] == "serving speed"]
   serving, _ = by_chip(last(serving, "chip", "size", "batch_size"))
   write("serving", serving_table(serving), DOCS / "embedding.md")

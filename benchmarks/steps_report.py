@@ -13,17 +13,21 @@ def best(contenders: dict, names) -> dict:
   return min(measured, key=lambda one: one["milliseconds"])
 
 
+def case_of(row) -> tuple:
+  return row["size"], row["remat"]
+
+
 def short_table(steps: list[dict], open_clip: list[dict]) -> list[str]:
   """README's table: a line for each size, in the order of `steps`."""
   lines = [
     "| one training step | images | plain Flax, bf16 | `switchback` | over Flax | over open_clip |",
     "|---|---|---|---|---|---|",
   ]
-  over = {row["size"]: row["milliseconds"] / row["sbjax"]["milliseconds"] for row in open_clip}
+  over = {case_of(row): row["milliseconds"] / row["sbjax"]["milliseconds"] for row in open_clip}
   for row in steps:
     flax, ours = (best(row["contenders"], names) for names in (FLAX, OURS))
     remat = ", remat" if row["remat"] == "block" else ""
-    gain = f"{over[row['size']]:.2f}x" if row["size"] in over else ""
+    gain = f"{over[case_of(row)]:.2f}x" if case_of(row) in over else ""
     lines.append(
       f"| ViT-{row['size']}{remat} | {row['batch_size']} | {flax['milliseconds']:.0f} ms |"
       f" {ours['milliseconds']:.0f} ms | **{ours['speedup']:.2f}x** | {gain} |"
@@ -50,12 +54,12 @@ def open_clip_table(rows: list[dict]) -> list[str]:
 
 def plot(steps: list[dict], open_clip: list[dict], path) -> None:
   """Step times relative to plain Flax: a group for each model, a bar for each contender."""
-  clip = {row["size"]: row["milliseconds"] for row in open_clip}
+  clip = {case_of(row): row["milliseconds"] for row in open_clip}
   bars = {"plain Flax, bf16": [], "open_clip, compiled, bf16": [], "sbjax, switchback": []}
   for row in steps:
     times = (
       best(row["contenders"], FLAX)["milliseconds"],
-      clip.get(row["size"]),
+      clip.get(case_of(row)),
       best(row["contenders"], OURS)["milliseconds"],
     )
     for name, time in zip(bars, times, strict=True):
