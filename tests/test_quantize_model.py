@@ -135,18 +135,20 @@ def test_an_nn_dense_has_the_numbers_of_its_dot_general():
   x = normal((4, 16))
   model = nn.Dense(8)
   params = variables(model, x)
-  expected = nn.Dense(8, dot_general=quantized_dot_general("switchback")).apply(params, x)
-  np.testing.assert_array_equal(quantize_model(model, "switchback").apply(params, x), expected)
+  same = nn.Dense(8, dot_general=quantized_dot_general("switchback"))
+  ours, theirs = (jax.jit(m.apply) for m in (quantize_model(model, "switchback"), same))
+  np.testing.assert_array_equal(ours(params, x), theirs(params, x))
 
 
 def test_a_kernel_is_quantized_before_its_cast_to_the_compute_dtype():
   model, x = nn.Dense(8, use_bias=False, dtype=jnp.bfloat16), normal((4, 16), "bfloat16")
   params = variables(model, x)
-  actual = quantize_model(model, "switchback").apply(params, x)
-  expected = quantized_dot(x, params["params"]["kernel"], "switchback")
+  actual = jax.jit(quantize_model(model, "switchback").apply)(params, x)
+  dot, kernel = jax.jit(quantized_dot, static_argnums=2), params["params"]["kernel"]
+  expected = np.asarray(dot(x, kernel, "switchback"))
   np.testing.assert_array_equal(actual, expected)
-  cast = params["params"]["kernel"].astype(x.dtype)
-  assert jnp.any(expected != quantized_dot(x, cast, "switchback"))
+  cast = np.asarray(kernel).astype(x.dtype)
+  assert np.any(expected != np.asarray(dot(x, cast, "switchback")))
 
 
 @pytest.mark.parametrize(
@@ -222,10 +224,12 @@ def test_attention_s_products_are_replaced_on_request():
 def test_under_vmap_each_model_has_scales_of_its_own():
   model, x = Conv1D(8), normal((2, 4, 16))
   int8 = quantize_model(model, "switchback")
-  params = [variables(model, x[0]), jax.tree.map(lambda a: 100 * a, variables(model, x[0]))]
-  stacked = jax.tree.map(lambda *a: jnp.stack(a), *params)
-  expected = [int8.apply(p, one) for p, one in zip(params, x, strict=True)]
-  np.testing.assert_array_equal(jax.vmap(int8.apply)(stacked, x), expected)
+  small = jax.tree.map(np.asarray, variables(model, x[0]))
+  params = [small, jax.tree.map(lambda a: 100 * a, small)]
+  stacked = jax.tree.map(lambda *a: np.stack(a), *params)
+  apply = jax.jit(int8.apply)
+  expected = [apply(p, one) for p, one in zip(params, np.asarray(x), strict=True)]
+  np.testing.assert_array_equal(jax.jit(jax.vmap(int8.apply))(stacked, x), expected)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -286,9 +290,9 @@ def test_threads_convert_at_once():
 def test_an_nnx_model_keeps_its_state_and_keys():
   x = normal((2, 8, 8, 3))
   model, other = ConvNeXt(nnx.Rngs(0)), ConvNeXt(nnx.Rngs(0))
-  full = quantize_model(other, "full")
+  full, run = quantize_model(other, "full"), nnx.jit(lambda model, x: model(x))
   for _ in range(2):
-    assert_equal(full(x), model(x), 1e-5)
+    assert_equal(run(full, x), run(model, x), 1e-5)
   assert_equal(full.norm.mean[...], model.norm.mean[...], 1e-5)
   assert np.all(other.norm.mean[...] == 0)  # The original is as it was.
   assert isinstance(full, ConvNeXt)
@@ -332,7 +336,8 @@ def test_each_public_method_of_an_nnx_model_is_converted():
 
 def test_the_table_has_each_product_and_the_reason_where_there_is_none(capsys):
   rules = {"layers/1": None, "*": "switchback"}
-  quantize_model(ConvNeXt(nnx.Rngs(0)), rules, verbose=True)(normal((2, 8, 8, 3)))
+  model = quantize_model(ConvNeXt(nnx.Rngs(0)), rules, verbose=True)
+  nnx.eval_shape(lambda model, x: model(x), model, normal((2, 8, 8, 3)))
   cells = [re.split("  +", line) for line in capsys.readouterr().out.splitlines()]
   lines = {path: rest for path, *rest in cells}
   assert lines["stem/kernel"] == ["2x8x8x3", "4x4x3x16", "switchback"]
@@ -347,7 +352,7 @@ def test_the_table_says_what_parameters_are_that_are_no_weights(capsys):
 
   shapes = {"embed": (8, 16), "base": (16, 16), "a": (16, 2), "b": (2, 16), "bias": (1, 16)}
   params = {name: normal(shape) for name, shape in shapes.items()}
-  quantize_model(function, "switchback", verbose=True)(params, jnp.arange(3))
+  jax.eval_shape(quantize_model(function, "switchback", verbose=True), params, np.arange(3))
   rows = dict(
     re.findall(r"^(\w+) .* (\S+ a weight \(.*\))$", capsys.readouterr().out, re.MULTILINE)
   )

@@ -126,7 +126,7 @@ def assert_same(ours, theirs):
 
 
 def test_orbax_restores_serving_parameters(tmp_path):
-  served = serving_params(random_params(), "switchback")
+  served = jax.jit(serving_params, static_argnums=1)(random_params(), "switchback")
   with ocp.StandardCheckpointer() as checkpointer:
     checkpointer.save(tmp_path / "served", served)
     checkpointer.wait_until_finished()
