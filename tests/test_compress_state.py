@@ -174,7 +174,7 @@ def test_init_does_not_encode_its_zeros_while_it_compiles():
 def test_a_donated_state_is_reused():
   optimizer = compress_state(OPTIMIZERS["stable_adamw"](0.01), stacked=stacked, **COAT)
   params = tree()
-  state = optimizer.init(params)
+  state = jax.jit(optimizer.init)(params)
   step = jax.jit(lambda g, s, p: optimizer.update(g, s, p), donate_argnums=1)
   compiled = step.lower(params, state, params).compile()
   held = sum(x.nbytes for x in jax.tree.leaves(state))
@@ -232,12 +232,15 @@ def test_a_state_that_is_sharded_gives_the_same_numbers():
 
 def test_a_nan_gradient_stays_nan():
   optimizer = compress_state(optax.adam(0.1), **COAT)
-  gradients = {"w": jnp.ones((64, 128)).at[5, 7].set(jnp.nan)}
+  ones = np.ones((64, 128), np.float32)
+  gradients = {"w": ones.copy()}
+  gradients["w"][5, 7] = np.nan
   update = jax.jit(optimizer.update)
-  _, state = update(gradients, optimizer.init(gradients))
+  _, state = update(gradients, jax.jit(optimizer.init)(gradients))
   for _ in range(3):
-    updates, state = update({"w": jnp.ones((64, 128))}, state)
-  assert np.isnan(updates["w"][5]).all() and np.isfinite(updates["w"][6]).all()
+    updates, state = update({"w": ones}, state)
+  updates = np.asarray(updates["w"])
+  assert np.isnan(updates[5]).all() and np.isfinite(updates[6]).all()
 
 
 def test_errors_name_the_right_value():

@@ -24,7 +24,7 @@ def gradient(probe, features, labels, penalty):
     each = -jax.nn.log_softmax(logits)[jnp.arange(len(labels)), labels]
     return each.sum() + penalty / 2 * jnp.sum(probe.kernel**2)
 
-  return jax.grad(objective)(probe)
+  return jax.tree.map(np.asarray, jax.jit(jax.grad(objective))(probe))
 
 
 @pytest.mark.parametrize("penalty", [1e-2, 1.0, 1e3])
@@ -36,7 +36,7 @@ def test_the_fit_has_no_gradient(penalty):
     gradient(Probe(jnp.zeros((8, 4)), jnp.zeros(4)), features, labels, penalty),
     strict=True,
   ):
-    assert jnp.abs(ours).max() < 1e-3 * jnp.abs(scale).max()
+    assert np.abs(ours).max() < 1e-3 * np.abs(scale).max()
 
 
 def test_a_large_penalty_leaves_only_the_bias():
