@@ -179,6 +179,7 @@ class Plan(Heads):
     if self.has_sums:
       of_dq = {"sums_o_dq": [sums_o_dq(width) for width in widths]}
     else:
+      # Without dQ, dS and gradients leave by way of its place.
       of_dq = {
         "o": self.of_blocks(self.o_stages, TILE),
         "dq": self.of_blocks(COMPUTE_WARPGROUPS, TILE),

@@ -1,11 +1,14 @@
 """Softmax attention's forward pass on Hopper (H100, H200): Pallas Mosaic GPU, wgmma and TMA.
 
 The kernel is persistent: one thread block runs on each SM and takes one head of one example after
-another. A warpgroup has all logits of a tile of 64 queries in registers, so softmax needs no
-running maximum.
+another. Its keys and values stay in shared memory. Two compute warpgroups take tiles of 64 queries
+in turns: one's exponentials hide behind the other's products. A warpgroup has all logits of a tile
+in registers, so softmax needs no running maximum. A third warpgroup loads ahead.
 """
 
+import dataclasses
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.experimental.pallas as pl
@@ -13,12 +16,14 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from sbjax.pallas.attention_heads_sm90 import Heads, ThreadBlock
 from sbjax.pallas.attention_parts_sm90 import (
   BY_COLUMN,
   COMPUTE_WARPGROUPS,
   LOG2_E,
   TILE,
   across,
+  first_column,
   fits_tma,
   load,
   persistent_kernel,
@@ -26,7 +31,9 @@ from sbjax.pallas.attention_parts_sm90 import (
   varying,
   with_zeros,
 )
-from sbjax.pallas.attention_queries_sm90 import TilePlan, TilesOfQueries
+
+MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232  # Of a thread.
+SHARED_MEMORY = 232_448  # Bytes that a thread block can have.
 
 
 def fits(tokens: int, head_dim: int) -> bool:
@@ -51,52 +58,182 @@ def attention_forward(
     num_sms: how many thread blocks run; None for one on each SM of the device.
     interpret: False, or plgpu.InterpretGPUParams for a run on the CPU.
   """
-  shape = TilePlan.of(qkv, causal)
-  batch, tokens, heads = shape.batch, shape.tokens, shape.heads
-  o = jax.ShapeDtypeStruct((batch, tokens, 1, heads, shape.head_dim), shape.dtype)
-  lse = jax.ShapeDtypeStruct((batch * heads, shape.tiles * TILE), jnp.float32)
+  plan = Plan.of(qkv, causal)
+  batch, tokens, heads = plan.batch, plan.tokens, plan.heads
+  o = jax.ShapeDtypeStruct((batch, tokens, 1, heads, plan.head_dim), plan.dtype)
+  lse = jax.ShapeDtypeStruct((batch * heads, plan.tiles * TILE), jnp.float32)
   kernel = persistent_kernel(
-    functools.partial(_kernel, heads=shape),
+    functools.partial(_kernel, plan=plan),
     [o, lse],
     name="sbjax_attention_forward",
-    blocks=shape.thread_blocks(num_sms),
+    blocks=plan.thread_blocks(num_sms),
     interpret=interpret,
   )
   o, lse = kernel(*qkv)
   return o[:, :, 0], lse.reshape(batch, heads, -1)[:, :, :tokens]
 
 
-def _kernel(*refs, heads: TilePlan):
+def _kernel(*refs, plan: "Plan"):
   """Makes o and lse of qkv."""
-  kv_stages, stages = heads.stages(arrays=2)
-  tiles = {"q": stages}
-  names = heads.keys_and_values(kv_stages) | heads.barriers(kv_stages, tiles)
-  names |= {"q": heads.of_blocks(stages, TILE), "o": heads.of_blocks(COMPUTE_WARPGROUPS, TILE)}
 
-  @functools.partial(pl.run_scoped, **names, collective_axes="warpgroup")
+  @functools.partial(
+    pl.run_scoped, **plan.buffers(), **plan.barriers(), collective_axes="warpgroup"
+  )
   def _(**shared):
-    shared |= {"o_array": refs[-2], "lse": refs[-1]}
-    Forward(heads, refs[:-2], kv_stages, tiles, shared).run()
+    *qkv, o, lse = refs
+    block = Forward(plan, qkv, shared | {"o_array": o, "lse": lse})
+    pl.when(block.warpgroup == COMPUTE_WARPGROUPS)(block.load_all)
+    pl.when(block.warpgroup < COMPUTE_WARPGROUPS)(block.compute_all)
 
 
-class Forward(TilesOfQueries):
-  """A tile is of q; a warpgroup multiplies it with all keys at once."""
+@dataclasses.dataclass(frozen=True)
+class Plan(Heads):
+  """The constants of the kernel."""
 
-  def array(self, name):
-    return self.qkv, 0
+  @property
+  def has_tail(self) -> bool:
+    """Whether the last key, such as a class token's, is apart from tiles of 64."""
+    return self.tokens % TILE == 1
+
+  @property
+  def columns(self) -> int:
+    """Columns of logits but for the tail's: wgmma computes multiples of 8."""
+    return pl.cdiv(self.tokens - self.has_tail, 8) * 8
+
+  @property
+  def keys(self) -> int:
+    """Keys in shared memory, of which those beyond the last token are zeros."""
+    return pl.cdiv(self.columns, TILE) * TILE
+
+  @functools.cached_property
+  def widths(self) -> tuple[int, ...]:
+    columns = pl.cdiv(self.head_dim, 16) * 16
+    rest = (width for width in (32, 16) if columns % (2 * width) >= width)
+    return (TILE,) * (columns // TILE) + tuple(rest)
+
+  @functools.cached_property
+  def stages(self) -> tuple[int, int]:
+    """How many heads' keys and values fit in shared memory, and how many tiles of queries."""
+
+    def fits(kv_stages, stages):
+      rows = 2 * kv_stages * (self.keys + 8) + (stages + COMPUTE_WARPGROUPS) * TILE
+      return rows * sum(self.widths) * self.dtype.itemsize + 4096 <= SHARED_MEMORY
+
+    # A power of two of tiles of queries, so that each buffer is always the same warpgroup's.
+    return next(n for n in ((2, 4), (2, 2), (1, 4), (1, 2)) if fits(*n))
+
+  def buffers(self) -> dict:
+    """Shared memory by name. The tail's key and value are the first of 8 rows."""
+    kv_stages, stages = self.stages
+    rows = {"k": self.keys, "v": self.keys, "tail_k": 8, "tail_v": 8}
+    found = {name: self.of_blocks(kv_stages, rows) for name, rows in rows.items()}
+    return found | {
+      "q": self.of_blocks(stages, TILE),
+      "o": self.of_blocks(COMPUTE_WARPGROUPS, TILE),
+    }
+
+  def barriers(self) -> dict:
+    (kv_stages, stages), copies = self.stages, len(self.widths)
+    arrivals = {
+      "k_loaded": (copies * (1 + self.has_tail), kv_stages),
+      "v_loaded": (copies * (1 + self.has_tail), kv_stages),
+      "kv_free": (COMPUTE_WARPGROUPS, kv_stages),
+      "q_loaded": (copies, stages),
+      "q_free": (1, stages),
+    }
+    return {
+      name: plgpu.Barrier(num_arrivals=n, num_barriers=count)
+      for name, (n, count) in arrivals.items()
+    }
+
+
+class Forward(ThreadBlock):
+  """A compute warpgroup multiplies a tile of queries with all keys at once."""
+
+  heads: Plan
+
+  def __init__(self, plan: Plan, qkv: Sequence, shared: dict):
+    super().__init__(plan, shared)
+    self.qkv, (self.kv_stages, self.stages) = qkv, plan.stages
+
+  def load_all(self):
+    """Loads all heads, and tiles of queries, as buffers become free."""
+    plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
+    tiles = self.heads.tiles
+
+    @pl.loop(0, self.items)
+    def _(i):
+      slot = i % self.kv_stages
+      pl.when(i >= self.kv_stages)(lambda: plgpu.barrier_wait(self.kv_free.at[slot]))
+      self.load_head(i, 1, self.k_rows, self.tail_k_rows, self.k_loaded)
+
+      @pl.loop(0, tiles)
+      def _(tile):
+        self.load_tile(i, tile)
+
+        @pl.when(tile == 0)
+        def _():
+          self.load_head(i, 2, self.v_rows, self.tail_v_rows, self.v_loaded)
+
+    # A warpgroup must observe each signal.
+    self.wait_for_last(self.q_free, self.items * tiles, self.stages)
+    self.wait_for_last(self.kv_free, self.items, self.kv_stages)
+
+  def wait_for_last(self, barriers, used, count):
+    for n in range(count):
+      wait = functools.partial(plgpu.barrier_wait, barriers.at[(used + n) % count])
+      pl.when(used + n >= count)(wait)
+
+  def load_head(self, i, which, buffers, tails, loaded):
+    """Loads a head's keys, or its values with which = 2."""
+    slot, heads = i % self.kv_stages, self.heads
+
+    def load(first, buffer, b):
+      rows = pl.ds(i * 0 + first, buffer.shape[1])
+      rows = self.head(self.qkv, which, self.item(i), rows, b)
+      plgpu.copy_gmem_to_smem(rows, buffer.at[slot], loaded.at[slot])
+
+    for b in heads.blocks:
+      load(0, buffers[b], b)
+      if heads.has_tail:
+        load(heads.tokens - 1, tails[b], b)
+
+  def load_tile(self, i, tile):
+    step = i * self.heads.tiles + tile
+    slot = step % self.stages
+    pl.when(step >= self.stages)(lambda: plgpu.barrier_wait(self.q_free.at[slot]))
+    for b in self.heads.blocks:
+      rows = self.head(self.qkv, 0, self.item(i), pl.ds(tile * TILE, TILE), b)
+      plgpu.copy_gmem_to_smem(rows, self.q_rows[b].at[slot], self.q_loaded.at[slot])
+
+  def compute_all(self):
+    """Computes each second tile of queries."""
+    plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+    tiles = self.heads.tiles
+
+    @pl.loop(0, self.items)
+    def _(i):
+      plgpu.barrier_wait(self.k_loaded.at[i % self.kv_stages])
+      first = (self.warpgroup + i * tiles) % COMPUTE_WARPGROUPS
+      own = (tiles - first + COMPUTE_WARPGROUPS - 1) // COMPUTE_WARPGROUPS
+      pl.loop(0, own)(lambda n: self.tile(i, first + n * COMPUTE_WARPGROUPS))
+      plgpu.barrier_arrive(self.kv_free.at[i % self.kv_stages])
+
+    plgpu.wait_smem_to_gmem(0)
 
   def tile(self, i, tile):
     """Stores a tile of o and its lse."""
-    heads, (step, kv_slot) = self.heads, self.slots(i, tile)
-    slot = step % self.stages["q"]
+    heads, step = self.heads, i * self.heads.tiles + tile
+    kv_slot, slot = i % self.kv_stages + varying(step), step % self.stages
     plgpu.barrier_wait(self.q_loaded.at[slot])
-    s, *s_tail = self.products(self.q, slot, self.k, self.tail_k, kv_slot, 0, heads.columns)
+    s, *s_tail = self.logits(slot, kv_slot)
     plgpu.barrier_arrive(self.q_free.at[slot])
     p, p_tail, largest, total = self.softmax(tile, s, s_tail)
     rows = pl.ds(tile * TILE, TILE)
     lse = largest * heads.scale + jnp.log2(total) / LOG2_E
     self.lse.at[self.item(i), rows][...] = lse
-    self.wait_for_values(i, tile)
+    wait_for_values = functools.partial(plgpu.barrier_wait, self.v_loaded.at[i % self.kv_stages])
+    pl.when(tile < COMPUTE_WARPGROUPS)(wait_for_values)  # The warpgroup's first tile of a head.
     o = self.outputs(p, kv_slot, p_tail, total)
     warpgroup = self.warpgroup + varying(tile)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -108,10 +245,42 @@ class Forward(TilesOfQueries):
         self.o_rows[b].at[warpgroup], self.head([self.o_array], 0, self.item(i), rows, b)
       )
 
+  def logits(self, slot, kv_slot):
+    """Of a tile of queries with all keys, [TILE, columns], and with the tail's, [TILE]."""
+    heads = self.heads
+
+    def products(acc, *tail_acc):
+      for b in heads.blocks:
+        keys = self.k[b].at[kv_slot, pl.ds(0, heads.columns)].transpose((1, 0))
+        plgpu.wgmma(acc, self.q[b].at[slot], keys)
+        for acc_ in tail_acc:
+          tail = self.tail_k[b].at[kv_slot].transpose((1, 0))
+          plgpu.wgmma(acc_, self.q[b].at[slot], tail)
+      return [acc[...], *(first_column(acc_[...]) for acc_ in tail_acc)]
+
+    return pl.run_scoped(products, sums(TILE, heads.columns), *[sums(TILE, 8)] * heads.has_tail)
+
+  def hidden(self, tile):
+    """Which keys count for nothing: beyond the last token, or later than the query; or None."""
+    heads, layout, shape = self.heads, plgpu.Layout.WGMMA, (TILE, self.heads.columns)
+    key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
+    last = heads.tokens - 1
+    if heads.causal:
+      last = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) + tile * TILE
+      # A row beyond the last token is not stored.
+    elif heads.columns <= heads.tokens:
+      return None
+    return key > last
+
+  def tail_is_hidden(self, tile):
+    if not self.heads.causal:
+      return None
+    row = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=plgpu.Layout.WGMMA.reduce(1))
+    return row + tile * TILE < self.heads.tokens - 1
+
   def softmax(self, tile, s, s_tail):
     """Exponentials of logits less the largest, of the tail's, the largest logit, and their sum."""
-    heads = self.heads
-    hidden, tail_is_hidden = self.hidden(tile, 0, heads.columns), self.tail_is_hidden(tile)
+    heads, hidden, tail_is_hidden = self.heads, self.hidden(tile), self.tail_is_hidden(tile)
     if hidden is not None:
       s = jnp.where(hidden, -jnp.inf, s)
     if tail_is_hidden is not None:
