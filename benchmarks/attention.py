@@ -56,12 +56,16 @@ def main() -> None:
   )
   parser.add_argument("--head_dims", nargs="+", type=int, default=HEAD_DIMS, help="of --lengths")
   args = parser.parse_args()
+  if args.configs and not args.tune:
+    parser.error("--configs needs --tune")
+  kind = "attention" if args.lengths is None else "attention_lengths"
+  kind = "attention_tuning" if args.tune else kind
+  out = args.out or RESULTS / f"{kind}.jsonl"
   cases = {name: CASES[name] for name in args.cases}
   if args.lengths is not None:
     pairs = itertools.product(args.head_dims, args.lengths or LENGTHS)
     cases = {f"{n} tokens, {d}": (65_536 // n, n, 16, d, False) for d, n in pairs}
-  if args.tune or args.lengths is not None:
-    kind = "attention_tuning" if args.tune else "attention_lengths"
+  if kind != "attention":
     for name, case in cases.items():
       row = {"benchmark": kind, "case": name, "data": "standard normal"}
       if args.tune:
@@ -69,17 +73,14 @@ def main() -> None:
       else:
         row |= measure(*case, check=False)
       print(name, row["milliseconds"], flush=True)
-      append(args.out or RESULTS / f"{kind}.jsonl", [row | provenance()])
+      append(out, [row | provenance()])
     return
   rows = [measure(*case) for case in cases.values()]
   # PyTorch's profiler stops JAX's.
   for (name, case), row in zip(cases.items(), rows, strict=True):
     measure_torch(row, *case)
     print(name, row["milliseconds"], row["errors"], flush=True)
-    append(
-      args.out or RESULTS / "attention.jsonl",
-      [{"benchmark": "attention", "case": name} | row | provenance()],
-    )
+    append(out, [{"benchmark": kind, "case": name} | row | provenance()])
 
 
 def measure(batch, length, heads, head_dim, causal, check: bool = True) -> dict:
@@ -130,6 +131,7 @@ def tune(batch: int, length: int, heads: int, head_dim: int, causal: bool, chose
   """
   from sbjax.pallas import attention_triton as kernels
 
+  configs = mosaic_configs(length, head_dim, chosen)
   options = {"causal": causal, "length": length}
   *qkv, do = (x[:, :, None] for x in draw(batch, length, heads, head_dim))
   do, tiles = do[:, :, 0], kernels.tiles
@@ -137,11 +139,9 @@ def tune(batch: int, length: int, heads: int, head_dim: int, causal: bool, chose
   saved, trials, results = (o, lse, do, *qkv), [], {}
   if not chosen:
     trials += triton_trials(qkv, saved)
-  if runs("mosaic"):
+  if configs:
     from sbjax.pallas import attention_sm90 as sm90
 
-    by_block = chosen or itertools.product((2, 3), (1, 2), (1, 2), (40, 56, 88, 104))
-    configs = [sm90.Config(*c) for c in by_block] if sm90.fits(length, head_dim) else []
     trials.append(("backward in Mosaic", sm90.attention_backward, saved, configs, None))
   for direction, kernel, arrays, configs, ignored in trials:
     kernel = functools.partial(kernel, **options)
@@ -152,6 +152,22 @@ def tune(batch: int, length: int, heads: int, head_dim: int, causal: bool, chose
     for config in sorted(found, key=lambda c: -found[c]):
       results[f"{direction} {config}"] = round(found[config] * 1e3, 4)
   return results
+
+
+def mosaic_configs(length: int, head_dim: int, chosen=()) -> list:
+  """Of Mosaic's backward pass: the chosen ones, or all that are worth a trial where it runs."""
+  if runs("mosaic"):
+    from sbjax.pallas import attention_sm90 as sm90
+
+    if sm90.fits(length, head_dim):
+      by_block = chosen or itertools.product((2, 3), (1, 2), (1, 2), (40, 56, 88, 104))
+      return [sm90.Config(*config) for config in by_block]
+  if chosen:
+    raise SystemExit(
+      f"--configs are Mosaic's, which does not compute the gradients of {length} tokens and heads"
+      f" of {head_dim} here. Leave them out to time Triton's."
+    )
+  return []
 
 
 def triton_trials(qkv, saved) -> list[tuple]:

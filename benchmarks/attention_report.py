@@ -50,18 +50,19 @@ def counters_table(rows: list[dict]) -> list[str]:
     "| kernel | ms | tensor cores busy | shared memory's pipe busy | cycles that issue | DRAM |",
     "|---|---|---|---|---|---|",
   ]
-  found = {(row["case"], name): row for row in rows for name in row["kernels"]}
-  cases = list(dict(found))
-  for case, name in sorted(cases, key=lambda key: [other for other, _ in cases].index(key[0])):
-    row = found[case, name]
-    kernel = row["kernels"][name]
-    what = name.removeprefix("sbjax_attention_").removesuffix("_mosaic_gpu_kernel")
-    time = kernel["gpu__time_duration.sum"]
-    moved = sum(kernel.get(f"dram__bytes_{way}.sum", 0) for way in ("read", "write"))
-    cells = [f"{kernel[c]:.0f}%" if c in kernel else "" for c in COUNTERS]
-    cells += [f"{moved / time / 1e3:.1f} TB/s" if moved else ""]
-    kernel = f"{case}, {what.replace('_', ', ')}, {name_of(row['chip'])}"
-    lines.append(f"| {kernel} | {time / 1e6:.3f} | {' | '.join(cells)} |")
+  cases: dict[str, dict[str, dict]] = {}
+  for row in rows:
+    cases.setdefault(row["case"], {}).update(dict.fromkeys(row["kernels"], row))
+  for case, kernels in cases.items():
+    for name, row in kernels.items():
+      counters = row["kernels"][name]
+      what = name.removeprefix("sbjax_attention_").removesuffix("_mosaic_gpu_kernel")
+      time = counters["gpu__time_duration.sum"]
+      moved = sum(counters.get(f"dram__bytes_{way}.sum", 0) for way in ("read", "write"))
+      cells = [f"{counters[c]:.0f}%" if c in counters else "" for c in COUNTERS]
+      cells += [f"{moved / time / 1e3:.1f} TB/s" if moved else ""]
+      kernel = f"{case}, {what.replace('_', ', ')}, {name_of(row['chip'])}"
+      lines.append(f"| {kernel} | {time / 1e6:.3f} | {' | '.join(cells)} |")
   return lines
 
 

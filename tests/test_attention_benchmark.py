@@ -34,3 +34,8 @@ def test_the_last_counters_of_a_kernel_are_in_the_table():
 
 def test_a_config_is_its_numbers():
   assert attention.config_of("2,1,2,56") == (2, 1, 2, 56)
+
+
+def test_configs_need_a_gpu_of_mosaic():
+  with pytest.raises(SystemExit, match=r"--configs are Mosaic's.* 257 tokens and heads of 64 here"):
+    attention.tune(1, 257, 1, 64, False, [(2, 1, 2, 56)])

@@ -44,14 +44,14 @@ def test_the_loss_equals_a_loop_over_pairs(name):
 
 def test_two_pairs_give_the_losses_computed_by_hand():
   one, two = np.eye(2, dtype=np.float32), np.eye(2, dtype=np.float32)[::-1]
-  softmax_contrastive, siglip = FUNCTIONS.values()
-  loss, metrics = softmax_contrastive(one, one, jnp.float32(1))
+  softmax, sigmoid = FUNCTIONS.values()
+  loss, metrics = softmax(one, one, jnp.float32(1))
   assert loss == pytest.approx(np.log1p(np.exp(-1)))
   assert metrics["accuracy"] == 1
-  loss, metrics = softmax_contrastive(one, two, jnp.float32(1))
+  loss, metrics = softmax(one, two, jnp.float32(1))
   assert loss == pytest.approx(np.log1p(np.exp(1)))
   assert metrics["accuracy"] == 0
-  loss, _ = siglip(one, one, jnp.float32(10), jnp.float32(-10))
+  loss, _ = sigmoid(one, one, jnp.float32(10), jnp.float32(-10))
   assert loss == pytest.approx(np.log(2) + np.log1p(np.exp(-10)))
 
 
@@ -110,8 +110,8 @@ def test_softmax_is_symmetric_in_images_and_texts():
 def test_large_logits_do_not_overflow(name):
   image, text = features()
   rest = scalars(name)[1:]
+  gradient = jax.jit(jax.value_and_grad(FUNCTIONS[name], argnums=(0, 1, 2), has_aux=True))
   for sign in (1, -1):
-    gradient = jax.jit(jax.value_and_grad(FUNCTIONS[name], argnums=(0, 1, 2), has_aux=True))
     (loss, _), gradients = gradient(image, sign * text, jnp.float32(1e4), *rest)
     assert all(np.isfinite(np.asarray(x)).all() for x in (loss, *gradients))
 

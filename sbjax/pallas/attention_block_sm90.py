@@ -8,7 +8,7 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from sbjax.pallas.attention_heads_sm90 import Heads, ThreadBlock
+from sbjax.pallas.attention_heads_sm90 import Heads, ThreadBlock, barriers_of
 from sbjax.pallas.attention_parts_sm90 import (
   COMPUTE_WARPGROUPS,
   TILE,
@@ -73,8 +73,8 @@ def has_tail(tokens: int) -> bool:
 def fits(tokens: int, head_dim: int) -> bool:
   """Whether the kernel takes such heads, and is faster than Triton's on an H200.
 
-  Two passes need registers and shared memory: with 193 to 256 tokens, registers are spilled. With
-  66 tokens, half of two tiles of keys are zeros: in Triton, heads of 104 and 128 were faster.
+  Two kernels with 193 to 256 tokens were not timed since the first stores dS. With 66 tokens, half
+  of two tiles of keys are zeros: in Triton, heads of 104 and 128 were faster.
   """
   in_one_pass = head_dim <= 80 or (tokens <= 129 and (head_dim <= 96 or tokens > 80))
   in_two = head_dim <= 112 and (tokens <= 192 or tokens == 257)
@@ -217,10 +217,7 @@ class Plan(Heads):
     if self.has_dq:
       # Of tiles whose dQ the one or the other warpgroup computes.
       arrivals |= {"ds_ready": (COMPUTE_WARPGROUPS, 2), "ds_free": (1, 2)}
-    return {
-      name: plgpu.Barrier(num_arrivals=n, num_barriers=count)
-      for name, (n, count) in arrivals.items()
-    }
+    return barriers_of(arrivals)
 
 
 class Block(ThreadBlock):

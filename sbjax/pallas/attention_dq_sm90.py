@@ -13,7 +13,13 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from sbjax.pallas.attention_heads_sm90 import Heads, ThreadBlock
+from sbjax.pallas.attention_heads_sm90 import (
+  COMPUTE_REGISTERS,
+  MEMORY_REGISTERS,
+  Heads,
+  ThreadBlock,
+  barriers_of,
+)
 from sbjax.pallas.attention_parts_sm90 import (
   COMPUTE_WARPGROUPS,
   TILE,
@@ -24,7 +30,6 @@ from sbjax.pallas.attention_parts_sm90 import (
 )
 
 STAGES = 3  # Tiles of keys, and of their rows of dS.
-MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232  # Of a thread.
 
 
 def with_query_gradient(
@@ -38,7 +43,7 @@ def with_query_gradient(
     blocks: how many thread blocks run.
   """
   kernel = persistent_kernel(
-    functools.partial(_kernel, heads=Plan.of(qkv, False)),
+    functools.partial(_kernel, heads=Plan.of(qkv, causal=False)),  # dS has the zeros.
     (),
     name="sbjax_attention_backward_dq",
     blocks=blocks,
@@ -71,9 +76,8 @@ def _kernel(*refs, heads: Plan):
     "k": heads.of_blocks(STAGES, TILE),
     "ds": [tiled(STAGES * heads.tiles, TILE, TILE, heads.dtype)],
     "dq": heads.of_blocks(COMPUTE_WARPGROUPS, TILE),
-    "loaded": plgpu.Barrier(num_arrivals=arrivals, num_barriers=STAGES),
-    "free": plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=STAGES),
   }
+  names |= barriers_of({"loaded": (arrivals, STAGES), "free": (COMPUTE_WARPGROUPS, STAGES)})
 
   @functools.partial(pl.run_scoped, **names, collective_axes="warpgroup")
   def _(**shared):
@@ -93,9 +97,7 @@ class QueryGradients(ThreadBlock):
     plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
     steps = self.items * self.heads.tiles
     pl.loop(0, steps)(functools.partial(self.load, qkv))
-    for n in range(STAGES):  # A warpgroup must observe each signal.
-      wait = functools.partial(plgpu.barrier_wait, self.free.at[(steps + n) % STAGES])
-      pl.when(steps + n >= STAGES)(wait)
+    self.wait_for_last(self.free, steps, STAGES)
 
   def load(self, qkv, step):
     heads, slot, (i, part) = self.heads, step % STAGES, divmod(step, self.heads.tiles)

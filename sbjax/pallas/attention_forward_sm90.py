@@ -16,7 +16,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from sbjax.pallas.attention_heads_sm90 import Heads, ThreadBlock
+from sbjax.pallas.attention_heads_sm90 import (
+  COMPUTE_REGISTERS,
+  MEMORY_REGISTERS,
+  Heads,
+  ThreadBlock,
+  barriers_of,
+)
 from sbjax.pallas.attention_parts_sm90 import (
   BY_COLUMN,
   COMPUTE_WARPGROUPS,
@@ -32,7 +38,6 @@ from sbjax.pallas.attention_parts_sm90 import (
   with_zeros,
 )
 
-MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232  # Of a thread.
 SHARED_MEMORY = 232_448  # Bytes that a thread block can have.
 
 
@@ -134,17 +139,15 @@ class Plan(Heads):
 
   def barriers(self) -> dict:
     (kv_stages, stages), copies = self.stages, len(self.widths)
-    arrivals = {
-      "k_loaded": (copies * (1 + self.has_tail), kv_stages),
-      "v_loaded": (copies * (1 + self.has_tail), kv_stages),
-      "kv_free": (COMPUTE_WARPGROUPS, kv_stages),
-      "q_loaded": (copies, stages),
-      "q_free": (1, stages),
-    }
-    return {
-      name: plgpu.Barrier(num_arrivals=n, num_barriers=count)
-      for name, (n, count) in arrivals.items()
-    }
+    return barriers_of(
+      {
+        "k_loaded": (copies * (1 + self.has_tail), kv_stages),
+        "v_loaded": (copies * (1 + self.has_tail), kv_stages),
+        "kv_free": (COMPUTE_WARPGROUPS, kv_stages),
+        "q_loaded": (copies, stages),
+        "q_free": (1, stages),
+      }
+    )
 
 
 class Forward(ThreadBlock):
@@ -175,14 +178,8 @@ class Forward(ThreadBlock):
         def _():
           self.load_head(i, 2, self.v_rows, self.tail_v_rows, self.v_loaded)
 
-    # A warpgroup must observe each signal.
     self.wait_for_last(self.q_free, self.items * tiles, self.stages)
     self.wait_for_last(self.kv_free, self.items, self.kv_stages)
-
-  def wait_for_last(self, barriers, used, count):
-    for n in range(count):
-      wait = functools.partial(plgpu.barrier_wait, barriers.at[(used + n) % count])
-      pl.when(used + n >= count)(wait)
 
   def load_head(self, i, which, buffers, tails, loaded):
     """Loads a head's keys, or its values with which = 2."""

@@ -1,16 +1,27 @@
 """The heads of a kernel of attention on Hopper, and which of them a thread block has."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
 from sbjax import device as devices
 from sbjax.pallas.attention_parts_sm90 import TILE, by_name, tiled
+
+MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232  # Of a thread, in kernels without a config.
+
+
+def barriers_of(arrivals: dict[str, tuple[int, int]]) -> dict:
+  """Barriers for `pl.run_scoped`: how many signals each awaits, and how many there are, by name."""
+  return {
+    name: plgpu.Barrier(num_arrivals=n, num_barriers=count) for name, (n, count) in arrivals.items()
+  }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +89,12 @@ class ThreadBlock:
   if TYPE_CHECKING:
 
     def __getattr__(self, name: str) -> Any: ...
+
+  def wait_for_last(self, signals, used, count):
+    """Waits for the last of `used` signals: a warpgroup must observe each."""
+    for n in range(count):
+      wait = functools.partial(plgpu.barrier_wait, signals.at[(used + n) % count])
+      pl.when(used + n >= count)(wait)
 
   def item(self, i):
     """The head's number, with those of an example in a row."""

@@ -67,12 +67,11 @@ class MemoryWarpgroup:
 
       def queries_and_keys(tile):
         queries(tile)
-        is_first = (unit > 0) & (tile == 0)
-        pl.when(is_first)(lambda: self.load_keys(unit + 1))
+        pl.when((unit > 0) & (tile == 0))(lambda: self.load_keys(unit + 1))
 
       # Keys and values are loaded when all warpgroups are about to leave the previous ones.
       if plan.kv_stages == 2 and plan.parts == 1:
-        # As one loop, the tail of heads of 64 spills registers. Of wider heads, this does.
+        # With heads of 64 one loop spills registers, with parts of wider ones this form does.
         queries_and_keys(0)
         pl.loop(1, plan.tiles)(queries)
       else:
