@@ -129,9 +129,9 @@ def tune(batch: int, length: int, heads: int, head_dim: int, causal: bool, chose
   Args:
     chosen: configs of Mosaic's backward pass, timed alone; none for all of every kernel.
   """
+  configs = mosaic_configs(length, head_dim, chosen)
   from sbjax.pallas import attention_triton as kernels
 
-  configs = mosaic_configs(length, head_dim, chosen)
   options = {"causal": causal, "length": length}
   *qkv, do = (x[:, :, None] for x in draw(batch, length, heads, head_dim))
   do, tiles = do[:, :, 0], kernels.tiles
