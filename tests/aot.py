@@ -1,8 +1,8 @@
 """Compiles sbjax for one kind of NVIDIA GPU where there is none: python -m tests.aot 90 DIR mainly
 
 A process compiles for one GPU: Mosaic mixes up several. The results are printed as JSON. DIR gets
-the kernels' PTX and the reports of ptxas. With `mainly` it compiles the chosen cases,
-with `exhaustive` the others.
+the kernels' PTX and the reports of ptxas. With `mainly` it compiles the main cases,
+with `slow` the others.
 """
 
 import functools
@@ -111,19 +111,19 @@ def _summary(hlo):
   }
 
 
-def _chosen(cases, main, exhaustive):
-  return [case for case in cases if (case in main) != exhaustive]
+def _chosen(cases, main, slow):
+  return [case for case in cases if (case in main) != slow]
 
 
-def compiled(capability, exhaustive):
+def compiled(capability, slow):
   """Forward and backward of layers, and of some on four devices."""
   layers, meshes = {}, {}
-  for piece, name in _chosen(CASES, MAIN, exhaustive):
+  for piece, name in _chosen(CASES, MAIN, slow):
     with absent_gpu.mesh(capability, (1,), ("data",)) as mesh:
       run = jax.jit(functools.partial(_with_gradients, PIECES[piece], name))
       hlo = run.lower(*_arguments(mesh, P(), P())).compile().as_text()
       layers[f"{piece}, {name}"] = _summary(hlo)
-  for piece, layout, name in _chosen(MESHES, MAIN_MESHES, exhaustive):
+  for piece, layout, name in _chosen(MESHES, MAIN_MESHES, slow):
     with absent_gpu.mesh(capability, (2, 2), ("data", "fsdp")) as mesh:
       run = jax.jit(functools.partial(_with_gradients, PIECES[piece], name))
       hlo = run.lower(*_arguments(mesh, *LAYOUTS[layout])).compile().as_text()
@@ -156,10 +156,11 @@ def stacks(capability):
   return results
 
 
-def tile_configs(capability, exhaustive):
+def tile_configs(capability, slow):
   """The Mosaic product in every tile config of its table, with a bias and a residual.
 
-  These use the most registers. Ping-pong leaves the fewest: exhaustive are fp8 and no scales.
+  These use the most registers. Ping-pong leaves the fewest: fp8 and no scales are among the slow
+  cases.
   """
 
   def product(config, lhs, rhs, scale, bias, residual):
@@ -177,8 +178,8 @@ def tile_configs(capability, exhaustive):
     (config, function, dtype)
     for config in sm90.tile_configs()
     for function, dtype in ((product, jnp.int8), (product, E4M3), (sums, jnp.int8))
-    if ((function, dtype) != (product, jnp.int8)) == exhaustive
-    and (config.schedule == "pingpong" or not exhaustive)
+    if ((function, dtype) != (product, jnp.int8)) == slow
+    and (config.schedule == "pingpong" or not slow)
   ]
   results = {}
   with absent_gpu.mesh(capability, (1,), ("data",)) as mesh:
@@ -282,28 +283,27 @@ def kernels(folder: pathlib.Path):
   }
 
 
-def main(capability, folder, exhaustive):
+def main(capability, folder, slow):
   backends = [None, "triton", "xla"]
   if capability == 90 and jax.__version_info__ >= (0, 11):
     backends.append("mosaic")
   from tests import aot_step, aot_update  # This file runs as tests.aot.
 
   mesh_for = functools.partial(absent_gpu.mesh, capability)
-  results = compiled(capability, exhaustive)
-  results["tile_configs"] = tile_configs(capability, exhaustive) if "mosaic" in backends else {}
-  if capability == 90:
-    meshes = _chosen(aot_step.MESHES, aot_step.MAIN, exhaustive)
-    results["steps"] = aot_step.steps(mesh_for, meshes)
-  if not exhaustive:
+  results = compiled(capability, slow)
+  results["tile_configs"] = tile_configs(capability, slow) if "mosaic" in backends else {}
+  results["token_sums"] = token_sums(capability)
+  if slow:
     results["lowered"] = lowered(capability, backends)
     results["stacks"] = stacks(capability)
-    results["token_sums"] = token_sums(capability)
     results["update_bytes"] = aot_update.update_bytes(mesh_for)
     results["sharded_update"] = {n: aot_update.sharded_update(mesh_for, n) for n in (1024, 256)}
+  if slow and capability == 90:
+    results["steps"] = aot_step.steps(mesh_for)
   return {**results, "kernels": kernels(folder)}
 
 
 if __name__ == "__main__":
   folder = pathlib.Path(sys.argv[2])
   assert os.environ["MOSAIC_GPU_DUMP_TO"] == os.environ["JAX_TRITON_DUMP_DIR"] == str(folder)
-  print(json.dumps(main(int(sys.argv[1]), folder, sys.argv[3] == "exhaustive")))
+  print(json.dumps(main(int(sys.argv[1]), folder, sys.argv[3] == "slow")))

@@ -18,23 +18,21 @@ from train.step import make_init, make_train_step
 from train.task import CLIPTask
 
 MESHES = {"data=2": (2, 1), "fsdp=2": (1, 2), "data=2 fsdp=2": (2, 2)}
-MAIN = ["data=2 fsdp=2"]
 BATCH, LAYERS = 128, 1  # With BATCH images a device an activation is larger than any weight.
 SIZE = SIZES["tiny"]
 
 
-def steps(mesh_for, meshes) -> dict:
+def steps(mesh_for) -> dict:
   """What a step moves between devices and copies on each mesh, and the kernels that it lowers.
 
   mesh_for: a context manager from sizes and names of axes to a mesh of absent devices.
-  meshes: names of MESHES.
   """
   results = {}
   with pytest.MonkeyPatch.context() as patch:
     # cuDNN is not here to compile its attention.
     patch.setattr(importlib.import_module("sbjax.attention"), "cudnn_runs", lambda *_: False)
-    for name in meshes:
-      text = _hlo(mesh_for, MESHES[name], LAYERS, compiled=True)
+    for name, sizes in MESHES.items():
+      text = _hlo(mesh_for, sizes, LAYERS, compiled=True)
       results[name] = sorted(moved(text))
       results[f"{name}: copied"] = re.findall(r"= (f32\[\d+,\d+,\d+\])\S* copy\(", text)
     for layers in (LAYERS, LAYERS + 1):

@@ -112,9 +112,9 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)  # Before `-m` selects.
 def pytest_collection_modifyitems(config, items):
-  if (selected := config.option.markexpr) and "exhaustive" not in selected:
-    more = [item for item in items if "exhaustive" in item.keywords]
-    items[:] = [item for item in items if "exhaustive" not in item.keywords]
+  if (selected := config.option.markexpr) and "slow" not in selected:
+    more = [item for item in items if "slow" in item.keywords]
+    items[:] = [item for item in items if "slow" not in item.keywords]
     config.hook.pytest_deselected(items=more)
   names = dict(zip(_LONGEST, range(len(_LONGEST)), strict=True))
   items.sort(key=lambda item: names.get(_file(item), len(names)))

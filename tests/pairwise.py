@@ -21,13 +21,13 @@ def _pairs(case):
 
 
 def mainly(chosen, cases):
-  """The cases as pytest's parameters; those that are not chosen are marked `exhaustive`."""
+  """The cases as pytest's parameters; those that are not chosen are marked `slow`."""
   cases, chosen = list(cases), list(chosen)
   assert all(case in cases for case in chosen)
   return [
     pytest.param(
       *(case if type(case) is tuple else (case,)),
-      marks=() if case in chosen else pytest.mark.exhaustive,
+      marks=() if case in chosen else pytest.mark.slow,
     )
     for case in cases
   ]

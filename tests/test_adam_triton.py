@@ -193,6 +193,7 @@ def installed(monkeypatch):
 
 
 @pytest.mark.aot
+@pytest.mark.slow
 def test_updates_by_the_kernel_are_those_of_the_definition(installed):
   optimizer, seen = coat(), []
   expected = trained(optimizer, jax.jit(optimizer.update))

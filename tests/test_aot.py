@@ -33,16 +33,16 @@ KERNELS = {80: {TRITON}, 90: {MOSAIC, TRITON} if HAS_MOSAIC else {TRITON}}  # Wi
 
 
 @functools.cache
-def proofs(exhaustive=False):
+def proofs(slow=False):
   """{chip: the results of tests/aot.py, or its error}; skips the test where wheels are missing."""
   for package in ("jax_cuda13_plugin", "jax_plugins.xla_cuda13", "triton", "jax_triton"):
     pytest.importorskip(package, reason="the extra `aot` is not installed")
   with concurrent.futures.ThreadPoolExecutor() as pool:
-    found = pool.map(functools.partial(_proof, exhaustive), CHIPS)
+    found = pool.map(functools.partial(_proof, slow), CHIPS)
     return dict(zip(CHIPS, found, strict=True))
 
 
-def _proof(exhaustive, capability):
+def _proof(slow, capability):
   with tempfile.TemporaryDirectory() as folder:
     environment = {
       **os.environ,
@@ -57,7 +57,7 @@ def _proof(exhaustive, capability):
       "MOSAIC_GPU_DUMP_PTX": "1",
       "MOSAIC_GPU_DUMP_PTXAS": "1",
     }
-    cases = "exhaustive" if exhaustive else "mainly"
+    cases = "slow" if slow else "mainly"
     command = [sys.executable, "-m", "tests.aot", str(capability), folder, cases]
     run = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True)
   return json.loads(run.stdout.splitlines()[-1]) if run.returncode == 0 else run.stderr[-5000:]
@@ -70,7 +70,7 @@ def chip(request):
 
 @pytest.fixture
 def proof(request, chip):
-  result = proofs("exhaustive" in request.keywords)[chip]
+  result = proofs("slow" in request.keywords)[chip]
   return pytest.fail(result) if isinstance(result, str) else result
 
 
@@ -80,6 +80,7 @@ def own(targets):
 
 
 @pytest.mark.parametrize("operation", aot.OPERATIONS)
+@pytest.mark.slow
 def test_each_public_operation_lowers_to_the_kernels_of_its_backend(chip, proof, operation):
   targets = {
     name.partition(", ")[2]: own(called)
@@ -124,6 +125,7 @@ def test_gelu_and_layer_norm_gradients_are_written_in_place(chip, proof):
   assert proof["meshes"]["mlp, switchback, batch, w over fsdp"]["in_place"] == 4
 
 
+@pytest.mark.slow
 def test_on_two_devices_only_the_first_layer_lowers_kernels(chip, proof):
   cases = proof["stacks"]
   assert {name: stack["lowered"] > 0 for name, stack in cases.items()} == {
@@ -146,10 +148,10 @@ def test_on_four_devices_no_activation_is_gathered(chip, proof, piece, layout, n
 
 
 @pytest.fixture
-def steps(request):
+def steps():
   if 90 not in CHIPS:
     pytest.skip("SBJAX_AOT leaves this chip out")
-  result = proofs("exhaustive" in request.keywords)[90]
+  result = proofs(slow=True)[90]
   return pytest.fail(result) if isinstance(result, str) else result["steps"]
 
 
@@ -160,13 +162,15 @@ def kernels_of_a_step():
   return sorted(rows * width * width for width in widths for rows in (3, 1, 4, 4))
 
 
-@pytest.mark.parametrize("mesh", mainly(aot_step.MAIN, aot_step.MESHES))
+@pytest.mark.parametrize("mesh", aot_step.MESHES)
+@pytest.mark.slow
 def test_a_step_on_several_gpus_gathers_each_kernel_once_in_8_bits(steps, mesh):
   in_8_bits = [n for kind, dtype, n in steps[mesh] if (kind, dtype) == ("all-gather", "s8")]
   assert sorted(in_8_bits) == (kernels_of_a_step() if "fsdp" in mesh else [])
 
 
-@pytest.mark.parametrize("mesh", mainly(aot_step.MAIN, aot_step.MESHES))
+@pytest.mark.parametrize("mesh", aot_step.MESHES)
+@pytest.mark.slow
 def test_a_step_on_several_gpus_moves_no_activation(steps, mesh):
   size, batch = aot_step.SIZE, aot_step.BATCH
   largest = max(kernels_of_a_step()[-1], size.text.vocab_size * size.text.width)
@@ -181,11 +185,13 @@ def test_a_step_on_several_gpus_moves_no_activation(steps, mesh):
   assert summed + scattered < share * steps["parameters"] + batch * 4 * size.embed_dim
 
 
-@pytest.mark.parametrize("mesh", mainly(aot_step.MAIN, aot_step.MESHES))
+@pytest.mark.parametrize("mesh", aot_step.MESHES)
+@pytest.mark.slow
 def test_a_step_writes_kernels_in_place(steps, mesh):
   assert steps[f"{mesh}: copied"] == []
 
 
+@pytest.mark.slow
 def test_a_step_lowers_as_many_kernels_for_two_layers_as_for_one(steps):
   layers = aot_step.LAYERS
   assert steps[f"{layers} layers"] == steps[f"{layers + 1} layers"] > 0
@@ -196,6 +202,7 @@ def test_split_k_matmul_splits_on_sm_90_only_and_moves_nothing(chip, proof):
   assert proof["token_sums"] == {"products": [shape], "moved": []}
 
 
+@pytest.mark.slow
 def test_an_update_of_states_in_few_bits_is_in_place(chip, proof):
   found = proof["update_bytes"]
   in_place = {name: round(one["in_place"], 3) for name, one in found.items()}
@@ -208,6 +215,7 @@ def test_an_update_of_states_in_few_bits_is_in_place(chip, proof):
     assert one["temporary"] <= expected + 0.1, name
 
 
+@pytest.mark.slow
 def test_an_update_of_sharded_coded_moments_moves_no_moment(chip, proof):
   found = proof["sharded_update"]["1024"]
   assert {kind for kind, *_ in found["moved"]} == {"all-reduce"}
@@ -236,7 +244,7 @@ def test_8_bit_products_run_on_tensor_cores(chip, proof):
   assert fp8 == (set() if chip == 80 else expected)
 
 
-@pytest.mark.parametrize("cases", mainly(["main"], ["main", "exhaustive"]))
+@pytest.mark.parametrize("cases", mainly(["main"], ["main", "slow"]))
 def test_mosaic_kernels_spill_no_registers(chip, proof, cases):
   dumps = proof["kernels"]
   assert (dumps["reports"] > 0) == (MOSAIC in KERNELS[chip])

@@ -60,12 +60,15 @@ def _wide(x):
   return np.asarray(x).astype(np.float64)
 
 
-@pytest.mark.parametrize(("length", "head_dim", "causal"), CLIP)
+@pytest.mark.parametrize(
+  ("length", "head_dim", "causal"),
+  mainly([(257, 104, False), (197, 64, False), (77, 64, True), (129, 80, False)], CLIP),
+)
 def test_clip_s_shapes_are_near_the_definition_s(length, head_dim, causal):
   assert_near(*run(*draw(1, length, 1, head_dim), causal=causal), length)
 
 
-@pytest.mark.parametrize("seed", mainly(range(4), range(8)))
+@pytest.mark.parametrize("seed", mainly(range(2), range(8)))
 def test_drawn_shapes_are_near_the_definition_s(seed):
   draw_one = np.random.default_rng(seed)
   head_dim = int(draw_one.choice(attention_ops.HEAD_DIMS))
@@ -83,6 +86,7 @@ def test_drawn_shapes_are_near_the_definition_s(seed):
   ("packed", "causal"),
   mainly([(False, True), (True, False)], itertools.product([False, True], [False, True])),
 )
+@pytest.mark.slow
 def test_tiles_agree_where_a_head_would_fit(packed, causal):
   tiles, length = interpreted().tiles, 150
   qkv, do = draw(2, 170, 2, 32, packed=packed)
@@ -120,6 +124,7 @@ def test_what_is_not_finite_in_a_query_stays_in_its_row(bits):
   assert np.isnan(_wide(actual[0])).sum() == 32
 
 
+@pytest.mark.slow
 def test_results_are_the_same_each_time():
   case = draw(2, 129, 1, 80)
   for a, b in zip(run(*case)[0], run(*case)[0], strict=True):

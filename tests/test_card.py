@@ -78,6 +78,7 @@ def test_a_failed_or_late_case_records_its_reason_and_later_cases_run():
   ]
 
 
+@pytest.mark.slow
 def test_a_step_is_measured_on_a_cpu(monkeypatch):
   small = dict(width=16, layers=1, heads=1)
   vision = VisionConfig(image_size=8, patch_size=4, **small)
@@ -274,6 +275,7 @@ def test_a_crashed_section_does_not_stop_the_card(monkeypatch, tmp_path, capsys)
   assert limits[0] == pytest.approx(180, abs=1) and limits[-1] == pytest.approx(600, abs=1)
 
 
+@pytest.mark.slow
 def test_a_named_backend_writes_its_own_card_file(monkeypatch, tmp_path, capsys):
   main(monkeypatch, tmp_path, "--tiny", "--sections", "quantize", "--backend", "xla")
   (path,) = tmp_path.iterdir()

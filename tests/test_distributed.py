@@ -122,6 +122,7 @@ def ends(started, deadline=60.0):
   return [(process.returncode, err) for process, (_, err) in zip(started, said, strict=True)]
 
 
+@pytest.mark.slow
 def test_when_a_process_is_killed_the_other_ends_and_names_it(tmp_path):
   program = TOGETHER.format(other=1, does="time.sleep(600)")
   config = ["--config=configs/quickstart.py", f"--workdir={tmp_path}", "--distributed"]
@@ -147,6 +148,7 @@ def test_an_error_of_one_process_ends_the_other_with_its_message(tmp_path, other
   assert "stack trace" not in errors[0] + errors[1]
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_and_resume_exactly(tmp_path, monkeypatch):
   config = quickstart.get_config()
   config = dataclasses.replace(

@@ -108,6 +108,7 @@ def test_transformers_loads_an_export(workdir, tmp_path):
 @pytest.mark.parametrize(
   ("layer_scale", "loss", "scan"), [(True, "softmax", False), (False, "siglip", True)]
 )
+@pytest.mark.slow
 def test_open_clip_s_config_has_the_parts_of_the_state_dict(workdir, layer_scale, loss, scan):
   run = load(workdir)
   options = {"model.zero_init_layer_scale": layer_scale, "model.scan": scan, "loss": loss}

@@ -35,6 +35,7 @@ def test_the_faults_of_a_draw_depend_on_its_seed():
   assert {name for seed in range(100) for _, name in faults.plan(seed)} == set(faults.FAULTS)
 
 
+@pytest.mark.slow
 def test_a_killed_run_with_a_damaged_checkpoint_is_not_lost(truth, shared, monkeypatch):
   monkeypatch.setattr(faults, "plan", lambda seed: [(10, "damage_checkpoint")])
   row = faults.draw(1, truth, shared, limit=300)
@@ -42,6 +43,7 @@ def test_a_killed_run_with_a_damaged_checkpoint_is_not_lost(truth, shared, monke
   assert (row["outcome"], row["starts"]) in {("equal", 2), ("refused", 3)}, row
 
 
+@pytest.mark.slow
 def test_another_value_in_the_metrics_is_lost(truth, case):
   lines = (case.workdir / "metrics.jsonl").read_text().splitlines()
   lines[5] = json.dumps({**json.loads(lines[5]), "loss": 1.0})
@@ -50,6 +52,7 @@ def test_another_value_in_the_metrics_is_lost(truth, case):
     case.check(truth)
 
 
+@pytest.mark.slow
 def test_a_repeated_step_in_the_metrics_is_lost(truth, case):
   text = (case.workdir / "metrics.jsonl").read_text()
   (case.workdir / "metrics.jsonl").write_text(text.partition("\n")[0] + "\n" + text)
@@ -57,6 +60,7 @@ def test_a_repeated_step_in_the_metrics_is_lost(truth, case):
     case.check(truth)
 
 
+@pytest.mark.slow
 def test_another_final_state_is_lost(truth, case):
   shutil.rmtree(case.checkpoints / str(STEPS))
   (case.checkpoints / str(STEPS - 4)).rename(case.checkpoints / str(STEPS))

@@ -177,6 +177,7 @@ def test_runs_that_have_rows_are_not_trained_again(monkeypatch, tmp_path, capsys
   assert trained == [chosen[0]]
 
 
+@pytest.mark.slow
 def test_tiny_trains_two_runs_and_draws_them(monkeypatch, capsys):
   call(monkeypatch, 1, "--tiny")
   printed = capsys.readouterr().out

@@ -139,6 +139,7 @@ def test_minutes_of_photos_are_about_two_a_run(name):
 
 
 @pytest.mark.parametrize("name", mainly(["cifar10"], photos.CONFIGS))
+@pytest.mark.slow
 def test_tiny_trains_on_made_up_pictures(name, monkeypatch, capsys):
   with jax.numpy_dtype_promotion("standard"):  # optax promotes.
     call(monkeypatch, name, "--tiny")

@@ -268,6 +268,7 @@ def test_a_siglip_run_from_weights_without_a_logit_bias_starts_with_its_own(tmp_
 
 @pytest.mark.program
 @pytest.mark.parametrize("states", mainly(["collage_light"], ["float32", "collage_light"]))
+@pytest.mark.slow
 def test_a_locked_run_keeps_the_image_tower_of_init_and_resumes(tmp_path, monkeypatch, states):
   one = jax.devices()[:1]
   monkeypatch.setattr(jax, "devices", lambda *_: one)

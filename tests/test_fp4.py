@@ -297,6 +297,7 @@ def test_a_gathered_weight_is_rounded_from_float32():
   assert_same(layer(x, w), expected)
 
 
+@pytest.mark.slow
 def test_a_clip_takes_the_recipe():
   """Its gradients are finite and point as those of 16 bits do."""
   image = pairs()[0]

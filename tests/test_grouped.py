@@ -245,6 +245,7 @@ def tower_gradient(params, **options):
   return jax.flatten_util.ravel_pytree(run(params))[0]
 
 
+@pytest.mark.slow
 def test_a_clip_has_the_gradients_of_the_same_kept_bits_with_remat():
   params = random_params()
   full = tower_gradient(params)

@@ -87,6 +87,7 @@ def test_a_run_is_loaded_without_the_backends_of_its_device(workdir, field):
     path.write_text(whole)
 
 
+@pytest.mark.slow
 def test_a_run_in_8_bits_embeds_as_in_float(workdir, pictures):
   _, paths = pictures
   whole, int8 = inference.load(workdir), inference.load(workdir, int8=True)

@@ -92,6 +92,7 @@ def whole(data_dir, tmp_path_factory):
   return workdir
 
 
+@pytest.mark.slow
 def test_a_run_continued_on_other_meshes_is_bit_equal(train, whole, tmp_path, capfd):
   train(tmp_path, 2, steps=1, **{"mesh.data": 2})
   train(tmp_path, 2, steps=2, **{"mesh.data": 1, "mesh.fsdp": 2})
@@ -118,6 +119,7 @@ def test_a_trace_has_the_steps_of_profile_steps(train, tmp_path):
   assert steps_of_trace(tmp_path) == [2, 3]
 
 
+@pytest.mark.slow
 def test_a_run_resumed_within_profile_steps_traces_the_remaining_steps(train, tmp_path):
   train(tmp_path, steps=2)
   train(tmp_path, profile_steps="1:3")
@@ -203,6 +205,7 @@ def test_the_loop_announces_each_wait_to_the_watchdog(train, tmp_path, monkeypat
   ]
 
 
+@pytest.mark.slow
 def test_a_run_with_hanging_data_ends_with_a_message(data_dir, whole, tmp_path):
   environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
   run = subprocess.run(

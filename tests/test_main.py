@@ -171,6 +171,7 @@ def stopped(program, tmp_path_factory):
   return workdir, int(err.split("after step ")[1].split(";")[0])
 
 
+@pytest.mark.slow
 def test_sigterm_saves_a_checkpoint_and_the_run_resumes_exactly(program, whole, stopped, tmp_path):
   workdir, step = stopped
   assert records(workdir)[-1]["step"] == step
@@ -181,6 +182,7 @@ def test_sigterm_saves_a_checkpoint_and_the_run_resumes_exactly(program, whole, 
   assert_same_run(tmp_path, whole[0])
 
 
+@pytest.mark.slow
 def test_a_run_in_microbatches_resumes_exactly(program, tmp_path):
   options = {"accumulate": 2, "model.patch_dropout": 0.5, "eval_every": 0}
   code, _, err = program.run(tmp_path, **options)
@@ -205,6 +207,7 @@ def test_a_separate_evaluation_equals_the_run_s_evaluation(program, whole):
   assert "zero_shot_top1" in out
 
 
+@pytest.mark.slow
 def test_a_diverging_run_names_the_step_the_tensor_and_the_last_good_checkpoint(program, tmp_path):
   options = {"optimizer.learning_rate": 1e15, "optimizer.warmup_steps": 0}
   code, _, err = program.run(tmp_path, **options, checkpoint_every=1, **{"optimizer.eps": 1e-30})
@@ -260,6 +263,7 @@ def test_another_config_does_not_continue_a_run(program, whole):
   assert (workdir / "config.json").read_text() == before
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_message_and_loses_nothing(program, whole, stopped, tmp_path):
   shutil.copytree(stopped[0], tmp_path, dirs_exist_ok=True)
   metrics, kept = tmp_path / "metrics.jsonl", tmp_path / "kept"
@@ -291,6 +295,7 @@ cli.run(save)
 """
 
 
+@pytest.mark.slow
 def test_a_save_that_fails_in_many_threads_is_one_message(tmp_path):
   run = subprocess.run(
     [sys.executable, "-c", FAILING_SAVE, "--config=configs/quickstart.py", f"--workdir={tmp_path}"],

@@ -32,6 +32,7 @@ def int8_products(model, params) -> int:
   return str(jaxpr).count("preferred_element_type=int32")
 
 
+@pytest.mark.slow
 def test_a_single_rule_for_all_layers_equals_the_recipe():
   params = random_params()
   by_rule = clip(recipe=RecipeRules.of({"*": "switchback"}))

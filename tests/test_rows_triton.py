@@ -132,7 +132,7 @@ def test_rows_are_near_the_definition_s(operation, fmt, dtype):
 
 @pytest.mark.parametrize(
   ("k", "config"),
-  [(1, (2, 2)), (31, (4, 1)), (257, (2, 2)), (1000, (4, 1))],
+  mainly([(31, (4, 1)), (257, (2, 2))], [(1, (2, 2)), (31, (4, 1)), (257, (2, 2)), (1000, (4, 1))]),
   ids=str,
 )
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -267,6 +267,7 @@ def test_the_relative_error_of_tiny_gelu_is_bounded(normal_distribution):
   assert np.all(error <= np.where(np.abs(exact) < SMALLEST, SMALLEST, 1.8e-5 * np.abs(exact)))
 
 
+@pytest.mark.slow
 def test_the_error_of_the_derivative_of_gelu_is_bounded(normal_distribution):
   h, _, slope = normal_distribution
   h, ones = jnp.asarray(h.astype(np.float32)), jnp.ones(h.shape)
@@ -292,6 +293,7 @@ def test_approximations_of_gelu_are_near_the_definition_s(activation, kept):
 
 
 @pytest.mark.parametrize("activation", ["gelu_tanh", "quick_gelu"])
+@pytest.mark.slow
 def test_approximations_of_gelu_of_every_bfloat16_are_near_the_definition_s(
   normal_distribution, activation
 ):

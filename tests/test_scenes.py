@@ -236,6 +236,7 @@ def test_a_row_is_a_function_of_seed_step_and_row():
   assert np.isin(found["text"][0], nouns).any()
 
 
+@pytest.mark.slow
 def test_many_rows_are_drawn_in_pieces_with_the_same_numbers(monkeypatch):
   def draw(rows):
     whole = functools.partial(scenes._draw, variant=SMALL_VARIANT, held_out=None)

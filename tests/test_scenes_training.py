@@ -28,6 +28,7 @@ def final_state(workdir):
     return jax.tree.leaves(checkpointer.restore(workdir / "checkpoints" / "4" / "state"))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_trains_on_the_same_batches_on_another_mesh(monkeypatch, tmp_path):
   loop_case.replace_model(monkeypatch.setattr)
   monkeypatch.setattr(jax, "jit", bitwise)  # Meshes are to draw the same bits.
@@ -60,6 +61,7 @@ def optimised():
 
 
 @pytest.mark.usefixtures("optimised")
+@pytest.mark.slow
 def test_a_tiny_run_learns_and_is_scored_on_each_split(tmp_path):
   config = scenes_tiny.get_config()
   config.model.recipe, config.model.scan = "full", True

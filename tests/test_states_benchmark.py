@@ -7,6 +7,7 @@ from benchmarks import states, step, timing
 from benchmarks.tables import read_file
 
 
+@pytest.mark.slow
 def test_choices_of_states_take_turns_and_memory_counts_their_bytes(monkeypatch, tmp_path):
   monkeypatch.setitem(step.CASES, "tiny", (8, "none"))
   compiled = (lambda state, batch: (state, len(batch))), {"peak_gigabytes": 0.5}

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from clip_case import MICRO, clip, drawn, outputs, pairs, random_params, shapes
 from flax_case import compiled
+from pairwise import mainly
 
 from benchmarks.flax_block import FlaxBlock
 from sbjax.layers import SwitchBackDense
@@ -84,7 +85,7 @@ def statistics(width, layers, **options):
 DEEP = ({}, {"causal": False}, {"recipe": "fp8_static"})
 
 
-@pytest.mark.parametrize("options", DEEP, ids=str)
+@pytest.mark.parametrize("options", mainly([{}], DEEP), ids=str)
 def test_the_residual_stream_has_unit_variance_at_every_depth(options):
   of_x = statistics(256, 24, **options)[0]
   assert of_x.shape == (24,)
@@ -102,12 +103,14 @@ def test_the_operands_of_every_matmul_are_near_unit_variance(options):
     assert values.min() > 2**-5 and values.max() < 2, name
 
 
+@pytest.mark.slow
 def test_all_widths_have_the_same_statistics():
   by_width = [statistics(width, 6) for width in (64, 256, 512)]
   for depth in jax.tree.leaves(jax.tree.map(lambda *each: np.stack(each), *by_width)):
     assert (depth.max(axis=0) / depth.min(axis=0)).max() < 1.4
 
 
+@pytest.mark.slow
 def test_a_step_of_munits_rate_moves_all_widths_alike(recipe="fp8_static"):
   def moved(width, rate):
     """How far a step of Adam's first size on all kernels moves the output, in RMS."""
@@ -192,6 +195,7 @@ def test_initial_kernels_and_embeddings_have_unit_variance():
       assert abs(rms(leaf) - 1) < 0.2, name
 
 
+@pytest.mark.slow
 def test_embeddings_blocks_and_projected_features_have_unit_variance():
   config = dataclasses.replace(
     MICRO,

@@ -48,6 +48,7 @@ def updates_of(optimizer, params, gradients):
   return {path_name(path): u for path, u in jax.tree_util.tree_leaves_with_path(stacked)}
 
 
+@pytest.mark.slow
 def test_hidden_kernels_learn_at_a_rate_by_the_width_of_their_tower():
   params, gradients = params_and_gradients()
   plain = updates_of(optimizer_of("standard")[0], params, gradients)
@@ -189,6 +190,7 @@ def trained(steps=30, **options):
 
 
 @pytest.mark.program
+@pytest.mark.slow
 def test_static_fp8_trains_like_float32():
   float32, fp8 = (trained(recipe=recipe, **UNIT) for recipe in ("full", "fp8_static"))
   assert float32[-10:].mean() < 0.5 * float32[:2].mean()

@@ -138,6 +138,7 @@ def plain_step():
   return jax.device_get((metrics, state.opt_state[0].trace))
 
 
+@pytest.mark.slow
 def test_a_step_records_the_watched_tensors_and_every_block():
   metrics, gradients = plain_step()
   tensors = {"/".join(path): g for path, g in flatten_dict(gradients).items()}
@@ -179,6 +180,7 @@ def sharded_step():
   return run
 
 
+@pytest.mark.slow
 def test_scan_mesh_microbatches_and_loss_scale_change_no_metric():
   (want, _), got = plain_step(), sharded_step()(1024.0)
   assert set(got) == {*want, "loss_scale", "skipped_updates"}
@@ -186,6 +188,7 @@ def test_scan_mesh_microbatches_and_loss_scale_change_no_metric():
     np.testing.assert_allclose(got[name], value, rtol=2e-4, atol=1e-7, err_msg=name)
 
 
+@pytest.mark.slow
 def test_a_gradient_that_overflows_is_not_finite_in_its_metrics():
   metrics = sharded_step()(2.0**127)
   assert metrics["skipped_updates"] > 0

@@ -82,6 +82,7 @@ def quick_keys():
 
 @pytest.mark.program
 @pytest.mark.usefixtures("quick_keys")
+@pytest.mark.slow
 def test_the_program_writes_a_row_a_table_and_a_plot(tmp_path, monkeypatch, capsys):
   (tmp_path / "captions.txt").write_text("\n".join(CAPTIONS))
   out = tmp_path / "rows.jsonl"
@@ -113,6 +114,7 @@ def args_for(**changes):
 
 @pytest.mark.program
 @pytest.mark.usefixtures("quick_keys")
+@pytest.mark.slow
 def test_rates_under_vmap_train_like_rates_one_by_one(tmp_path):
   (tmp_path / "captions.txt").write_text("\n".join(CAPTIONS))
   data = read_captions([tmp_path / "captions.txt"])
