@@ -48,7 +48,8 @@ _STANDARD_PROMOTION = (
   "test_watch",
 )
 
-# Each test is of one tier or needs an extra; README's command runs the core, .ci/run all.
+# Each test is of one tier or needs an extra. README's command runs the core, and .ci/run the tiers;
+# tests that are also marked slow are for `.ci/run all`.
 _PROGRAM = (
   "test_benchmarks",
   "test_card",

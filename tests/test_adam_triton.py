@@ -213,6 +213,7 @@ def test_updates_by_the_kernel_are_those_of_the_definition(installed):
     assert np.mean(~np.isclose(a, b, rtol=1e-4, atol=1e-7)) < 0.01
 
 
+@pytest.mark.slow
 def test_on_a_mesh_each_device_updates_its_shard_and_nothing_is_gathered(installed):
   optimizer = coat()
   expected = trained(optimizer, jax.jit(optimizer.update))

@@ -228,6 +228,7 @@ def test_an_update_of_sharded_coded_moments_moves_no_moment(chip, proof):
   assert max(n for *_, n in found["moved"]) <= 4096 * 2
 
 
+@pytest.mark.slow
 def test_every_tuned_tile_config_compiles(chip, proof):
   has_mosaic = MOSAIC in KERNELS[chip]
   configs = {str(config) for config in scaled_matmul_sm90.tile_configs()} if has_mosaic else set()

@@ -131,15 +131,15 @@ def test_gradients_are_near_the_definition_s(sm90, tokens, packed, causal, dtype
   [
     # A second block of 32 columns.
     (77, 96, False, True, {}),
-    # Two parts of the keys: the second adds to dQ.
-    (257, 80, True, True, {}),
-    # Two kernels, the second of which writes dQ into the same array, or its own.
+    # Two kernels, the second of which writes dQ into the same array.
     (257, 104, True, False, {}),
-    # Two parts of the keys in shared memory.
-    (145, 88, True, True, {}),
     *mainly(
       [],
       [
+        # Two parts of the keys: the second adds to dQ.
+        (257, 80, True, True, {}),
+        # Two parts of the keys in shared memory, and dQ in an array of its own.
+        (145, 88, True, True, {}),
         # A second block of 16 columns, and of 64 that a head of 104 does not fill.
         (129, 80, True, False, {"kv_stages": 2}),
         (129, 104, False, True, {}),

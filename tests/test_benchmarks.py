@@ -141,6 +141,7 @@ def test_model_flops_are_three_times_the_forward_matmul_flops(patch_dropout):
 
 
 @pytest.mark.parametrize("dtype", [INT8, E4M3])
+@pytest.mark.slow
 def test_each_kernel_benchmark_calls_every_operation(dtype):
   ops, called = get_backend("xla"), set()
 

@@ -140,7 +140,7 @@ def test_a_state_restored_on_another_mesh_is_bit_equal(tmp_path, before, after):
 
 @pytest.mark.parametrize(
   "states",
-  mainly(["coat", "collage_plus"], ["coat", "fp8_lm", "bfloat16", "collage_light", "collage_plus"]),
+  mainly(["coat"], ["coat", "fp8_lm", "bfloat16", "collage_light", "collage_plus"]),
 )
 def test_training_goes_on_from_states_in_few_bits_with_the_same_bits(tmp_path, states):
   mesh = make_mesh(MeshConfig(fsdp=2), jax.devices()[:2])

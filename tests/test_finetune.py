@@ -91,6 +91,7 @@ def test_a_rate_scales_the_optimizer_s_update():
   np.testing.assert_array_equal(scaled["image"]["proj"], plain["image"]["proj"])
 
 
+@pytest.mark.slow
 def test_a_frozen_tower_gets_no_gradient_and_the_other_one_its_own():
   model, params, (image, text) = clip(), random_params(), pairs()
 

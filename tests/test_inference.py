@@ -152,6 +152,7 @@ def test_weights_need_a_file_and_a_size(workdir, tmp_path):
 
 
 @pytest.mark.interop
+@pytest.mark.slow
 def test_weights_of_another_size_name_the_size_that_fits(tmp_path):
   open_clip = import_open_clip()
   import torch

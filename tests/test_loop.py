@@ -113,6 +113,7 @@ def steps_of_trace(workdir) -> list[int]:
   return sorted(int(number) for number in numbers if number is not None)
 
 
+@pytest.mark.slow
 def test_a_trace_has_the_steps_of_profile_steps(train, tmp_path):
   train(tmp_path, profile_steps="2:3")
   assert list((tmp_path / "profile").rglob("*.xplane.pb"))

@@ -223,7 +223,7 @@ def test_b2_power_continues_with_the_same_bits_from_a_saved_state(states):
   jax.tree.map(np.testing.assert_array_equal, (half, state), (whole, whole_state))
 
 
-@pytest.mark.parametrize("states", STATES)
+@pytest.mark.parametrize("states", mainly(["float32", "coat", "collage_plus"], STATES))
 @pytest.mark.parametrize("name", mainly(["stable_adamw"], ["stable_adamw", "adamw"]))
 def test_every_choice_of_states_trains_like_float32_and_has_tensor_rms(name, states):
   shapes = {"blocks": {"w": jnp.ones((LAYERS, 64, 128))}, "proj": jnp.ones((64, 128))}

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax_case import bitwise
-from pairwise import mainly
 from scene_case import MANY, drawn, rows_of
 
 from train import data
@@ -195,7 +194,8 @@ def on_one_device():
   return batches(config_of(), make_mesh(config_of().mesh, jax.devices()[:1]), count=3)
 
 
-@pytest.mark.parametrize("data_axis, fsdp", mainly([(2, 4)], [(1, 1), (8, 1), (2, 4)]))
+@pytest.mark.slow
+@pytest.mark.parametrize("data_axis, fsdp", [(1, 1), (8, 1), (2, 4)])
 def test_any_mesh_draws_the_same_batch_and_a_shift_changes_its_contrast(data_axis, fsdp):
   """Of steps 1 to 3 only the second has full contrast."""
   config = config_of(name="scenes/shift:2,3")
@@ -212,6 +212,7 @@ def test_any_mesh_draws_the_same_batch_and_a_shift_changes_its_contrast(data_axi
   np.testing.assert_array_equal(resumed[0]["image"], found[1][0]["image"])
 
 
+@pytest.mark.slow
 def test_the_state_is_the_step_and_a_resumed_stream_is_the_same():
   mesh = make_mesh(config_of().mesh, jax.devices()[:1])
   whole = on_one_device()
@@ -249,6 +250,7 @@ def test_many_rows_are_drawn_in_pieces_with_the_same_numbers(monkeypatch):
   jax.tree.map(np.testing.assert_array_equal, draw(rows), whole)
 
 
+@pytest.mark.slow
 def test_evaluation_batches_have_captions_or_labels_and_no_shift():
   config = config_of()
   source = data.prepare(config.data)

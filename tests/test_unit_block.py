@@ -184,6 +184,7 @@ def test_the_parameters_are_those_of_the_standard_model(scan):
   assert shapes(scan=scan, **UNIT) == shapes(scan=scan)
 
 
+@pytest.mark.slow
 def test_initial_kernels_and_embeddings_have_unit_variance():
   key = jax.random.key(0, impl="unsafe_rbg")
   params = compiled(clip(**UNIT).init)(key, *pairs())["params"]
