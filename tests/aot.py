@@ -93,7 +93,9 @@ SPLIT = [  # Layer norm takes whole rows, and layer_norm_dense returns whole out
 MESHES = [
   (piece, layout, name) for piece, layout in SPLIT for name in ("switchback", "switchback_m")
 ]
-MAIN_MESHES = [case for case in MESHES if case[2] == "switchback"]
+MAIN_MESHES = [
+  (p, layout, name) for p, layout, name in MESHES if name == "switchback" and p != "linear"
+]
 
 
 def gathered(hlo):

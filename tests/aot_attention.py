@@ -37,7 +37,7 @@ FORWARD = {
   "bigG/14 forward": (257, 104, False, True, jnp.bfloat16),
   "H/14, half, forward": (129, 80, True, False, jnp.bfloat16),
 }
-MAIN = ("L/14", "H/14", "bigG/14", "128, half", "bigG/14 forward")
+MAIN = ("H/14", "bigG/14", "128, half", "bigG/14 forward")
 
 
 def main(folder: pathlib.Path, slow: bool):

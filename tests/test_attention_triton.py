@@ -102,7 +102,7 @@ def test_tiles_agree_where_a_head_would_fit(packed, causal):
     assert not any(np.any(gradient[:, length:]) for gradient in actual)
 
 
-@pytest.mark.parametrize("length", [64, 192, 320])
+@pytest.mark.parametrize("length", mainly([192], [64, 192, 320]))
 def test_large_negative_logits_give_no_nan(length):
   (q, k, v), do = draw(1, length, 1, 64)
   case = (jnp.abs(q) * 32, -jnp.abs(k) * 32, v), do

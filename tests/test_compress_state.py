@@ -171,6 +171,7 @@ def test_init_does_not_encode_its_zeros_while_it_compiles():
   assert timeit.timeit(lowered.compile, number=1) < 20
 
 
+@pytest.mark.slow
 def test_a_donated_state_is_reused():
   optimizer = compress_state(OPTIMIZERS["stable_adamw"](0.01), stacked=stacked, **COAT)
   params = tree()
@@ -211,6 +212,7 @@ def test_a_regression_is_learned_as_with_float32_states(formats):
   assert abs(ours[-1] / plain[-1] - 1) < 0.05
 
 
+@pytest.mark.slow
 def test_a_state_that_is_sharded_gives_the_same_numbers():
   mesh = Mesh(np.array(jax.devices()[:8]), ("fsdp",))
   rows = {"blocks": {"w": PartitionSpec(None, "fsdp"), "b": PartitionSpec()}}

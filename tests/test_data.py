@@ -221,6 +221,7 @@ class Photos(Keys):
     return file.getvalue()
 
 
+@pytest.mark.slow
 def test_crops_of_photos_depend_only_on_seed_and_step(config, tokenizer):
   config.data.label_key, config.data.crop_scale, config.data.flip = "", (0.4, 1.0), True
 

@@ -128,6 +128,7 @@ def refuse(*_, **__):
 
 @pytest.mark.program
 @pytest.mark.parametrize("broken", ["state_dict", "write_file"])
+@pytest.mark.slow
 def test_a_failed_export_changes_no_file(workdir, tmp_path, monkeypatch, broken):
   (tmp_path / "config.json").write_text("of a good export")
   monkeypatch.setattr(export, "write_file", lambda state, path: path.touch())
@@ -140,6 +141,7 @@ def test_a_failed_export_changes_no_file(workdir, tmp_path, monkeypatch, broken)
 
 
 @pytest.mark.program
+@pytest.mark.slow
 def test_an_export_without_a_run_or_its_tokenizer_says_what_is_missing(workdir, tmp_path, capsys):
   with pytest.raises(RunError, match=r"holds no run: it needs config.json and checkpoints"):
     export.export(tmp_path, "hf")

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from pairwise import mainly
 
 from train import linear_probe
 from train.linear_probe import Probe, fit, predict, train_probe
@@ -27,7 +28,7 @@ def gradient(probe, features, labels, penalty):
   return jax.tree.map(np.asarray, jax.jit(jax.grad(objective))(probe))
 
 
-@pytest.mark.parametrize("penalty", [1e-2, 1.0, 1e3])
+@pytest.mark.parametrize("penalty", mainly([1.0], [1e-2, 1.0, 1e3]))
 def test_the_fit_has_no_gradient(penalty):
   features, labels = blobs()
   probe = fit(features, labels, penalty, 4)

@@ -197,6 +197,7 @@ def test_a_run_in_microbatches_resumes_exactly(program, tmp_path):
     np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_a_separate_evaluation_equals_the_run_s_evaluation(program, whole):
   workdir, _ = whole
   code, out, err = program.run(workdir, module="train.evaluate")

@@ -98,6 +98,7 @@ def test_a_data_set_in_another_format_is_refused(tmp_path):
     prepare(DataConfig(name="labelled", data_dir=str(tmp_path), text_key="title"))
 
 
+@pytest.mark.slow
 def test_reading_needs_no_tensorflow(tmp_path):
   code = """
 import sys

@@ -27,6 +27,7 @@ from foreign_models import (
 )
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from pairwise import mainly
 
 from sbjax import quantize_model, quantized_dot, quantized_dot_general
 
@@ -103,7 +104,7 @@ def test_each_product_of_a_weight_is_in_int8_forward_and_backward(name):
   assert int8_products(grad) == 2 * products + remat
 
 
-@pytest.mark.parametrize("name", NNX_CASES)
+@pytest.mark.parametrize("name", mainly(["jimm"], NNX_CASES))
 def test_full_changes_neither_output_nor_gradient_of_an_nnx_model(name):
   cls, inputs, _ = NNX_CASES[name]
   model = cls(nnx.Rngs(0))
@@ -179,6 +180,7 @@ def test_other_convolutions_stay(conv):
   np.testing.assert_array_equal(actual, conv.apply(params, x))
 
 
+@pytest.mark.slow
 def test_parameters_and_random_keys_are_those_of_the_model():
   model, x = ViT(), normal((2, 8, 8, 3))
   int8, keys = quantize_model(model, "full"), {"params": jax.random.key(0)}
@@ -232,7 +234,7 @@ def test_under_vmap_each_model_has_scales_of_its_own():
   np.testing.assert_array_equal(jax.jit(jax.vmap(int8.apply))(stacked, x), expected)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", mainly([AxisType.Auto], [AxisType.Auto, AxisType.Explicit]))
 def test_on_a_mesh_the_gradient_is_that_of_one_device(kind):
   model, x = Block(), normal((8, 4, 16))
   int8 = quantize_model(model, "switchback_q")

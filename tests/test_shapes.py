@@ -42,6 +42,7 @@ def pixels(record):
   return np.asarray(Image.open(io.BytesIO(record["image"])))
 
 
+@pytest.mark.slow
 def test_the_data_set_is_the_same_in_every_process(tmp_path):
   """With any hash seed of Python, and without TensorFlow."""
   code = """

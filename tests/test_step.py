@@ -143,6 +143,7 @@ def test_a_loss_scale_changes_no_metric(loss_scale, mesh_size):
   ("loss_scale", "scale"),
   mainly([("dynamic", 2.0**39)], [("fixed", 2.0**40), ("dynamic", 2.0**39)]),
 )
+@pytest.mark.slow
 def test_a_step_whose_gradients_overflow_is_skipped(loss_scale, scale):
   state, metrics, finite, before = in_float16(loss_scale, 2.0**40)
   assert np.asarray(finite).all()
@@ -310,6 +311,7 @@ def test_gradients_accumulated_on_four_devices_equal_those_on_one():
   assert_same_gradients(four[1], one[1], ACCUMULATE_TOLERANCE["full"])
 
 
+@pytest.mark.slow
 def test_a_microbatch_drops_the_same_patches_forward_and_backward():
   task, _, state, mesh = accumulating(2, **DROPPING)
   key = jax.random.fold_in(jax.random.key(0), 0)

@@ -74,7 +74,9 @@ def with_params(scan, **options):
   return clip(config, scan=scan, **options), random_params(config, scan=scan)
 
 
-@pytest.mark.parametrize(("scan", "block"), [(False, FlaxBlock), (True, Block)])
+@pytest.mark.parametrize(
+  ("scan", "block"), mainly([(True, Block)], [(False, FlaxBlock), (True, Block)])
+)
 def test_padding_tokens_change_nothing(monkeypatch, scan, block):
   model, params = with_params(scan, recipe=SWITCHBACK, block=block)
   run = functools.partial(value_and_image_gradient, model)
@@ -184,13 +186,17 @@ def test_weights_quantized_once_a_step_are_rounded_less_often(recipe, scan):
   assert once < each
 
 
-@pytest.mark.parametrize(("recipe", "scan"), [("switchback_m", True), ("switchback_q", False)])
+@pytest.mark.parametrize(
+  ("recipe", "scan"),
+  mainly([("switchback_m", True)], [("switchback_m", True), ("switchback_q", False)]),
+)
 def test_weights_quantized_once_a_step_give_the_same_gradient(recipe, scan):
   model, params = with_params(scan, recipe=RECIPES[recipe], remat="block")
   got, want = (compiled(image_gradient_of(model, once))(params)["image"] for once in (True, False))
   jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, want)
 
 
+@pytest.mark.slow
 def test_zero_init_layer_scale_makes_blocks_the_identity():
   outputs_at_start = outputs(clip(zero_init_layer_scale=True), initial_params())["block_outputs"]
   for blocks in outputs_at_start.values():
