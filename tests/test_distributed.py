@@ -104,13 +104,14 @@ def test_a_missing_process_is_named_in_one_message(tmp_path):
 TOGETHER = """
 import jax, sys, time
 from jax.experimental import multihost_utils
-from train import cli
+from train import cli, peers
 from train.errors import RunError
 
 def job(config, workdir):
   print("together", flush=True)
   if jax.process_index() == {other}:
     {does}
+  peers._GRACE = 0.5  # This process ends while the other one still does.
   multihost_utils.sync_global_devices("both are there")
 
 cli.run(job)

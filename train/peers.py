@@ -110,8 +110,8 @@ class _Links:
 
   def _follow(self, index: int, reader: TextIO) -> None:
     message = _line(reader)
-    if message == "":
-      return
+    if message == "" or str(message).startswith(f"{self.name(self._index)} ended"):
+      return  # Its work is done, or it ends because this process told it to.
     if message or index:  # Without process 0, JAX ends this process at once.
       time.sleep(_GRACE)
     message = (
