@@ -172,7 +172,10 @@ def _checkpoint(params, operands, weights, replace):
 
 
 def _scan(params, operands, weights, replace):
-  num_consts, num_carry = params["num_consts"], params["num_carry"]
+  if "ft_in" in params:  # jax >= 0.12
+    num_consts, num_carry, _ = map(len, params["ft_in"].unpack())
+  else:
+    num_consts, num_carry = params["num_consts"], params["num_carry"]
   consts, carry = operands[:num_consts], operands[num_consts : num_consts + num_carry]
   xs = operands[num_consts + num_carry :]
   of_consts, of_xs = weights[:num_consts], weights[num_consts + num_carry :]
