@@ -7,7 +7,6 @@ import sys
 import jax
 import pytest
 from figure_case import call, row_of
-from pairwise import mainly
 
 from benchmarks.figures import __main__ as program
 from benchmarks.figures import arms, draw, photos, runs
@@ -138,7 +137,7 @@ def test_minutes_of_photos_are_about_two_a_run(name):
   assert 15 < program.minutes(list(FIGURES[name].arms)) < 45
 
 
-@pytest.mark.parametrize("name", mainly(["cifar10"], photos.CONFIGS))
+@pytest.mark.parametrize("name", photos.CONFIGS)
 @pytest.mark.slow
 def test_tiny_trains_on_made_up_pictures(name, monkeypatch, capsys):
   with jax.numpy_dtype_promotion("standard"):  # optax promotes.

@@ -139,10 +139,7 @@ def test_a_loss_scale_changes_no_metric(loss_scale, mesh_size):
     np.testing.assert_allclose(metrics[name], plain[name], rtol=2e-3, err_msg=name)
 
 
-@pytest.mark.parametrize(
-  ("loss_scale", "scale"),
-  mainly([("dynamic", 2.0**39)], [("fixed", 2.0**40), ("dynamic", 2.0**39)]),
-)
+@pytest.mark.parametrize(("loss_scale", "scale"), [("fixed", 2.0**40), ("dynamic", 2.0**39)])
 @pytest.mark.slow
 def test_a_step_whose_gradients_overflow_is_skipped(loss_scale, scale):
   state, metrics, finite, before = in_float16(loss_scale, 2.0**40)
