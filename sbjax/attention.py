@@ -99,7 +99,7 @@ def _beats_cudnn(name: str, dtype, length: int, head_dim: int) -> bool:
   """Whether a forward and backward pass is faster than cuDNN's, by benchmarks/attention.py."""
   if compute_capability(target()) != 90 or dtype not in (jnp.bfloat16, jnp.float16):
     return False
-  in_mosaic_only = head_dim == 104 and (129 <= length <= 192 or length == 257)
+  in_mosaic_only = head_dim in (104, 128) and 129 <= length <= 257
   return length <= _LONGEST.get(head_dim, 0) or (name == "mosaic" and in_mosaic_only)
 
 

@@ -30,6 +30,9 @@ BACKWARD = {  # Tokens, head size, packed, causal, dtype.
   "88": (145, 88, True, True, jnp.bfloat16),
   "96, half": (129, 96, True, False, jnp.bfloat16),
   "128, half": (129, 128, False, True, jnp.float16),
+  "104, whole tiles": (256, 104, False, False, jnp.bfloat16),
+  "128": (257, 128, True, False, jnp.bfloat16),
+  "128, causal": (197, 128, False, True, jnp.float16),
 }
 FORWARD = {
   "B/16 forward": (197, 64, False, False, jnp.float16),

@@ -152,6 +152,10 @@ def test_gradients_are_near_the_definition_s(sm90, tokens, packed, causal, dtype
         (145, 112, False, True, {}),
         (145, 88, False, True, {"kv_stages": 1, "memory_registers": 104}),
         (257, 96, False, True, {}),
+        # A last tile of keys with 5 rows, and columns that fill two blocks.
+        (197, 96, True, False, {}),
+        (197, 128, False, True, {}),
+        (257, 128, True, False, {}),
       ],
     ),
   ],
@@ -210,7 +214,7 @@ def test_large_negative_logits_give_no_nan(sm90):
 
 @pytest.mark.parametrize(
   ("tokens", "head_dim", "length"),
-  [(64, 64, 64), (258, 64, 258), (257, 32, 257), (99, 76, 99), (257, 64, 256), (193, 104, 193)],
+  [(64, 64, 64), (258, 64, 258), (257, 32, 257), (99, 76, 99), (257, 64, 256)],
 )
 def test_other_shapes_go_to_triton(sm90, monkeypatch, tokens, head_dim, length):
   x = jax.ShapeDtypeStruct((1, tokens, 1, 1, head_dim), jnp.bfloat16)
@@ -254,7 +258,9 @@ def test_it_compiles_for_hopper_with_few_registers_spilled(sm90, tmp_path, cases
   assert compiled
   for name, case in compiled.items():
     assert case["targets"] == ["mosaic_gpu_v2"] and not case["copies"], name
-    assert case["kernels"] == (2 if name in ("bigG/14", "96", "88") else 1)
+    # Wide heads in two parts of keys have a kernel of their own for dQ.
+    apart = ("bigG/14", "96", "88", "104, whole tiles", "128", "128, causal")
+    assert case["kernels"] == (2 if name in apart else 1), name
     assert not case["is_serialized"], name  # wgmma's that wait for one another.
     # Bytes. Gradients of 128 columns take most registers; the forward pass takes few.
     few = 320 if "128" in name else 16 if "forward" in name else 192

@@ -298,12 +298,11 @@ def test_attention_is_as_exact_as_cudnn(kernels, case):
 @pytest.mark.parametrize("seed", range(SEED, SEED + SHAPES))
 def test_attention_of_drawn_shapes(kernels, seed):
   pick = random.Random(seed)
-  head_dims, tokens, heads = HEAD_DIMS, (1, 600), (1, 5)
+  # Not one token: the gradients of q and k are zero then, and errors are relative.
+  head_dims, tokens, heads = HEAD_DIMS, (2, 600), (1, 5)
   if kernels == "mosaic":  # Its own kernel's, and several heads for an SM.
     head_dims, tokens, heads = (64, 64, *HEAD_DIMS[1:]), (65, 257), (1, 200)
   head_dim, causal = pick.choice(head_dims), pick.random() < 0.5
-  if kernels == "mosaic" and head_dim > 80:
-    tokens = pick.choice([(65, 192), (257, 257)])
   shape = (pick.randint(1, 3), pick.randint(*tokens), pick.randint(*heads), head_dim)
   dtype = pick.choice([jnp.bfloat16, jnp.float16])
   errors = kernels_errors(kernels, shape, causal, dtype)

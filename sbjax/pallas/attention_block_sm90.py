@@ -73,12 +73,9 @@ def has_tail(tokens: int) -> bool:
 def fits(tokens: int, head_dim: int) -> bool:
   """Whether the kernel takes such heads, and is faster than Triton's on an H200.
 
-  Two kernels with 193 to 256 tokens were not timed since the first stores dS. With 66 tokens, half
-  of two tiles of keys are zeros: in Triton, heads of 104 and 128 were faster.
+  With 66 tokens, half of two tiles of keys are zeros: in Triton, heads of 104 and 128 were faster.
   """
-  in_one_pass = head_dim <= 80 or (tokens <= 129 and (head_dim <= 96 or tokens > 80))
-  in_two = head_dim <= 112 and (tokens <= 192 or tokens == 257)
-  return fits_tma(tokens, head_dim) and (in_one_pass or in_two)
+  return fits_tma(tokens, head_dim) and (head_dim <= 96 or tokens > 80)
 
 
 @dataclasses.dataclass(frozen=True)
