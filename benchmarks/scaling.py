@@ -15,6 +15,7 @@ over the number of GPUs times those of a single GPU, the mean of all.
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -31,7 +32,7 @@ from collections import defaultdict
 from train import xla_flags
 
 _BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
-_COMPILE_SECONDS, _RUN_SECONDS = 360, 100
+_COMPILE_SECONDS, _RUN_SECONDS = 360, 180
 # SIGABRT ends a process that hangs; faulthandler then writes where its threads were.
 PYTHON = (sys.executable, "-X", "faulthandler")
 
@@ -308,8 +309,14 @@ def measure(case: Case) -> None:
   print("compiled " + json.dumps(found), flush=True)
   sys.stdin.readline()
 
-  state, batch = make_state(), make_batch()
+  note = functools.partial(_note, time.perf_counter())
+  state, batch = jax.block_until_ready((make_state(), make_batch()))
+  note("the state is made")
+  state, metrics, _ = step(state, batch)
+  jax.block_until_ready(metrics)
+  found["first_step_seconds"] = note("the first step ended")
   times, state, losses = race({case.name: step}, state, batch, rounds=5)
+  note("the steps are timed")
   times = times[case.name]
   seconds = statistics.median(times)
   stats = jax.devices()[0].memory_stats() or {}
@@ -334,6 +341,13 @@ def measure(case: Case) -> None:
     if case.listing:
       write_kernels(case.listing, listed, origins_of(step.as_text()))
   print("result " + json.dumps(found), flush=True)
+
+
+def _note(started: float, what: str) -> float:
+  """Says on stderr, which an `error` ends with, when something happened; returns the seconds."""
+  seconds = round(time.perf_counter() - started, 1)
+  print(f"{what} after {seconds} s", file=sys.stderr, flush=True)
+  return seconds
 
 
 def collectives(hlo: str) -> dict[str, dict[str, list[float]]]:
