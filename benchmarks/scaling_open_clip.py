@@ -35,7 +35,9 @@ def main() -> None:
   for size in args.sizes:
     batch_size, remat = step.CASES[size]
     case = (size, args.batch_size or batch_size, remat, args.platform, args.rounds)
-    alone, together = (measure(args.gpus, ddp, *case) for ddp in (False, True))
+    alone = measure(args.gpus, False, *case)
+    print(size, "alone:", json.dumps(alone), flush=True)  # The other may take minutes to compile.
+    together = measure(args.gpus, True, *case)
     of_singles = args.gpus * alone["images_per_second"]
     together["efficiency"] = round(together["images_per_second"] / of_singles, 4)
     line = {"benchmark": "scaling_open_clip", "row": size, "gpus": args.gpus, "remat": remat}
