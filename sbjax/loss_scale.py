@@ -70,7 +70,7 @@ def fixed_loss_scale(
     gradients = _unscaled(_where(finite, updates, zeros), state.scale)
     updates, inner = optimizer.update(gradients, state.inner_state, params, **extra)
     inner = _where_like(gradients, finite, inner, state.inner_state)
-    skipped = sum(jnp.sum(~ok) for ok in jax.tree.leaves(finite))
+    skipped = sum(jnp.sum(~ok, dtype=jnp.int32) for ok in jax.tree.leaves(finite))
     steps = jnp.where(skipped == 0, state.finite_steps + 1, 0)
     state = LossScaleState(inner, state.scale, steps, state.skipped + skipped)
     return _where(finite, updates, zeros), state
@@ -87,7 +87,7 @@ def dynamic_loss_scale(
 ) -> optax.GradientTransformationExtraArgs:
   """An optimizer of scaled gradients, which skips steps that are not finite and adapts the scale.
 
-  A skipped step leaves the inner state as it was, and divides the scale by `factor`, at least to 1.
+  A skipped step leaves the inner state as it was, and divides the scale by `factor`, not below 1.
   After `interval` steps without a skip the scale is multiplied by `factor`, up to 2^126.
 
   >>> optimizer = dynamic_loss_scale(optax.adam(0.1))
@@ -114,7 +114,9 @@ def dynamic_loss_scale(
     larger = jnp.where(grows, jnp.minimum(state.scale * factor, 2.0**126), state.scale)
     return optax.tree.where(finite, updates, zeros), LossScaleState(
       inner_state=optax.tree.where(finite, inner, state.inner_state),
-      scale=jnp.where(finite, larger, jnp.maximum(state.scale / factor, 1.0)),
+      scale=jnp.where(
+        finite, larger, jnp.maximum(state.scale / factor, jnp.minimum(state.scale, 1.0))
+      ),
       finite_steps=jnp.where(grows, 0, steps),
       skipped=state.skipped + ~finite,
     )
@@ -143,15 +145,17 @@ def _state_in(opt_state) -> LossScaleState | None:
 
 def _init(optimizer, scale: float):
   def init(params):
-    zero = jnp.zeros([], jnp.int32)
-    return LossScaleState(optimizer.init(params), jnp.float32(scale), zero, zero)
+    zeros = (jnp.zeros([], jnp.int32) for _ in range(2))  # A buffer each: a state may be donated.
+    return LossScaleState(optimizer.init(params), jnp.float32(scale), *zeros)
 
   return init
 
 
 def _check(name: str, value, above: float) -> None:
-  if not (isinstance(value, int | float | np.number) and above < value < np.inf):
-    raise ValueError(f"{name}={value!r} must be a finite number above {above}.")
+  with np.errstate(over="ignore"):
+    is_finite = isinstance(value, int | float | np.number) and above < np.float32(value) < np.inf
+  if not is_finite:
+    raise ValueError(f"{name}={value!r} must be a finite number above {above} in float32.")
 
 
 def _unscaled(gradients, scale):
@@ -176,8 +180,11 @@ def _where_like(params, finite, state, other):
   flags = jax.tree.leaves(finite)
 
   def fits(p, ok, part):
-    shapes = [x.shape for x in jax.tree.leaves(part)[:1]]
-    return all(shape in (p.shape, ok.shape) for shape in shapes)
+    """Whether a part has the shape of its parameter, or a number for each tensor; or nothing."""
+    if not jax.tree.leaves(part):
+      return True
+    is_count = jnp.issubdtype(getattr(part, "dtype", jnp.float32), jnp.integer)
+    return not is_count and getattr(part, "shape", None) in (p.shape, ok.shape)
 
   def is_like(node):
     try:

@@ -82,7 +82,7 @@ def test_the_fixed_scale_skips_a_tensor_alone(value):
   assert (skipped_updates(state), state.finite_steps) == (2, 0)
 
 
-@pytest.mark.parametrize("params", [jnp.ones(3), {"x": jnp.ones(())}])
+@pytest.mark.parametrize("params", [jnp.ones(3), jnp.ones(()), {"x": jnp.ones(())}])
 def test_parameters_may_be_one_array(params):
   optimizer = fixed_loss_scale(optax.adam(0.1), 1.0)
   gradients = jax.tree.map(jnp.ones_like, params)
@@ -91,6 +91,40 @@ def test_parameters_may_be_one_array(params):
   expected, old = run(optax.adam(0.1), params, gradients)
   assert_equal(actual, expected)
   assert_equal(state.inner_state[0].mu, old[0].mu)
+  assert state.inner_state[0].count == 2
+
+
+def test_parameters_may_be_shaped_like_the_optimizer_s_state():
+  """A tuple of as many arrays as a chain has states, and the labels of `multi_transform`."""
+  gradients = (jnp.ones(2), jnp.ones(3))
+  bad = gradients[0], gradients[1] * jnp.inf
+  _, old = run(optax.adam(0.1), gradients, gradients)
+  _, state = run(fixed_loss_scale(optax.adam(0.1), 1.0), gradients, gradients, bad)
+  for name in ("mu", "nu"):
+    moments = getattr(state.inner_state[0], name)
+    assert_equal(moments[1], getattr(old[0], name)[1])
+    assert np.all(moments[0] != getattr(old[0], name)[0])
+  labels = {"a": "a", "b": "b"}
+  each = optax.multi_transform({name: optax.adam(0.1) for name in labels}, labels)
+  params = dict(zip(labels, gradients, strict=True))
+  bad = params | {"b": bad[1]}
+  _, state = run(fixed_loss_scale(each, 1.0), params, params, bad)
+  inner = state.inner_state.inner_states
+  assert [inner[name].inner_state[0].count for name in labels] == [2, 2]
+
+
+def test_the_state_can_be_donated():
+  optimizer, params = fixed_loss_scale(optax.sgd(1.0), 1.0), jnp.ones(2)
+  state = optimizer.init(params)
+  jax.jit(optimizer.update, donate_argnums=1)(params, state)
+
+
+def test_a_step_keeps_the_state_s_dtypes():
+  with jax.enable_x64(True):
+    optimizer, params = fixed_loss_scale(optax.sgd(1.0), 1.0), jnp.ones(2, jnp.float32)
+    state = optimizer.init(params)
+    _, after = optimizer.update(params, state, params)
+  assert [x.dtype for x in jax.tree.leaves(after)] == [x.dtype for x in jax.tree.leaves(state)]
 
 
 def test_masked_parameters_stay_masked():
@@ -135,6 +169,12 @@ def test_the_dynamic_scale_skips_a_step_and_adapts():
     state = new
     seen.append((float(loss_scale(state)), int(skipped_updates(state))))
   assert seen == [(8, 0), (2, 1), (2, 1), (8, 1), (8, 1), (2, 2), (1, 3)]
+
+
+def test_an_overflow_does_not_raise_a_scale_below_one():
+  optimizer = dynamic_loss_scale(optax.sgd(0.1), 0.5)
+  _, state = run(optimizer, jnp.ones(2), jnp.full(2, jnp.inf))
+  assert loss_scale(state) == 0.5
 
 
 def test_the_dynamic_scale_stays_finite():
@@ -184,6 +224,8 @@ def test_states_without_a_scale_or_with_two():
     (lambda: dynamic_loss_scale(optax.sgd(1), np.inf), "initial=inf must be"),
     (lambda: dynamic_loss_scale(optax.sgd(1), factor=1.0), "factor=1.0 must be .* above 1"),
     (lambda: dynamic_loss_scale(optax.sgd(1), interval=0), "interval=0 must be .* above 0"),
+    (lambda: fixed_loss_scale(optax.sgd(1), 1e39), r"scale=1e\+39 must be .* float32"),
+    (lambda: fixed_loss_scale(optax.sgd(1), 1e-50), "scale=1e-50 must be .* above 0"),
     (lambda: fixed_loss_scale(optax.sgd(1), "auto"), re.escape("scale='auto' must be")),
   ],
 )
