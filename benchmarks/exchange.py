@@ -95,7 +95,7 @@ def measure(form: str, size: str, tile: int) -> dict:
   from jax.sharding import AxisType
   from jax.sharding import PartitionSpec as P
 
-  from benchmarks.scaling import collectives
+  from benchmarks.collectives import collectives
   from sbjax.exchange import quantized_pmean
   from sbjax.models import CLIP, SIZES
   from train.step import make_init

@@ -20,7 +20,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import absent_gpu
-from benchmarks.scaling import moved
+from benchmarks.collectives import moved
 from sbjax import (
   E4M3,
   RECIPES,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from benchmarks.scaling import moved
+from benchmarks.collectives import moved
 from sbjax.models import CLIP, SIZES, BlockOptions
 from train.config import OptimizerConfig
 from train.optimizer import make_optimizer

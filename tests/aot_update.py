@@ -13,7 +13,7 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.scaling import moved
+from benchmarks.collectives import moved
 from train.config import OptimizerConfig
 from train.optimizer import STATES, make_optimizer, matrix_dtype
 from train.sharding import state_shardings

@@ -17,7 +17,7 @@ import triton_case
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.scaling import moved
+from benchmarks.collectives import moved
 from sbjax import expansion, stable_adamw
 from sbjax.backends import get_backend
 from sbjax.expansion import Coded

@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from pairwise import mainly
 
-from benchmarks.scaling import collectives
+from benchmarks.collectives import collectives
 from sbjax import gather, quantized_pmean, quantized_psum, quantized_psum_scatter
 from sbjax.exchange import EXCHANGES
 

@@ -12,7 +12,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import PartitionSpec as P
 from test_step import SHALLOW, batch, make_state
 
-from benchmarks.scaling import collectives
+from benchmarks.collectives import collectives
 from sbjax.exchange import EXCHANGES
 from sbjax.models.transformer import BlockOptions
 from train.config import Config, MeshConfig, ModelConfig, OptimizerConfig

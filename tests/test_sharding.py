@@ -10,7 +10,7 @@ from flax_case import compiled
 from jax.sharding import PartitionSpec
 from pairwise import mainly
 
-from benchmarks.scaling import moved
+from benchmarks.collectives import moved
 from sbjax import Quantized, Spec
 from sbjax.models.clip import CLIP
 from sbjax.models.sizes import SIZES
