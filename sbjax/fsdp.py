@@ -84,7 +84,6 @@ def gather(
   *,
   axis: int = 0,
   reduce_axes: Axes = (),
-  dtype: jnp.dtype | None = None,
   gradient_dtype: jnp.dtype = jnp.float32,
   gradient_exchange: str = "float32",
 ) -> jax.Array:
@@ -95,7 +94,6 @@ def gather(
     axis_name: the mesh axis over which `axis` of x is split; None if each device has all of x.
     axis: of x.
     reduce_axes: further mesh axes to sum the gradient over; see `gather_weight`.
-    dtype: in which x travels; None is its own.
     gradient_dtype: in which devices add up the gradient.
     gradient_exchange: the format in which it travels; see `gather_weight`.
 
@@ -108,9 +106,8 @@ def gather(
   _check_axes(axis_name, reduce_axes)
   if not isinstance(axis, int) or not 0 <= axis < max(x.ndim, 1):
     raise ValueError(f"{axis=} must be an axis of x {x.shape}, counted from 0.")
-  dtype = x.dtype if dtype is None else floating_dtype("dtype", dtype)
   sums = _sums(gradient_dtype, gradient_exchange)
-  return _gather(axis_name, axis, reduce_axes, sums, dtype, x)
+  return _gather(axis_name, axis, reduce_axes, sums, x.dtype, x)
 
 
 def _sums(gradient_dtype, gradient_exchange: str) -> tuple[jnp.dtype, str]:
@@ -136,15 +133,11 @@ def _gather(axis_name, axis, reduce_axes, sums, dtype, x):
   return _all_gather(x.astype(dtype), axis_name, axis).astype(x.dtype)
 
 
-def _gather_fwd(axis_name, axis, reduce_axes, sums, dtype, x):
-  return _gather(axis_name, axis, reduce_axes, sums, dtype, x), None
-
-
 def _gather_bwd(axis_name, axis, reduce_axes, sums, dtype, _, gradient):
   return (_reduce_scatter(gradient, axis_name, axis, reduce_axes, sums),)
 
 
-_gather.defvjp(_gather_fwd, _gather_bwd)
+_gather.defvjp(lambda *args: (_gather(*args), None), _gather_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -164,15 +157,11 @@ def _gather_weight(how, recipe, backend, w):
   return QuantizedWeight(jax.lax.pcast(master, axis_name, to="varying"), transposed, values)
 
 
-def _gather_weight_fwd(how, recipe, backend, w):
-  return _gather_weight(how, recipe, backend, w), None
-
-
 def _gather_weight_bwd(how, recipe, backend, _, gradient):
   return (_reduce_scatter(gradient.master, *how),)
 
 
-_gather_weight.defvjp(_gather_weight_fwd, _gather_weight_bwd)
+_gather_weight.defvjp(lambda *args: (_gather_weight(*args), None), _gather_weight_bwd)
 
 
 def _quantize_shards(w, spec: Spec, axis_name, contracted: int) -> Quantized:

@@ -145,11 +145,10 @@ def quantize_output_grad(ops: Backend, recipe: Recipe, dys, bias):
     dy, dy_q, summed = ops.quantize_sum(dys, recipe.dgrad[0])
     return dy, dy_q, cotangent_like(bias, summed)
   dy = jnp.concatenate(dys, axis=1)
-  return (
-    dy,
-    dy,
-    None if bias is None else cotangent_like(bias, jnp.sum(dy.astype(jnp.float32), axis=0)),
-  )
+  d_bias = None
+  if bias is not None:
+    d_bias = cotangent_like(bias, jnp.sum(dy.astype(jnp.float32), axis=0))
+  return dy, dy, d_bias
 
 
 def cotangent_like(array, gradient):

@@ -172,7 +172,7 @@ def _checkpoint(params, operands, weights, replace):
 
 
 def _scan(params, operands, weights, replace):
-  if "ft_in" in params:  # jax >= 0.12
+  if "ft_in" in params:  # jax >= 0.11
     num_consts, num_carry, _ = map(len, params["ft_in"].unpack())
   else:
     num_consts, num_carry = params["num_consts"], params["num_carry"]

@@ -51,15 +51,10 @@ def _scaled(forward, backward, x):
   return times(x, forward)
 
 
-def _scaled_fwd(forward, backward, x):
-  return times(x, forward), None
-
-
-def _scaled_bwd(forward, backward, _, gradient):
-  return (times(gradient, backward),)
-
-
-_scaled.defvjp(_scaled_fwd, _scaled_bwd)
+_scaled.defvjp(
+  lambda forward, backward, x: (times(x, forward), None),
+  lambda forward, backward, _, gradient: (times(gradient, backward),),
+)
 
 
 def linear(
