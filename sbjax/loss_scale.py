@@ -183,8 +183,8 @@ def _where_like(params, finite, state, other):
     """Whether a part has the shape of its parameter, or a number for each tensor; or nothing."""
     if not jax.tree.leaves(part):
       return True
-    is_count = jnp.issubdtype(getattr(part, "dtype", jnp.float32), jnp.integer)
-    return not is_count and getattr(part, "shape", None) in (p.shape, ok.shape)
+    shape, is_int32 = getattr(part, "shape", None), getattr(part, "dtype", None) == jnp.int32
+    return shape in (p.shape, ok.shape) and not (is_int32 and shape == ())  # That is a count.
 
   def is_like(node):
     try:
