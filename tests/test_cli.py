@@ -41,6 +41,9 @@ def changed(*arguments):
     (["--config.data.crop_scale=(0.5, 1)"], {"data.crop_scale": (0.5, 1.0)}),
     (["--config.data.templates=a red, round {}."], {"data.templates": ("a red, round {}.",)}),
     (["--config.data.templates=('a {}', 'one {}')"], {"data.templates": ("a {}", "one {}")}),
+    (["--config.freeze=(image|text)/.*"], {"freeze": ("(image|text)/.*",)}),
+    (["--config.watch=[^/]+/proj"], {"watch": ("[^/]+/proj",)}),
+    (["--config.freeze=()"], {"freeze": ()}),
     (
       ["--config.data.templates=a {}", "--config.data.templates=one {}"],
       {"data.templates": ("a {}", "one {}")},
@@ -73,6 +76,10 @@ def test_every_field_can_be_set_by_a_flag_to_its_own_value():
     ("--config.model.scan=maybe", "--config.model.scan='maybe' must be true or false."),
     ("--config.data.crop_scale=a,b", "--config.data.crop_scale='a,b' must be two numbers, such as"),
     ("--config.data.templates=('a {}'", "must be texts, such as"),
+    ("--config.freeze=('image/.*')", "must be texts, such as"),
+    ("--config.freeze=('image/.*', 1)", "must be texts, such as"),
+    ("--noconfig.data.flip=true", "--noconfig.data.flip is for fields that are true or false"),
+    ("--noconfig.steps", "--noconfig.steps is for fields that are true or false, without a value"),
   ],
 )
 def test_a_wrong_flag_is_named_with_what_would_be_right(argument, message):

@@ -5,6 +5,7 @@ import json
 import numpy as np
 from PIL import Image
 
+from train import report
 from train.report import describe_end, write_report
 from train.zero_shot import Sample
 
@@ -36,6 +37,13 @@ def test_a_report_is_drawn_from_the_metrics_and_samples(tmp_path, capsys):
   write_report(workdir, TITLE)
   assert taller > height(workdir / "report.png") > 0
   assert not list(workdir.glob("*.partial"))
+
+
+def test_the_blocks_are_the_first_to_the_last_in_number():
+  # A jitted step returns a dict in the order of its sorted keys.
+  names = sorted(f"mean_abs_feature/image_block_{i}" for i in range(12))
+  chosen = report._some_blocks([{"step": 1} | dict.fromkeys(names, 1.0)])
+  assert [int(name.rpartition("_")[2]) for name in chosen] == [0, 4, 7, 11]
 
 
 def test_a_failure_to_draw_is_printed_and_ends_nothing(tmp_path, capsys):

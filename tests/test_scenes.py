@@ -293,10 +293,17 @@ def numbers_of(name: str) -> tuple[int, int, int]:
   ("scenes/shift:0", "scenes", "steps=[0] must increase, from 1 to 4294967295"),
   ("scenes", "val", "has no split 'val': it has train, scenes, classes, heldout"),
   ("scenes", "classes[10:]", "has no split 'classes"),
+  ("scenes", "classes[:0]", "The part 'classes[:0]' of scenes has no example"),
+  ("scenes", "train", "data.eval_split: 'train' of scenes has no end"),
+  ("scenes", "classes[:5],scenes,classes", "'classes[:5],scenes,classes' has two parts of one"),
 ])  # fmt: skip
 def test_a_wrong_name_is_explained(name, split, message):
   with pytest.raises(ValueError, match=re.escape(message)):
-    data.check_split(data.prepare(DataConfig(name=name)), split)
+    data.check_eval_splits(data.prepare(DataConfig(name=name)), split.split(","))
+
+
+def test_the_train_split_has_no_end():
+  data.check_split(data.prepare(DataConfig(name="scenes")), "train")
 
 
 def test_a_flip_and_an_import_under_the_name_are_refused():

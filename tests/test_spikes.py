@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from train import spikes
+from train.errors import RunError
 from train.spikes import Rules, Spikes, find_spikes
 
 RULES = Rules(window=50, first=200)
@@ -111,6 +112,18 @@ def test_the_rms_is_the_patch_embedding_s_unless_another_is_named(tmp_path):
   assert spikes.read_run(folder)[3] == "rms/image/patch_embedding/kernel"
   _, _, rms, name = spikes.read_run(folder, control)
   assert name == control and (rms == 1.5).all()
+
+
+def test_a_threshold_that_b2_keeps_out_of_reach_is_refused(tmp_path):
+  def configured(b2, b2_power):
+    optimizer = {"b2": b2, "b2_power": b2_power}
+    (tmp_path / "config.json").write_text(json.dumps({"optimizer": optimizer}))
+    return tmp_path
+
+  spikes.check_reachable(configured(0.98, 0.0), 7.0)
+  with pytest.raises(RunError, match=r"b2=0\.98 the RMS is at most 7\.07"):
+    spikes.check_reachable(configured(0.98, 0.0), 7.1)
+  spikes.check_reachable(configured(0.98, 0.65), 7.1)  # 1 - t^-0.65 takes b2's place.
 
 
 @pytest.mark.parametrize(

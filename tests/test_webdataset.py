@@ -4,12 +4,13 @@ import contextlib
 import gzip
 import json
 import os
+import re
 
 import pytest
 import tensorflow_datasets as tfds
 from shards_case import captions, data_config, image_bytes, noisy_image_bytes, pairs, write_shard
 
-from train.data import prepare
+from train.data import check_eval_splits, check_split, prepare
 from train.datasets import prepared, tar_shards, webdataset
 
 
@@ -174,6 +175,34 @@ def test_both_splits_are_imported(config, folder):
   assert captions(builder, "val") == [["caption 9"]]
 
 
+def test_parts_of_splits_are_read_from_whole_imports(config, folder):
+  write_shard(folder / "a.tar", pairs(10))
+  config.train_split, config.eval_split = "train[:80%]", "train[80%:]"
+  builder = prepare(config)
+  check_split(builder, config.train_split)
+  check_eval_splits(builder, [config.eval_split])
+  assert [
+    len(captions(builder, split)) for split in ("train", config.train_split, config.eval_split)
+  ] == [10, 8, 2]
+
+
+@pytest.mark.parametrize(
+  ("split", "message"),
+  [
+    ("val", "has no split 'val': it has train."),
+    ("train[:20%", "has no split 'train[:20%': a part is written as"),
+    ("train[90%]", "has no split 'train[90%]': a part is written as"),
+    ("train[:0]", "The part 'train[:0]' of mine/1.0.0 has no example."),
+    ("train[5:3]", "The part 'train[5:3]' of mine/1.0.0 has no example."),
+    ("train[:5],train", "'train[:5],train' has two parts of one split"),
+  ],
+)
+def test_a_wrong_or_empty_split_is_named(config, folder, split, message):
+  write_shard(folder / "a.tar", pairs(10))
+  with pytest.raises(ValueError, match=re.escape(message)):
+    check_eval_splits(prepare(config), split.split(","))
+
+
 @pytest.mark.parametrize("names", [None, ["cat", "dog", "ox"]])
 def test_cls_becomes_a_label(config, folder, names):
   jpg = image_bytes()
@@ -312,10 +341,20 @@ def test_an_invalid_name_is_refused(config, folder, name):
     prepare(config)
 
 
-def test_two_shard_lists_for_one_split_are_refused(config, folder):
+@pytest.mark.parametrize(
+  ("split", "message"),
+  [
+    ("train", "is the train split already"),
+    ("train[:5]", "is the train split already"),
+    ("a,b", "must be one split, that of data.eval_shards"),
+  ],
+)
+def test_shards_for_another_split_than_one_of_evaluation_are_refused(
+  config, folder, split, message
+):
   write_shard(folder / "a.tar", pairs(1))
-  config.eval_shards, config.eval_split = "a.tar", "train"
-  with pytest.raises(ValueError, match="eval_split='train'"):
+  config.eval_shards, config.eval_split = "a.tar", split
+  with pytest.raises(ValueError, match=re.escape(f"eval_split={split!r} {message}")):
     prepare(config)
 
 

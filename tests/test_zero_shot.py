@@ -240,12 +240,27 @@ def test_batches_of_any_size_are_encoded_in_one_shape(model):
   )
 
 
-def test_only_metrics_that_the_data_support_are_measured(examples):
-  fake = types.SimpleNamespace(
+def fake_encoders():
+  return types.SimpleNamespace(
     image=lambda params, x: jnp.mean(x.astype(jnp.float32), (1, 2)),
     text=lambda params, x: x[:, :3].astype(jnp.float32),
     mesh=make_mesh(MeshConfig()),
   )
+
+
+@pytest.mark.parametrize("described", [[], [2], [1, 3]])
+def test_samples_are_images_with_captions(examples, described):
+  batch = {
+    "image": examples["image"][:4],
+    "captions": [[f"number {i}"] if i in described else [] for i in range(4)],
+  }
+  found = zero_shot.nearest_captions(fake_encoders(), None, tokenize, batch, batch_size=4)
+  assert [sample.captions for sample in found] == [[f"number {i}"] for i in described]
+  assert all(sorted(s.nearest) == [f"number {i}" for i in described] for s in found)
+
+
+def test_only_metrics_that_the_data_support_are_measured(examples):
+  fake = fake_encoders()
 
   def metrics(**changes):
     batches = in_batches(examples | changes.pop("examples", {}), 4)

@@ -64,6 +64,8 @@ def split(arguments: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
       rest.append(argument)
       continue
     no, path, text = match.groups()
+    if no and (text is not None or _field(path).type is not bool):
+      raise ValueError(f"--noconfig.{path} is for fields that are true or false, without a value.")
     if text is None and _field(path).type is bool:
       text = "false" if no else "true"
     elif text is None:
@@ -154,7 +156,13 @@ def _numbers(text: str) -> tuple[float, ...]:
 
 
 def _texts(text: str) -> tuple[str, ...]:
-  return tuple(ast.literal_eval(text)) if text.startswith(("(", "[")) else (text,)
+  """One text, such as the pattern (image|text)/.*, or a tuple or list of texts in quotes."""
+  if not text.startswith(("(", "[")) or not (text in ("()", "[]") or re.search("['\"]", text)):
+    return (text,)
+  texts = ast.literal_eval(text)
+  if not isinstance(texts, tuple | list) or not all(isinstance(each, str) for each in texts):
+    raise ValueError
+  return tuple(texts)
 
 
 _READERS = {  # Of a field's type: the function that reads a text.

@@ -32,6 +32,7 @@ from train.tokenizer import Tokenizer
 
 __all__ = [
   "captions",
+  "check_eval_splits",
   "check_split",
   "class_names",
   "eval_batches",
@@ -190,13 +191,33 @@ def eval_splits(config: Config) -> list[str]:
   return config.data.eval_split.split(",")
 
 
+def check_eval_splits(builder: Source, splits: Sequence[str]) -> None:
+  """`check_split` of each; a ValueError, too, for a split without end and for one that is twice."""
+  for split in splits:
+    check_split(builder, split)
+    if isinstance(builder, Scenes) and not builder.size(split):
+      raise ValueError(f"data.eval_split: {split!r} of {builder.full_name} has no end.")
+  names = [split.partition("[")[0] for split in splits]
+  if len(set(names)) < len(names):  # Scores are named by their split.
+    raise ValueError(f"data.eval_split={','.join(splits)!r} has two parts of one split.")
+
+
 def check_split(builder: Source, split: str) -> None:
-  """Raises a ValueError that lists the splits of the data set if `split` is not one of them."""
+  """Raises a ValueError if `split` is no split of the data set, or a wrong or empty part of one."""
   if isinstance(builder, Scenes):
     return builder.check_split(split)
+  name = builder.info.full_name
   if split.partition("[")[0] not in builder.info.splits:  # "train[:90%]" is a split, too.
     there = ", ".join(builder.info.splits)
-    raise ValueError(f"{builder.info.full_name} has no split {split!r}: it has {there}.")
+    raise ValueError(f"{name} has no split {split!r}: it has {there}.")
+  try:
+    is_empty = builder.info.splits[split].num_examples < 1
+  except (ValueError, AssertionError, KeyError):  # TFDS cannot read what is in the brackets.
+    raise ValueError(
+      f"{name} has no split {split!r}: a part is written as train[:90%] or train[100:]."
+    ) from None
+  if is_empty:
+    raise ValueError(f"The part {split!r} of {name} has no example.")
 
 
 class _Examples:

@@ -179,7 +179,7 @@ def _steps(
         checkpointer.wait()
         raise Stopped(stop, step, checkpointer.describe_last_good())
       if evaluating or saving or traced:
-        meter.restart_clock()
+        meter.restart_clock(step)
 
 
 def jit_train_step(run: Run):
@@ -221,10 +221,16 @@ class _Meter:
     self._peak_flops = run.mesh.size * BF16_PEAK.get(jax.devices()[0].device_kind, 0)
     self._pending = None
     self._first = True
-    self._ended = None  # the last step that the device had ended when the clock was read
-    self.restart_clock()
+    # The last step that the device had ended when the clock was read or started.
+    self._ended = None
+    self._start_clock()
 
-  def restart_clock(self) -> None:
+  def restart_clock(self, step: int) -> None:
+    """Times the steps after `step`, which the device has ended."""
+    self._ended = step
+    self._start_clock()
+
+  def _start_clock(self) -> None:
     self._since, self._waited = time.perf_counter(), 0.0
 
   def _read_clock(self, step: int) -> None:
@@ -239,7 +245,7 @@ class _Meter:
       seconds = time.perf_counter() - self._since
       self._seconds, self._wait = (x / (step - self._ended) for x in (seconds, self._waited))
     self._ended = step
-    self.restart_clock()
+    self._start_clock()
 
   def push(self, step, metrics, finite, waited) -> None:
     self._waited += waited  # First: the clock of the previous step still runs.

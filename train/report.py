@@ -130,5 +130,6 @@ def _some_blocks(records) -> dict[str, tuple[list, list]]:
   chosen = {}
   for tower in ("image", "text"):
     names = [name for name in curves if name.startswith(tower)]
+    names.sort(key=lambda name: int(name.rpartition("_")[2]))  # JAX sorted them as texts.
     chosen |= {names[round(i * (len(names) - 1) / 3)]: None for i in range(4) if names}
   return {name: curves[name] for name in chosen}

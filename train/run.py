@@ -168,8 +168,8 @@ def make_run(config: Config, workdir: Path, read_only: bool = False) -> Run:
     init = make_task(config, tokenizer=None).init
     check_watch(config.watch, jax.eval_shape(init, jax.random.key(0)))
   builder = data.prepare(config.data)
-  for split in (config.data.train_split, *data.eval_splits(config)):
-    data.check_split(builder, split)
+  data.check_split(builder, config.data.train_split)
+  data.check_eval_splits(builder, data.eval_splits(config))
   tokenizer = _tokenizer(config, builder, workdir)
   task = make_task(config, tokenizer)
   abstract = abstract_state(task, optimizer, config.seed, mesh)

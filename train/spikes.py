@@ -134,10 +134,12 @@ def read_run(workdir: Path, rms_name: str = "") -> tuple[np.ndarray, np.ndarray,
 def check_reachable(workdir: Path, threshold: float) -> None:
   """Raises RunError if the run's second moment keeps the RMS below the threshold.
 
-  It has the gradient of the same step, so the RMS is at most 1 / sqrt(1 - b2).
+  It has the gradient of the same step, so the RMS is at most 1 / sqrt(1 - b2). With b2_power, b2
+  is not used, and 1 - t^-b2_power comes to 1.
   """
   path = workdir / "config.json"
-  b2 = read_config(path)["optimizer"]["b2"] if path.is_file() else 1.0
+  optimizer = read_config(path)["optimizer"] if path.is_file() else {}
+  b2 = 1.0 if optimizer.get("b2_power") else optimizer.get("b2", 1.0)
   if b2 < 1 and threshold > (most := (1 - b2) ** -0.5):
     raise RunError(
       f"{workdir}: with optimizer.b2={b2} the RMS is at most {most:.2f}, below"

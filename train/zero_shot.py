@@ -127,11 +127,14 @@ def nearest_captions(
 ) -> list[Sample]:
   """Some images of a batch, with the nearest among the first captions of all its images.
 
-  The arguments are as in `evaluate`.
+  The arguments are as in `evaluate`. Only images with captions are taken; there may be none.
   """
   encode = functools.partial(encode_rows, params, encoders.mesh, batch_size)
   texts = list(dict.fromkeys(own[0] for own in batch["captions"] if own))
-  rows = np.unique(np.linspace(0, len(batch["image"]) - 1, images).round().astype(int))
+  if not texts:
+    return []
+  described = np.array([i for i, own in enumerate(batch["captions"]) if own])
+  rows = described[np.unique(np.linspace(0, len(described) - 1, images).round().astype(int))]
   # Whole batches, whose shape is compiled already.
   image_features = unit(encode(encoders.image, batch["image"]))[rows]
   text_features = unit(encode(encoders.text, tokenize(texts)))

@@ -106,12 +106,18 @@ def _shards_builder(config: DataConfig) -> WebDataset:
       f"data.name={config.name!r} cannot name an import: lower case letters, digits and _ can, "
       f"except {' and '.join(_DRAWN)}."
     )
-  if config.eval_shards and config.eval_split == config.train_split:
+  # Whole splits are imported: "train[:90%]" is read from "train".
+  train, evaluated = (name.partition("[")[0] for name in (config.train_split, config.eval_split))
+  if config.eval_shards and "," in config.eval_split:
+    raise ValueError(
+      f"data.eval_split={config.eval_split!r} must be one split, that of data.eval_shards."
+    )
+  if config.eval_shards and evaluated == train:
     raise ValueError(f"data.eval_split={config.eval_split!r} is the train split already.")
   root = pathlib.Path(config.root).expanduser()
-  shards = {config.train_split: str(root / config.train_shards)}
+  shards = {train: str(root / config.train_shards)}
   if config.eval_shards:
-    shards[config.eval_split] = str(root / config.eval_shards)
+    shards[evaluated] = str(root / config.eval_shards)
   class_names = []
   if config.class_names:
     try:

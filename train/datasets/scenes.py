@@ -65,8 +65,14 @@ class Scenes(NamedTuple):
     ]
 
   def check_split(self, split: str) -> None:
-    """Raises a ValueError that lists the splits if `split` is none, or a wrong part of one."""
-    self._part(split)
+    """Raises a ValueError if `split` is none, or a wrong or empty part of one."""
+    name, size = self._part(split)
+    if SPLITS[name].size and not size:
+      raise ValueError(f"The part {split!r} of {self.full_name} has no example.")
+
+  def size(self, split: str) -> int:
+    """The number of its examples; 0 for train, which has no end."""
+    return self._part(split)[1]
 
   def check_tokenizer(self, tokenizer: Tokenizer) -> None:
     """Raises a ValueError unless the tokenizer gives the ids of VOCABULARY."""
