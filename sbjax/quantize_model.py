@@ -125,18 +125,23 @@ def _convert(conversion: Conversion, function: Callable, tree, name_of: Callable
   keyed, treedef = jax.tree.flatten_with_path(tree)
   leaves = [leaf for _, leaf in keyed]
   names = [name_of(keys) if isinstance(leaf, _ARRAYS) else None for keys, leaf in keyed]
-  parameters = {name: leaf for name, leaf in zip(names, leaves, strict=True) if name is not None}
-  _check_patterns(conversion, list(parameters))
+  # By their places: two parameters may have one path, such as leaves of a parameter that is a tree.
+  places = [i for i, name in enumerate(names) if name is not None]
+  paths: list[Any] = [names[i] for i in places]
+  parameters: list[Any] = [leaves[i] for i in places]
+  _check_patterns(conversion, paths)
   products = Products(conversion)
 
   def of_parameters(*arrays):
-    given = dict(zip(parameters, arrays, strict=True))
+    given = leaves.copy()
+    for i, array in zip(places, arrays, strict=True):
+      given[i] = array
     with _outermost():
-      return function(treedef.unflatten(map(given.get, names, leaves)))
+      return function(treedef.unflatten(given))
 
-  result = rewritten(of_parameters, list(parameters), products)(*parameters.values())
+  result = rewritten(of_parameters, paths, products)(*parameters)
   if conversion.verbose:
-    print(products.table({name: array.shape for name, array in parameters.items()}))
+    print(products.table({path: x.shape for path, x in zip(paths, parameters, strict=True)}))
   return result
 
 
