@@ -25,6 +25,7 @@ stored parameters: `EDQ = <D, change> / <D, D>`, over all parameters. It is 1 if
 Here the change is that of hi + lo; the authors' code takes that of hi.
 """
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -132,7 +133,9 @@ def summed_parameters(params, opt_state):
   """
   params = optax.tree.cast(params, jnp.float32)
   for state in states_of(CompensatedState, opt_state):
-    params = jax.tree.map(_sum, params, state.residual)
+    params = _map_residual(
+      lambda low, p: _sum(p, low) if hasattr(low, "dtype") else p, state.residual, params
+    )
   return params
 
 
@@ -154,7 +157,7 @@ def split_parameters(values, params, opt_state):
   (Array([1], dtype=bfloat16), Array([0.000999451], dtype=bfloat16))
   """
 
-  def halves(value, p, low):
+  def halves(low, value, p):
     if not hasattr(low, "dtype"):
       return p, low
     high, low = _split(value, p, "exact" if low.dtype == jnp.int16 else True)
@@ -164,13 +167,24 @@ def split_parameters(values, params, opt_state):
     nonlocal params
     if not isinstance(state, CompensatedState):
       return state
-    pairs = jax.tree.map(halves, values, params, state.residual)
-    params, low = (jax.tree.map(lambda _, pair, i=i: pair[i], values, pairs) for i in (0, 1))
+    pairs = _map_residual(halves, state.residual, values, params)
+    params, low = (
+      _map_residual(lambda _, pair, i=i: pair[i], state.residual, pairs) for i in (0, 1)
+    )
     return state._replace(residual=low)
 
   params = jax.tree.map(lambda value, p: value.astype(p.dtype), values, params)
   opt_state = jax.tree.map(split, opt_state, is_leaf=lambda x: isinstance(x, CompensatedState))
   return params, opt_state
+
+
+def _map_residual(function: Callable, residual, *trees):
+  """`jax.tree.map`, where None or a MaskedNode of the residual may stand for a whole subtree."""
+
+  def is_missing(node):
+    return node is None or isinstance(node, optax.MaskedNode)
+
+  return jax.tree.map(function, residual, *trees, is_leaf=is_missing)
 
 
 def _check(params) -> None:

@@ -112,8 +112,12 @@ def _in_fields(formats: dict[str, Format], function: Callable, state):
   def change(node):
     if not has_fields(node):
       return node
-    names = (name for name in node._fields if name in formats)
-    fields = {name: function(formats[name], getattr(node, name), node) for name in names}
+    fields = {
+      name: function(formats[name], field, node)
+      if name in formats
+      else _in_fields(formats, function, field)
+      for name, field in zip(node._fields, node, strict=True)
+    }
     return node._replace(**fields)
 
   return jax.tree.map(change, state, is_leaf=has_fields)
