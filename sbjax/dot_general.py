@@ -62,9 +62,12 @@ class DotGeneral:
     (lhs_k, rhs_k), (lhs_b, rhs_b) = _checked_axes(lhs.shape, rhs.shape, dimension_numbers)
     if preferred_element_type is not None:
       preferred_element_type = floating_dtype("preferred_element_type", preferred_element_type)
-      # Widened first, not last: x is quantized to the same bits, and y is cast once.
-      wider = jnp.dtype(preferred_element_type).itemsize > lhs.dtype.itemsize
-      lhs = lhs.astype(preferred_element_type) if wider else lhs
+      # Widened first, not last: x is quantized to the same bits, and y is cast once. float16 and
+      # bfloat16 meet in float32, since bfloat16 holds what overflows in float16.
+      if {lhs.dtype, preferred_element_type} == {jnp.dtype("float16"), jnp.dtype("bfloat16")}:
+        lhs = lhs.astype(jnp.float32)
+      elif preferred_element_type.itemsize > lhs.dtype.itemsize:
+        lhs = lhs.astype(preferred_element_type)
     lhs_free = [a for a in range(lhs.ndim) if a not in (*lhs_k, *lhs_b)]
     rhs_free = [a for a in range(rhs.ndim) if a not in (*rhs_k, *rhs_b)]
     batch = [lhs.shape[a] for a in lhs_b]

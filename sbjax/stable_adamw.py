@@ -53,9 +53,10 @@ def scale_by_stable_adam(
   >>> optimizer = optax.chain(scale_by_stable_adam(b2=0.95), optax.scale(-1e-3))
   >>> state = optimizer.init({"w": jnp.ones(3)})
   """
-  _check("b1", b1, "from 0 to below 1", lambda b: 0 <= b < 1)
-  if not callable(b2):
-    _check("b2", b2, "from 0 to below 1, or a schedule", lambda b: 0 <= b < 1)
+  for name, b, kind in (("b1", b1, ""), ("b2", b2, ", or a schedule")):
+    if not (kind and callable(b)):
+      range_ = f"from 0 to below 1 in float32{kind}"
+      _check(name, b, range_, lambda b: 0 <= np.float32(b) < 1)
   _check("eps", eps, "0 or more", lambda e: 0 <= e < jnp.inf)
   _check("clip_threshold", clip_threshold, "above 0", lambda d: d > 0)
   if not callable(weight_decay):
@@ -82,7 +83,7 @@ def scale_by_stable_adam(
     w1 = _newest_weight(b1, count)
     w2 = _scheduled_weight(b2, state.count) if callable(b2) else _newest_weight(b2, count)
     g = _map(_as_gradient, updates, state.mu)
-    step = functools.partial(_step, w1, w2, eps)
+    step = functools.partial(_step, w1, w2, jnp.asarray(eps, jnp.float32))
     stepped = _map(step, g, state.mu, state.nu, state.rms)
     direction, mu, nu, rms = (_map(lambda g, s, i=i: s[i], g, stepped) for i in range(4))
 
@@ -281,6 +282,8 @@ def _like(old, moment):
 
 def _rms(g, nu, eps, axes):
   """The paper's sqrt(mean(g^2 / max(u, eps^2))), with the root inside: eps^2 may underflow."""
+  if not g.size:
+    return jnp.zeros([n for axis, n in enumerate(g.shape) if axis not in axes], jnp.float32)
   return jnp.sqrt(jnp.mean((g / jnp.maximum(jnp.sqrt(nu), eps)) ** 2, axes))
 
 

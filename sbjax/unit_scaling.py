@@ -239,7 +239,7 @@ def add(
   if isinstance(y, int | float):
     return x + y
   shape = jnp.broadcast_shapes(x.shape, y.shape)
-  copies = (math.prod(shape) / max(a.size, 1) for a in (x, y))
+  copies = (max(math.prod(shape), 1) / max(a.size, 1) for a in (x, y))
   output = 1.0 if 1 in (x.size, y.size) else 2**-0.5
   output, *gradients = _constrained(constraint, output, *(n**-0.5 for n in copies))
   x, y = (

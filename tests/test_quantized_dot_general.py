@@ -128,6 +128,12 @@ def test_no_tokens_give_no_rows():
 MATRIX = (((1,), (0,)), ((), ()))
 
 
+def test_a_bfloat16_result_holds_what_overflows_in_float16():
+  dot, x = quantized_dot_general("switchback"), jnp.full((1, 64), 300.0, jnp.float16)
+  y = dot(x, x.T, MATRIX, preferred_element_type=jnp.bfloat16)
+  np.testing.assert_allclose(y.astype(jnp.float32), 64 * 300.0**2, rtol=2**-6)
+
+
 def test_preferred_element_type_is_the_dtype_of_the_result():
   x, w = normal((5, 12), "bfloat16"), normal((12, 8), "bfloat16")
   dot = quantized_dot_general("switchback")

@@ -270,6 +270,22 @@ def test_injected_hyperparameters_are_used():
   assert set(tensor_rms(state)) == {"w", "b"}
 
 
+def test_injected_hyperparameters_of_64_bits_keep_the_state_s_dtypes():
+  with jax.enable_x64(True):
+    optimizer = optax.inject_hyperparams(stable_adamw)(1e-3)
+    params = {"w": jnp.ones(3, jnp.float64)}
+    state = optimizer.init(params)
+    _, after = optimizer.update(params, state, params)
+  assert [x.dtype for x in jax.tree.leaves(after)] == [x.dtype for x in jax.tree.leaves(state)]
+
+
+def test_a_tensor_without_numbers_has_no_rms_to_alarm():
+  params = {"w": jnp.ones(3), "empty": jnp.zeros((0, 3))}
+  optimizer = stable_adamw(1e-3)
+  updates, state = optimizer.update(params, optimizer.init(params), params)
+  assert tensor_rms(state) == {"w": 1.0, "empty": 0.0} and updates["empty"].shape == (0, 3)
+
+
 def test_the_weight_decay_may_follow_a_schedule():
   params = jnp.ones(4)
   schedule = optax.linear_schedule(0.0, 1.0, 4)
@@ -331,9 +347,13 @@ def test_a_nan_gradient_reaches_the_update_and_the_rms():
 def test_errors_name_the_right_value():
   with pytest.raises(ValueError, match=r"'paper'.*'clipped' or 'plain'"):
     stable_adamw(0.1, decay_with="paper")
-  with pytest.raises(ValueError, match=r"b2=1.0 must be .* below 1, or a schedule"):
+  with pytest.raises(ValueError, match=r"b2=1.0 must be .* below 1 in float32, or a schedule"):
     stable_adamw(0.1, b2=1.0)
-  with pytest.raises(ValueError, match=r"b1=<function .* must be a number, from 0 to below 1\."):
+  with pytest.raises(ValueError, match=r"b2=0.99999999 must be .* below 1 in float32"):
+    stable_adamw(0.1, b2=0.99999999)
+  with pytest.raises(
+    ValueError, match=r"b1=<function .* must be a number, from 0 to below 1 in float32\."
+  ):
     stable_adamw(0.1, b1=power(0.5))
   tx = stable_adamw(0.1, mask=lambda tree: jax.tree.map(lambda p: p.ndim > 1, tree))
   with pytest.raises(ValueError, match="needs the parameters"):

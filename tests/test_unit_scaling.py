@@ -280,6 +280,10 @@ def test_the_default_constraint_makes_gradients_those_of_a_function():
   np.testing.assert_allclose(slope, np.sum(gradient * direction), rtol=1e-3)
 
 
+def test_arrays_without_numbers_are_added():
+  assert us.add(jnp.ones((0, 3)), jnp.ones((0, 3))).shape == (0, 3)
+
+
 @pytest.mark.parametrize("factor", [1 / 3, 2.0**0.5])
 def test_scaled_rounds_16_bits_once(factor):
   x = jnp.asarray(wave(1000), jnp.bfloat16)
