@@ -1,5 +1,6 @@
 """Weights & Biases, as a fake module: it records a run, and its failures end nothing."""
 
+import re
 import sys
 import threading
 from types import SimpleNamespace
@@ -44,6 +45,17 @@ def fake(monkeypatch, run=None):
   return options
 
 
+def test_runs_of_one_name_in_two_folders_have_two_logs_and_a_resume_has_its_own(
+  monkeypatch, tmp_path
+):
+  options, ids = fake(monkeypatch, FakeRun()), []
+  for folder in ("a/seed0", "b/seed0", "a/../a/seed0"):
+    (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+    WandbLog(CONFIG, tmp_path / folder)
+    ids.append(options["id"])
+  assert ids[0] == ids[2] != ids[1] and all(re.fullmatch("seed0-[0-9a-f]{8}", i) for i in ids)
+
+
 def use(workdir):
   log = WandbLog(CONFIG, workdir)
   log.log({"loss": 1.0}, step=1)
@@ -56,7 +68,7 @@ def test_a_run_is_logged_and_its_start_waits_no_longer_than_a_minute(monkeypatch
   options = fake(monkeypatch, run)
   use(tmp_path)
   assert run.calls == [("log", 1), ("log", 2), ("finish",)]
-  assert options["project"] == "mine" and options["id"] == tmp_path.name
+  assert options["project"] == "mine" and options["name"] == tmp_path.name
   assert options["dir"] == str(tmp_path) and options["settings"].init_timeout < 60
 
 

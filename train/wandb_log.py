@@ -1,5 +1,6 @@
 """Weights & Biases beside a run: without a network or an account the run goes on without it."""
 
+import hashlib
 import sys
 import threading
 from pathlib import Path
@@ -25,7 +26,8 @@ class WandbLog:
     self._run = self._try(
       wandb.init,
       project=config.wandb_project,
-      id=workdir.name,
+      id=_id(workdir),
+      name=workdir.resolve().name,
       dir=str(workdir),
       resume="allow",
       config=config.to_dict(),
@@ -53,3 +55,9 @@ class WandbLog:
         " WANDB_MODE=offline writes to the workdir, and `wandb sync` uploads that later.",
         file=sys.stderr,
       )
+
+
+def _id(workdir: Path) -> str:
+  """Another for each folder, and the same on a resume: a project may have two runs named seed0."""
+  path = workdir.resolve()
+  return f"{path.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
