@@ -127,6 +127,15 @@ def test_logit_scale_starts_at_the_temperature_of_clip_and_stays_in_range():
     np.testing.assert_allclose(outputs(model, params)["logit_scale"], want, rtol=1e-6)
 
 
+def test_the_logit_scale_of_siglip_has_no_limit():
+  """Its published weights have scales above 100: ViT-SO400M-14-SigLIP-384's is exp(4.7215)."""
+  model = clip(init_logit_scale=10.0, init_logit_bias=-10.0)
+  params = {**random_params(), "logit_bias": jnp.float32(-16)}
+  for log_scale in (4.7215, -0.5):
+    out = outputs(model, {**params, "logit_scale": jnp.float32(log_scale)})
+    np.testing.assert_allclose(out["logit_scale"], np.exp(log_scale), rtol=1e-6)
+
+
 def test_out_of_range_logit_scale_has_gradients_only_towards_the_range():
   @compiled
   def gradient(log_scale, sign):

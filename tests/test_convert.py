@@ -1,6 +1,9 @@
 import dataclasses
 import functools
 import json
+import pickle
+import types
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +11,7 @@ import numpy as np
 import pytest
 from interop import assert_same_features, import_open_clip, perturb
 
-from sbjax.models import convert, layouts
+from sbjax.models import convert, layouts, weight_files
 from sbjax.models.clip import CLIP
 from sbjax.models.config_files import config_from_dict, to_open_clip
 from sbjax.models.convert import check_architecture, load_weights, save_weights, state_dict
@@ -217,6 +220,19 @@ def test_a_config_that_lacks_a_field_names_it(values, message):
     config_from_dict(values)
 
 
+def test_what_a_config_dict_of_transformers_lacks_is_the_default():
+  """As CLIPConfig of transformers reads it; such old files have each tower's config twice."""
+  text = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+  config = {
+    "model_type": "clip",
+    "projection_dim": 24,
+    "text_config": text | {"hidden_act": "gelu"},
+  }
+  assert config_from_dict(config).text.activation == "gelu"
+  twice = config_from_dict(config | {"text_config_dict": text})
+  assert (twice.text.activation, twice.text.width) == ("quick_gelu", 32)
+
+
 def test_a_state_dict_error_lists_missing_unexpected_and_misshapen_tensors():
   state = state_dict(random_params(), MICRO)
   state["head.weight"] = state.pop("visual.proj")
@@ -267,6 +283,43 @@ def test_a_missing_folder_is_named_as_one(tmp_path):
     load_weights(tmp_path / "exported", MICRO)
   with pytest.raises(ValueError, match=r"model.bin \(shards are not read\)\."):
     load_weights(tmp_path, MICRO)
+
+
+@pytest.mark.parametrize(
+  ("state", "message"),
+  [
+    ({"model": {"a": np.ones(2)}, "epoch": 3}, r"'model', 'epoch', which are no tensors"),
+    ([np.ones(2)], "holds a list"),
+  ],
+)
+def test_what_is_no_state_dict_is_named(monkeypatch, tmp_path, state, message):
+  torch = types.SimpleNamespace(load=lambda path, **_: state)
+  monkeypatch.setattr(weight_files, "import_package", lambda name: torch)
+  (tmp_path / "clip.pt").touch()
+  with pytest.raises(ValueError, match=message):
+    load_weights(tmp_path / "clip.pt", MICRO)
+
+
+@pytest.mark.parametrize("error", [pickle.UnpicklingError("Weights only load failed."), EOFError()])
+def test_a_damaged_file_of_weights_is_named(monkeypatch, tmp_path, error):
+  def load(path, **_):
+    raise error
+
+  torch = types.SimpleNamespace(load=load, load_file=load)
+  monkeypatch.setattr(weight_files, "import_package", lambda name: torch)
+  for name in ("clip.pt", "clip.safetensors"):
+    (tmp_path / name).touch()
+    with pytest.raises(ValueError, match=rf"{name} cannot be read: {type(error).__name__}"):
+      load_weights(tmp_path / name, MICRO)
+
+
+def test_weights_are_written_to_the_home_folder(monkeypatch, tmp_path):
+  monkeypatch.setenv("HOME", str(tmp_path))
+  saved = []
+  numpy = types.SimpleNamespace(save_file=lambda state, path, **_: saved.append(Path(path)))
+  monkeypatch.setattr(weight_files, "import_package", lambda name: numpy)
+  weight_files.write_file({}, "~/clip.safetensors")
+  assert saved == [tmp_path / "clip.safetensors"]
 
 
 def test_a_missing_torch_error_names_the_extra(monkeypatch, tmp_path):

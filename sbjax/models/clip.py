@@ -129,7 +129,8 @@ class CLIP(nn.Module):
 
     Returns:
       image_features, text_features: [B, E], of length 1.
-      logit_scale: scalar in [1, 100], the factor on their dot products.
+      logit_scale: scalar, the factor on their dot products; in [1, 100] as CLIP has it, but for a
+        model with a logit_bias: SigLIP's weights have larger ones.
       logit_bias: scalar, if the model has one.
       block_outputs: {"image": [layers], "text": [layers]}, the mean |feature| after each block;
         no gradient flows into it.
@@ -137,12 +138,15 @@ class CLIP(nn.Module):
     """
     image_features, image_blocks = self.image(image, train=train, first_example=first_example)
     text_features, text_blocks = self.text(text)
-    bias = {} if self.init_logit_bias is None else {"logit_bias": self.logit_bias}
+    if self.init_logit_bias is None:
+      bias, limits = {}, (0.0, MAX_LOG_LOGIT_SCALE)
+    else:
+      bias, limits = {"logit_bias": self.logit_bias}, (-math.inf, math.inf)
     return {
       **bias,
       "image_features": _normalize(image_features),
       "text_features": _normalize(text_features),
-      "logit_scale": jnp.exp(_clamp(self.logit_scale, 0.0, MAX_LOG_LOGIT_SCALE)),
+      "logit_scale": jnp.exp(_clamp(self.logit_scale, *limits)),
       **{name: {"image": image_blocks[name], "text": text_blocks[name]} for name in image_blocks},
     }
 

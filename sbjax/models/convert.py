@@ -61,6 +61,11 @@ def load_weights(source, config: CLIPConfig, *, scan: bool = True, resize: bool 
     check_architecture(config, theirs, os.fspath(source))
   state = read_file(source) if isinstance(source, str | os.PathLike) else dict(source)
   state = state.get("state_dict", state)
+  if strangers := [name for name, tensor in state.items() if not hasattr(tensor, "shape")]:
+    raise ValueError(
+      f"The state dict holds {', '.join(map(repr, strangers[:5]))}, which are no tensors: expected"
+      " names and tensors, at the top or under 'state_dict'."
+    )
   state = {name.removeprefix("module."): tensor for name, tensor in state.items()}
   _check_openai(state, config)
   state = {name: tensor for name, tensor in state.items() if not _is_buffer(name)}

@@ -45,11 +45,12 @@ def from_hf(values: Mapping, name: str) -> CLIPConfig:
     refuse(name, "a SigLIP2 for any aspect ratio (NaFlex)")
   if kind not in _HF_DEFAULTS:
     refuse(name, f"transformers' {kind!r}")
-  # Old files have the same twice, and *_config_dict wins.
-  towers = (
-    default | (values.get(f"{tower}_config") or {}) | (values.get(f"{tower}_config_dict") or {})
-    for tower, default in zip(("vision", "text"), _HF_DEFAULTS[kind], strict=True)
-  )
+  # Old files have the same twice. *_config_dict wins, and defaults are what it lacks.
+  towers = []
+  for tower, default in zip(("vision", "text"), _HF_DEFAULTS[kind], strict=True):
+    old = values.get(f"{tower}_config_dict")
+    winning = {} if old is None else default | old
+    towers.append(default | (values.get(f"{tower}_config") or {}) | winning)
   v, t = ({k: x for k, x in tower.items() if x is not None} for tower in towers)
   siglip = kind == "siglip"
   if siglip and v.get("vision_use_head") is False:

@@ -3,6 +3,7 @@
 import importlib
 import os
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ def read_file(source: str | os.PathLike) -> dict:
   """The tensors of a file, or of a folder's first of WEIGHT_FILES, by name; shards are not read.
 
   Raises:
-    ValueError: there is no such file or folder, or its suffix is unknown.
+    ValueError: there is no such file or folder, it cannot be read, or its suffix is unknown.
     ImportError: torch or safetensors is not installed.
   """
   path = Path(source).expanduser()
@@ -36,13 +37,22 @@ def read_file(source: str | os.PathLike) -> dict:
   suffix = file_suffix(path)
   if not path.is_file():
     raise ValueError(f"There is no file {path}: expected a state dict ({suffix}).")
-  if suffix == ".safetensors":
-    # Through torch, since numpy lacks bfloat16.
-    return import_package("safetensors.torch").load_file(path)
-  torch = import_package("torch")
-  if _is_torchscript(path):  # OpenAI's own files.
-    return torch.jit.load(path, map_location="cpu").state_dict()
-  return torch.load(path, map_location="cpu", weights_only=True)
+  # safetensors through torch, since numpy lacks bfloat16.
+  package = import_package("safetensors.torch" if suffix == ".safetensors" else "torch")
+  try:
+    if suffix == ".safetensors":
+      return package.load_file(path)
+    if _is_torchscript(path):  # OpenAI's own files.
+      return package.jit.load(path, map_location="cpu").state_dict()
+    state = package.load(path, map_location="cpu", weights_only=True)
+  except OSError:
+    raise
+  except Exception as error:  # Broken files raise many kinds, such as EOFError.
+    reason = f"{type(error).__name__} {str(error).partition('. ')[0]}".strip()
+    raise ValueError(f"{path} cannot be read: {reason}. Is it a whole download?") from error
+  if not isinstance(state, Mapping):
+    raise ValueError(f"{path} holds a {type(state).__name__}, and no state dict.")
+  return dict(state)
 
 
 def _is_torchscript(path: Path) -> bool:
@@ -59,6 +69,7 @@ def write_file(state: dict[str, np.ndarray], path: str | os.PathLike) -> None:
     ValueError: the suffix is unknown.
     ImportError: torch or safetensors is not installed.
   """
+  path = Path(path).expanduser()
   if file_suffix(path) == ".safetensors":
     # transformers refuses a file that does not say this.
     import_package("safetensors.numpy").save_file(state, path, metadata={"format": "pt"})
