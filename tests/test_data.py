@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import threading
+import types
 
 import grain
 import jax
@@ -84,7 +85,7 @@ class Keys:
   @property
   def info(self):
     return dataclasses.make_dataclass("Info", ["splits", "full_name", "features"])(
-      {"train": None}, "keys/1.0.0", {}
+      {"train": types.SimpleNamespace(num_examples=self.count)}, "keys/1.0.0", {}
     )
 
   def as_data_source(self, split):
