@@ -199,6 +199,19 @@ def test_what_cannot_be_embedded_is_one_message(model, tmp_path, monkeypatch, ar
     run(tmp_path / "out", "--debug", *arguments)
 
 
+def test_only_line_breaks_end_a_text(tmp_path):
+  file = tmp_path / "texts.txt"
+  file.write_bytes("a dog\u2028on grass\r\n\n cat\x0b two\n".encode())
+  assert embed._texts(str(file)) == ["a dog\u2028on grass", "cat\x0b two"]
+
+
+def test_a_query_among_no_pictures_is_one_message(tmp_path):
+  np.save(tmp_path / "images-00000.npy", np.ones((0, 4), np.float32))
+  (tmp_path / "images-00000.json").write_text(json.dumps({"names": []}))
+  with pytest.raises(RunError, match="holds no vector of a picture: all were skipped"):
+    embed.nearest(tmp_path, np.ones((1, 4), np.float32), 2)
+
+
 def test_vectors_of_another_width_are_not_compared(model, photos, tmp_path):
   run(tmp_path / "out", data=photos)
   with pytest.raises(RunError, match="has vectors of 3 numbers, and the model makes 4"):

@@ -246,7 +246,7 @@ def test_an_init_with_another_normalization_of_images_is_refused(tmp_path, file,
   path.write_text(json.dumps({**given, "preprocess_cfg": own, "image_std": own["std"]}))
   check_init(config(init=str(folder)), MICRO)
   path.write_text(json.dumps({**given, **values}))
-  with pytest.raises(ValueError, match=rf" {field}=\[0.5, 0.5, 0.5\] \({file}\), and training"):
+  with pytest.raises(ValueError, match=rf" {field}=\[0.5, 0.5, 0.5\] \({file}\), and this program"):
     check_init(config(init=str(folder)), MICRO)
 
 

@@ -151,6 +151,14 @@ def test_weights_need_a_file_and_a_size(workdir, tmp_path):
     inference.load(tmp_path / "b32.pt", size="ViT-B-33", tokenizer=tokenizer)
 
 
+def test_weights_with_another_normalization_of_images_are_refused(tmp_path):
+  (tmp_path / "clip.pt").touch()
+  values = {"preprocess_cfg": {"mean": [0.5, 0.5, 0.5]}}
+  (tmp_path / "open_clip_config.json").write_text(json.dumps(values))
+  with pytest.raises(RunError, match=r"clip.pt: its images have mean=\[0.5, 0.5, 0.5\]"):
+    inference.load(tmp_path / "clip.pt", size="B/32")
+
+
 @pytest.mark.interop
 @pytest.mark.slow
 def test_weights_of_another_size_name_the_size_that_fits(tmp_path):

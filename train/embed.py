@@ -165,6 +165,8 @@ def nearest(out: Path, queries: np.ndarray, count: int) -> list[list[tuple[float
     for query, row in enumerate(queries @ features.T):
       found = [(float(row[i]), names[i]) for i in np.argsort(-row, kind="stable")[:count]]
       best[query] = sorted(best[query] + found, key=lambda pair: -pair[0])[:count]
+  if queries.size and not all(best):
+    raise RunError(f"{out} holds no vector of a picture: all were skipped, and its JSON says why.")
   return best
 
 
@@ -246,7 +248,8 @@ def embed(options: argparse.Namespace) -> None:
 def _texts(path: str) -> list[str]:
   if not path:
     return []
-  lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+  # Unicode has further line breaks, which may be in a text.
+  lines = Path(path).expanduser().read_text(encoding="utf-8").split("\n")
   texts = [line.strip() for line in lines if line.strip()]
   if not texts:
     raise RunError(f"--texts={path} is empty: it should hold a text on each line.")

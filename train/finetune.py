@@ -147,7 +147,7 @@ def check_init(config: Config, model: CLIPConfig) -> None:
       file_suffix(path)
     except ValueError as error:
       raise ValueError(f"init: {error}") from None
-  _check_normalization(config.init, path if path.is_dir() else path.parent)
+  check_normalization(f"init={config.init!r}", path if path.is_dir() else path.parent)
   theirs = _source(config)
   if theirs is None:
     return
@@ -160,7 +160,8 @@ def check_init(config: Config, model: CLIPConfig) -> None:
     ) from None
 
 
-def _check_normalization(init: str, folder: Path) -> None:
+def check_normalization(weights: str, folder: Path) -> None:
+  """Raises a ValueError if a config beside the weights has another mean or std of images."""
   for file, fields in (
     (OPEN_CLIP_FILE, ("mean", "std")),
     (_IMAGES_FILE, ("image_mean", "image_std")),
@@ -173,7 +174,7 @@ def _check_normalization(init: str, folder: Path) -> None:
       theirs = values.get(field)
       if theirs is not None and (len(theirs) != 3 or not np.allclose(theirs, ours, atol=1e-4)):
         raise ValueError(
-          f"init={init!r}: its images have {field}={theirs} ({file}), and training normalizes with"
+          f"{weights}: its images have {field}={theirs} ({file}), and this program normalizes with"
           f" OpenAI's, {[round(float(x), 4) for x in ours]}."
         )
 

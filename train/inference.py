@@ -25,6 +25,7 @@ from train.augment import CentreCrop
 from train.checkpoint import Checkpointer
 from train.config import Config, MeshConfig, ModelConfig
 from train.errors import RunError
+from train.finetune import check_normalization
 from train.optimizer import make_optimizer
 from train.run import abstract_state, check_tokenizer
 from train.sharding import make_mesh
@@ -128,6 +129,10 @@ def _open_clip(path: Path, size: str, tokenizer: str):
     raise RunError(f"{path} needs the size of its model, such as --model=ViT-B-32.")
   config = Config(model=ModelConfig(size=size, recipe="full", dtype="float32"))
   made = make_tokenizer(tokenizer or "clip", None, 0)
+  try:
+    check_normalization(str(path), path.parent)
+  except ValueError as error:
+    raise RunError(str(error)) from error
   try:
     params = load_weights(path, make_task(config, made).model.config)
   except ValueError as error:
