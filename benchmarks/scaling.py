@@ -343,7 +343,7 @@ def measure(case: Case) -> None:
 
 
 def _note(started: float, what: str) -> float:
-  """Says on stderr, which an `error` ends with, when something happened; returns the seconds."""
+  """Prints when something happened, to stderr, whose end an `error` shows; returns the seconds."""
   seconds = round(time.perf_counter() - started, 1)
   print(f"{what} after {seconds} s", file=sys.stderr, flush=True)
   return seconds

@@ -66,7 +66,7 @@ def quantized_pmean(
 
   Raises:
     ValueError: a leaf that is no floating-point array, an axis that no shard_map has, an unknown
-      format, or a tile or min_size that is no whole number; a derivative of what it rounds, too.
+      format, or a tile or min_size that is no whole number; or a derivative of a rounded exchange.
 
   >>> mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,))
   >>> specs = {"in_specs": P("data"), "out_specs": P(), "check_vma": False}

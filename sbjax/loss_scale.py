@@ -14,6 +14,7 @@ that is too large makes some of them infinite. What is skipped then is the diffe
   updates, opt_state = optimizer.update(scaled, opt_state, params)
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -152,10 +153,10 @@ def _init(optimizer, scale: float):
 
 
 def _check(name: str, value, above: float) -> None:
-  with np.errstate(over="ignore"):
-    is_finite = isinstance(value, int | float | np.number) and above < np.float32(value) < np.inf
-  if not is_finite:
-    raise ValueError(f"{name}={value!r} must be a finite number above {above} in float32.")
+  with np.errstate(over="ignore"), contextlib.suppress(OverflowError):  # Of an int such as 10**400.
+    if isinstance(value, int | float | np.number) and above < np.float32(value) < np.inf:
+      return
+  raise ValueError(f"{name}={value!r} must be a finite number above {above} in float32.")
 
 
 def _unscaled(gradients, scale):

@@ -224,6 +224,16 @@ def test_other_shapes_go_to_triton(sm90, monkeypatch, tokens, head_dim, length):
   assert sm90.attention_forward(x, x, x, causal=False, length=length) == length
 
 
+@pytest.mark.parametrize(("tokens", "head_dim"), [(66, 104), (80, 128)])
+def test_few_tokens_with_wide_heads_have_triton_s_backward_pass(
+  sm90, monkeypatch, tokens, head_dim
+):
+  x = jax.ShapeDtypeStruct((1, tokens, 1, 1, head_dim), jnp.bfloat16)
+  monkeypatch.setattr(sm90.attention_triton, "attention_backward", lambda *_, **__: "Triton's")
+  found = sm90.attention_backward(None, None, None, x, x, x, causal=False, length=tokens)
+  assert found == "Triton's"
+
+
 @needs_interpreter
 def test_each_kernel_gives_thread_blocks_several_heads(sm90, monkeypatch):
   blocks = []

@@ -289,6 +289,7 @@ def test_a_missing_folder_is_named_as_one(tmp_path):
   ("state", "message"),
   [
     ({"model": {"a": np.ones(2)}, "epoch": 3}, r"'model', 'epoch', which are no tensors"),
+    ({"state_dict": [1]}, "'state_dict' is a list"),
     ([np.ones(2)], "holds a list"),
   ],
 )

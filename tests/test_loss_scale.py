@@ -225,6 +225,7 @@ def test_states_without_a_scale_or_with_two():
     (lambda: dynamic_loss_scale(optax.sgd(1), factor=1.0), "factor=1.0 must be .* above 1"),
     (lambda: dynamic_loss_scale(optax.sgd(1), interval=0), "interval=0 must be .* above 0"),
     (lambda: fixed_loss_scale(optax.sgd(1), 1e39), r"scale=1e\+39 must be .* float32"),
+    (lambda: fixed_loss_scale(optax.sgd(1), 10**400), "must be .* above 0 in float32"),
     (lambda: fixed_loss_scale(optax.sgd(1), 1e-50), "scale=1e-50 must be .* above 0"),
     (lambda: fixed_loss_scale(optax.sgd(1), "auto"), re.escape("scale='auto' must be")),
   ],

@@ -14,8 +14,8 @@ from flax_case import normal
 from sbjax import quantize_model
 
 
-def of_two_kernels(x):
-  """Models whose two kernels could be taken for one another: a function, linen and nnx."""
+def of_two_kernels(kind, x):
+  """Results of a model whose two kernels could be taken for one another, and of it converted."""
 
   class Pair(NamedTuple):
     a: jax.Array
@@ -59,17 +59,19 @@ def of_two_kernels(x):
   function = lambda p, x: (x @ p["a/b"], x @ p["a"]["b"])  # noqa: E731
   structured, plain = Structured(), Outer(lambda cls: cls)
   full = functools.partial(quantize_model, rules="full")
-  of_linen, pair = plain.init(key, x), structured.init(key, x)
-  return {
-    "function": (function(slashes, x), full(function)(slashes, x)),
-    "outer modules": (plain.apply(of_linen, x), Outer(full).apply(of_linen, x)),
-    "a NamedTuple": (structured.apply(pair, x), full(structured).apply(pair, x)),
-    "a tree": (Tree()(x), full(Tree())(x)),
-  }
+  if kind == "function":
+    return function(slashes, x), full(function)(slashes, x)
+  if kind == "a tree":
+    return Tree()(x), full(Tree())(x)
+  model, converted = (
+    (plain, Outer(full)) if kind == "outer modules" else (structured, full(structured))
+  )
+  params = model.init(key, x)
+  return model.apply(params, x), converted.apply(params, x)
 
 
 @pytest.mark.parametrize("kind", ["function", "outer modules", "a NamedTuple", "a tree"])
 def test_parameters_with_one_path_keep_their_own_values(kind):
-  expected, actual = of_two_kernels(normal((2, 4)))[kind]
+  expected, actual = of_two_kernels(kind, normal((2, 4)))
   assert not np.allclose(*expected)
   jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), actual, expected)

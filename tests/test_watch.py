@@ -190,8 +190,8 @@ def test_scan_mesh_microbatches_and_loss_scale_change_no_metric():
 
 
 @pytest.mark.slow
-def test_a_gradient_that_overflows_is_not_finite_in_its_metrics():
-  # A scale of 2^127 overflows only if the compiler multiplies by it before what makes it smaller.
+def test_a_gradient_that_is_not_finite_shows_in_its_metrics():
+  # Whether 2^127 overflows depends on the order in which the compiler multiplies.
   metrics = sharded_step()(np.inf)
   assert metrics["skipped_updates"] > 0
   assert not np.isfinite(metrics[f"gradient_max_abs/{WATCH[2]}"])

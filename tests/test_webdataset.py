@@ -190,8 +190,12 @@ def test_parts_of_splits_are_read_from_whole_imports(config, folder):
   ("split", "message"),
   [
     ("val", "has no split 'val': it has train."),
-    ("train[:20%", "has no split 'train[:20%': a part is written as"),
-    ("train[90%]", "has no split 'train[90%]': a part is written as"),
+    ("train[:20%", "Error parsing split 'train[:20%'. See format"),
+    ("train[90%]", "Error parsing split 'train[90%]'. See format"),
+    (
+      "train[:20]",
+      "has no split 'train[:20]': Requested slice [:20] incompatible with 10 examples",
+    ),
     ("train[:0]", "The part 'train[:0]' of mine/1.0.0 has no example."),
     ("train[5:3]", "The part 'train[5:3]' of mine/1.0.0 has no example."),
     ("train[:5],train", "'train[:5],train' has two parts of one split"),

@@ -53,10 +53,10 @@ class DataConfig:
   root: str = ""  # the folder of the three files below
   # Tar shards to import under `name`: globs or {000..099} ranges, relative to root. "": none.
   train_shards: str = ""
-  eval_shards: str = ""  # likewise, for eval_split
+  eval_shards: str = ""  # likewise, for eval_split, which then is one split
   class_names: str = ""  # a file with the names of the classes, one a line. "": numbers
   train_split: str = "train"  # a split of the data set, or a part: "train[:90%]"
-  eval_split: str = "val"  # likewise; or several, with commas: "scenes,classes,heldout"
+  eval_split: str = "val"  # likewise; or different ones, with commas: "scenes,classes,heldout"
   image_key: str = "image"  # an Image feature
   text_key: str = "captions"  # a Text or Sequence(Text) feature; "": captions from labels
   label_key: str = ""  # a ClassLabel feature; "": no zero-shot classification

@@ -192,7 +192,7 @@ def eval_splits(config: Config) -> list[str]:
 
 
 def check_eval_splits(builder: Source, splits: Sequence[str]) -> None:
-  """`check_split` of each; a ValueError, too, for a split without end and for one that is twice."""
+  """Checks each split; refuses a split without end, too, and two parts of one split."""
   for split in splits:
     check_split(builder, split)
     if isinstance(builder, Scenes) and not builder.size(split):
@@ -212,10 +212,11 @@ def check_split(builder: Source, split: str) -> None:
     raise ValueError(f"{name} has no split {split!r}: it has {there}.")
   try:
     is_empty = builder.info.splits[split].num_examples < 1
-  except (ValueError, AssertionError, KeyError):  # TFDS cannot read what is in the brackets.
+  except (ValueError, AssertionError, KeyError, NotImplementedError) as error:
+    reason = str(error).partition("\n")[0].rstrip(".")
     raise ValueError(
-      f"{name} has no split {split!r}: a part is written as train[:90%] or train[100:]."
-    ) from None
+      f"{name} has no split {split!r}: {reason}. A part is written as train[:90%] or train[100:]."
+    ) from error
   if is_empty:
     raise ValueError(f"The part {split!r} of {name} has no example.")
 

@@ -169,10 +169,12 @@ def check_normalization(weights: str, folder: Path) -> None:
     if not (folder / file).is_file():
       continue
     values = read_json(folder / file)
-    values = values.get("preprocess_cfg", {}) if file == OPEN_CLIP_FILE else values
+    values = values.get("preprocess_cfg") or {} if file == OPEN_CLIP_FILE else values
     for field, ours in zip(fields, (MEAN, STD), strict=True):
       theirs = values.get(field)
-      if theirs is not None and (len(theirs) != 3 or not np.allclose(theirs, ours, atol=1e-4)):
+      if theirs is not None and (
+        np.shape(theirs) != (3,) or not np.allclose(theirs, ours, atol=1e-4)
+      ):
         raise ValueError(
           f"{weights}: its images have {field}={theirs} ({file}), and this program normalizes with"
           f" OpenAI's, {[round(float(x), 4) for x in ours]}."

@@ -128,15 +128,15 @@ def _open_clip(path: Path, size: str, tokenizer: str):
   if not size:
     raise RunError(f"{path} needs the size of its model, such as --model=ViT-B-32.")
   config = Config(model=ModelConfig(size=size, recipe="full", dtype="float32"))
-  made = make_tokenizer(tokenizer or "clip", None, 0)
   try:
     check_normalization(str(path), path.parent)
   except ValueError as error:
     raise RunError(str(error)) from error
+  made = make_tokenizer(tokenizer or "clip", None, 0)
   try:
     params = load_weights(path, make_task(config, made).model.config)
   except ValueError as error:
-    raise RunError(f"{path} does not hold a model of --model={size}. {error}") from error
+    raise RunError(f"{path} as a model of --model={size}: {error}") from error
   config.model.zero_init_layer_scale = "ls_1" in params["image"]["blocks"]
   return config, jax.device_put(params, jax.devices()[0]), made, None
 

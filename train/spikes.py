@@ -139,7 +139,7 @@ def check_reachable(workdir: Path, threshold: float) -> None:
   """
   path = workdir / "config.json"
   optimizer = read_config(path)["optimizer"] if path.is_file() else {}
-  b2 = 1.0 if optimizer.get("b2_power") else optimizer.get("b2", 1.0)
+  b2 = 1.0 if not optimizer or optimizer.get("b2_power") else optimizer["b2"]
   if b2 < 1 and threshold > (most := (1 - b2) ** -0.5):
     raise RunError(
       f"{workdir}: with optimizer.b2={b2} the RMS is at most {most:.2f}, below"

@@ -58,6 +58,6 @@ class WandbLog:
 
 
 def _id(workdir: Path) -> str:
-  """Another for each folder, and the same on a resume: a project may have two runs named seed0."""
+  """The folder's own: a project may have two runs named seed0. A moved run starts a new log."""
   path = workdir.resolve()
   return f"{path.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"

@@ -52,23 +52,25 @@ def load_weights(source, config: CLIPConfig, *, scan: bool = True, resize: bool 
       open_clip does.
 
   Raises:
-    ValueError: names are missing or unexpected, or shapes differ. The message lists them, and names
-      the architecture if sbjax lacks it, or models of the state dict's size. Or the weights are
-      OpenAI's, and the config has another activation. Or the path's config is that of another
-      architecture.
+    ValueError: names are missing or unexpected, shapes differ, or a value is no tensor. The message
+      lists them, and names the architecture if sbjax lacks it, or models of the state dict's size.
+      Or the weights are OpenAI's, and the config has another activation. Or the path's config is
+      that of another architecture.
   """
   if isinstance(source, str | os.PathLike) and (theirs := config_of(source)) is not None:
     check_architecture(config, theirs, os.fspath(source))
   state = read_file(source) if isinstance(source, str | os.PathLike) else dict(source)
   state = state.get("state_dict", state)
+  if not isinstance(state, Mapping):
+    raise ValueError(f"'state_dict' is a {type(state).__name__}: expected names and tensors.")
+  state = {name.removeprefix("module."): tensor for name, tensor in state.items()}
+  _check_openai(state, config)
+  state = {name: tensor for name, tensor in state.items() if not _is_buffer(name)}
   if strangers := [name for name, tensor in state.items() if not hasattr(tensor, "shape")]:
     raise ValueError(
       f"The state dict holds {', '.join(map(repr, strangers[:5]))}, which are no tensors: expected"
       " names and tensors, at the top or under 'state_dict'."
     )
-  state = {name.removeprefix("module."): tensor for name, tensor in state.items()}
-  _check_openai(state, config)
-  state = {name: tensor for name, tensor in state.items() if not _is_buffer(name)}
   options = _options(any(n.endswith(".ls_1.gamma") for n in state), "logit_bias" in state)
   layout = layout_of(state, config)
   shapes = _shapes(config, options)

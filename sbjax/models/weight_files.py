@@ -45,11 +45,13 @@ def read_file(source: str | os.PathLike) -> dict:
     if _is_torchscript(path):  # OpenAI's own files.
       return package.jit.load(path, map_location="cpu").state_dict()
     state = package.load(path, map_location="cpu", weights_only=True)
-  except OSError:
+  except (OSError, MemoryError):
     raise
   except Exception as error:  # Broken files raise many kinds, such as EOFError.
     reason = f"{type(error).__name__} {str(error).partition('. ')[0]}".strip()
-    raise ValueError(f"{path} cannot be read: {reason}. Is it a whole download?") from error
+    raise ValueError(
+      f"{path} cannot be read: {reason}. Is it a whole download, and does it hold tensors only?"
+    ) from error
   if not isinstance(state, Mapping):
     raise ValueError(f"{path} holds a {type(state).__name__}, and no state dict.")
   return dict(state)
