@@ -109,26 +109,40 @@ def timed(
 
 
 def open_clip_steps(
-  size: str, batch_size: int, remat: str, platform: str, rank: int = 0, processes: int = 1
+  size: str,
+  batch_size: int,
+  remat: str,
+  platform: str,
+  rank: int = 0,
+  processes: int = 1,
+  by_block: bool = False,
 ) -> Callable[[], None]:
   """Runs STEPS steps of open_clip's model and waits for them.
 
   With several processes, which have joined a process group, each trains on `batch_size` images
   under DistributedDataParallel. It computes its rows of the logits, as open_clip's --local-loss
-  and --gather-with-grad do.
+  and --gather-with-grad do. `by_block` compiles each block in place of the model, once for all
+  that are alike; a model of many checkpointed layers takes minutes as a whole.
   """
   torch.manual_seed(rank)
   config = SIZES[size]
-  model = open_clip.create_model(open_clip_name(size), device=platform, output_dict=True)
+  with torch.device(platform):  # A CPU draws the parameters of H/14 in a minute.
+    model = open_clip.create_model(open_clip_name(size), device=platform, output_dict=True)
   model.train()
   if remat == "block":
     model.set_grad_checkpointing()
+  if remat == "block" or by_block:
     torch._dynamo.config.optimize_ddp = False  # As open_clip: it cannot split checkpointed layers.
+  if by_block:
+    for module in model.modules():
+      if isinstance(module, open_clip.transformer.ResidualAttentionBlock):
+        module.compile()
   shared = {}
   if processes > 1:
     model = torch.nn.parallel.DistributedDataParallel(model)
     shared = {"local_loss": True, "gather_with_grad": True, "rank": rank, "world_size": processes}
-  compiled, loss = torch.compile(model), open_clip.ClipLoss(**shared)
+  compiled = model if by_block else torch.compile(model)
+  loss = open_clip.ClipLoss(**shared)
   optimizer = torch.optim.AdamW(
     model.parameters(), lr=1e-6, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.2, fused=True
   )

@@ -2,6 +2,10 @@
 
 import json
 import math
+import os
+import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -175,6 +179,78 @@ def test_runs_that_have_rows_are_not_trained_again(monkeypatch, tmp_path, capsys
   assert trained == [chosen[0]] and "nothing is missing" in capsys.readouterr().out
   call(monkeypatch, 9, "--out", out, "--gpus", 0)
   assert trained == [chosen[0]]
+
+
+def test_arms_of_several_figures_are_trained_once_and_are_the_first_figures(monkeypatch, tmp_path):
+  out, trained = tmp_path / "runs.jsonl", []
+
+  def train_all(missing, *_):
+    trained.extend(missing)
+    yield from map(row_of, missing)
+
+  monkeypatch.setattr(runs, "train_all", train_all)
+  call(monkeypatch, 15, 10, "--out", out, "--gpus", 0)
+  both = {arm.name for name in ("10", "15") for arm in FIGURES[name].arms}
+  assert len(trained) == len(both) and {arm.name for arm in trained} == both
+  commands = {row["name"]: row["command"] for row in program.read_rows(out).values()}
+  of_15 = {arm.name for arm in FIGURES["15"].arms}
+  assert all(commands[n].endswith(" 15" if n in of_15 else " 10") for n in both)
+  assert (tmp_path / "figure_10.png").is_file() and (tmp_path / "figure_15.png").is_file()
+
+
+def test_figures_7_and_8_share_the_runs_of_the_main_schedule_with_6_and_10():
+  (main, *shared) = ({a for a in FIGURES[n].arms if a.size == "ti"} for n in ("6", "7", "8", "10"))
+  assert len(main) == 15 and all(main <= arms for arms in shared)
+
+
+def test_a_run_that_would_not_end_in_time_is_not_started(monkeypatch, tmp_path):
+  monkeypatch.setattr(runs, "_TRAIN", [sys.executable, "-c", "pass"])
+  chosen = FIGURES["2"].arms
+  expected = {arm: 500 if arm.size == "s12" else 50 for arm in chosen}
+  found = runs.train_all(chosen, tmp_path, [0], 4, 100, expected=expected.get)
+  assert {row["size"] for row in found} == {"ti"}
+
+
+_SLEEPER = """
+import json, pathlib, sys, time
+pathlib.Path(sys.argv[2], "end.json").write_text(json.dumps({"eval": {}}))
+pathlib.Path(sys.argv[2], "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}')
+time.sleep(600 * (json.loads(sys.argv[1])[2] > 0))
+"""
+
+
+def test_runs_end_with_the_command_that_started_them(monkeypatch, tmp_path):
+  """Else they would hold the GPUs, and their folders, when the command is given again."""
+  monkeypatch.setattr(runs, "_TRAIN", [sys.executable, "-c", _SLEEPER])
+  started, popen = [], subprocess.Popen
+  monkeypatch.setattr(
+    subprocess, "Popen", lambda *a, **k: started.append(popen(*a, **k)) or started[-1]
+  )
+  monkeypatch.setattr(program, "_report", lambda row: os.kill(os.getpid(), signal.SIGTERM))
+  before = signal.getsignal(signal.SIGTERM)
+  with pytest.raises(SystemExit, match="SIGTERM"):
+    call(monkeypatch, 2, "--out", tmp_path / "runs.jsonl", "--runs", tmp_path, "--gpus", 0)
+  signal.signal(signal.SIGTERM, before)
+  assert len(started) > 1 and all(process.poll() is not None for process in started)
+
+
+def test_a_longer_run_has_the_difference_at_each_evaluation(tmp_path):
+  chosen = FIGURES["long"].arms
+  better = {"switchback": 0.51}
+  rows = {arm.name: row_of(arm, better.get(arm.value("model.recipe"), 0.5)) for arm in chosen}
+  draw.write("long", chosen, rows, tmp_path)
+  lines = (tmp_path / "figure_long.md").read_text().splitlines()[2:]
+  ours = [line for line in lines if "switchback" in line]
+  assert len(lines) == 4 and len(ours) == 2
+  assert all("| 3 |" in line and line.endswith("| 1.00 ± 0.00 |") for line in ours)
+
+
+def test_evaluations_are_kept_if_there_are_several():
+  one = {"step": 2000, "eval/classes/zero_shot_top1": 0.25, "eval/scenes/text_to_image_recall@1": 1}
+  records = [{"step": 20, "loss": 1.0}, one, one | {"step": 4000}]
+  found = runs.evaluations(records)["evaluations"]
+  assert found == [{"step": step, analysis.TOP1: 0.25} for step in (2000, 4000)]
+  assert runs.evaluations(records[:2]) == {}
 
 
 @pytest.mark.slow

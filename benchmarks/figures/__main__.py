@@ -1,17 +1,21 @@
-"""A figure of the SwitchBack paper in miniature, on scenes that the GPU draws or on photos.
+"""Figures of the SwitchBack paper in miniature, on scenes that the GPU draws or on photos.
 
   python -m benchmarks.figures 1                   # trains what is missing, then draws
+  python -m benchmarks.figures 1 5 9               # of several, one after the other
   python -m benchmarks.figures 1 --draw            # draws what results/figures/runs.jsonl has
   python -m benchmarks.figures 1 --tiny            # two minutes on a CPU: shows that it runs
   python -m benchmarks.figures cifar10 --data ROOT # photos, in a folder that photos.py describes
 
 Runs that are in the results are not trained again, and runs that were interrupted continue, so the
-same command may be given until it says that nothing is missing. Adds a row for each run to
+same command may be given until it says that nothing is missing. --whole starts no run that would
+not end in --seconds, for a machine that is then gone. Adds a row for each run to
 benchmarks/results/figures/runs.jsonl and writes figure_1.png and figure_1.md beside it. `list`
 lists the figures.
 """
 
 import argparse
+import contextlib
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,40 +34,60 @@ _SECONDS = {"ti": 0.0097, "s6": 0.017, "s12": 0.0234}
 # Guesses until they are measured: Flickr8k's is from one H200 (results/training.jsonl), and
 # CIFAR-10's assumes as long a step, of 256 pictures.
 _SECONDS |= {"flickr8k": 0.104, "cifar10": 0.052}
+# How much longer a step of these recipes takes (images/s of width 192 in the results).
+_SLOWER = {"llm_int8": 1.35, "fp8_tensorwise": 1.5}
 _AROUND = 60
 
 
 def main() -> None:
   args = _parse()
-  if args.figure == "list":
+  if "list" in args.figures:
     for name, figure in FIGURES.items():
       print(f"{name:8} {len(figure.arms):3} runs  {figure.shows}")
     return
-  figure = FIGURES[args.figure]
   if args.tiny:
-    _tiny(args.figure)
+    for name in args.figures:
+      _tiny(name)
     return
+  if not args.draw:
+    _train(args)
   rows = read_rows(args.out)
-  missing = [a for a in figure.arms if a.name not in rows and _is_asked(a, args)]
-  if not args.draw and missing:
-    gpus = args.gpus if args.gpus is not None else _gpus()
-    if not gpus:
-      sys.exit(
-        f"Figure {args.figure} lacks {len(missing)} runs, about"
-        f" {minutes(missing):.0f} minutes of an H100, and there is no NVIDIA GPU here."
-        f" --tiny shows in two minutes that it runs; --draw draws the {len(rows)} runs of"
-        f" {args.out}."
-      )
-    print(f"{len(missing)} runs, about {minutes(missing) / len(gpus):.0f} minutes", flush=True)
-    _prepare(args, missing)
-    for row in runs.train_all(missing, args.runs, gpus, args.at_once, args.seconds, args.data):
+  for name in args.figures:
+    figure = FIGURES[name]
+    draw.write(name, figure.arms, rows, args.out.parent)
+    left = sum(a.name not in rows for a in figure.arms)
+    missing = f"{left} of {len(figure.arms)} runs are missing" if left else "nothing is missing"
+    print(f"figure {name}: {missing}")
+
+
+def _train(args: argparse.Namespace) -> None:
+  """Trains the runs that the results lack, and adds their rows."""
+  rows, asked = read_rows(args.out), {}
+  for name in args.figures:
+    for arm in FIGURES[name].arms:
+      asked.setdefault(arm.name, (name, arm))  # An arm of several figures is the first one's.
+  missing = [a for key, (_, a) in asked.items() if key not in rows and _is_asked(a, args)]
+  if not missing:
+    return
+  gpus = args.gpus if args.gpus is not None else _gpus()
+  if not gpus:
+    sys.exit(
+      f"Figure {' '.join(args.figures)} lacks {len(missing)} runs, about {minutes(missing):.0f}"
+      f" minutes of an H100, and there is no NVIDIA GPU here. --tiny shows in two minutes that it"
+      f" runs; --draw draws the {len(rows)} runs of {args.out}."
+    )
+  print(f"{len(missing)} runs, about {minutes(missing) / len(gpus):.0f} minutes", flush=True)
+  _prepare(args, missing)
+  signal.signal(signal.SIGTERM, lambda *_: sys.exit("Stopped by SIGTERM."))
+  how = (args.runs, gpus, args.at_once, args.seconds, args.data)
+  expected = (lambda arm: 60 * minutes([arm]) * args.at_once) if args.whole else (lambda arm: 0.0)
+  # Closed in any case, so that no run is left behind.
+  with contextlib.closing(runs.train_all(missing, *how, expected)) as ended:
+    for row in ended:
       _report(row)
       if "error" not in row:
-        append(args.out, [row | {"command": f"python -m benchmarks.figures {args.figure}"}])
-  rows = read_rows(args.out)
-  left = sum(a.name not in rows for a in figure.arms)
-  draw.write(args.figure, figure.arms, rows, args.out.parent)
-  print(f"{left} of {len(figure.arms)} runs are missing" if left else "nothing is missing")
+        figure, _ = asked[row["name"]]
+        append(args.out, [row | {"command": f"python -m benchmarks.figures {figure}"}])
 
 
 def _parse() -> argparse.Namespace:
@@ -72,7 +96,7 @@ def _parse() -> argparse.Namespace:
     description=__doc__,
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
-  parser.add_argument("figure", choices=[*FIGURES, "list"])
+  parser.add_argument("figures", nargs="+", choices=[*FIGURES, "list"])
   parser.add_argument("--out", type=Path, default=RESULTS / "runs.jsonl")
   parser.add_argument("--runs", type=Path, default=Path("runs/figures"), help="folder of the runs")
   parser.add_argument("--data", type=Path, help="folder of the shards of flickr8k and cifar10")
@@ -84,6 +108,7 @@ def _parse() -> argparse.Namespace:
   parser.add_argument("--gpus", type=int, nargs="+", help="numbers of the GPUs; default: all")
   parser.add_argument("--at_once", type=int, default=2, help="runs that share a GPU")
   parser.add_argument("--seconds", type=float, default=1e9, help="stop after these")
+  parser.add_argument("--whole", action="store_true", help="start no run that would not end then")
   return parser.parse_args()
 
 
@@ -101,7 +126,7 @@ def _prepare(args: argparse.Namespace, missing: list[Arm]) -> None:
   for name in sorted({arm.size for arm in missing} & photos.CONFIGS.keys()):
     if not args.data:
       sys.exit(
-        f"Figure {args.figure} needs --data ROOT, the folder with {name}/{name}-train-*.tar.gz and"
+        f"Figure {name} needs --data ROOT, the folder with {name}/{name}-train-*.tar.gz and"
         f" {name}/{name}-test-*.tar.gz; benchmarks/figures/photos.py describes it."
       )
     try:
@@ -145,7 +170,8 @@ def minutes(arms: list[Arm]) -> float:
   total = 0.0
   for arm in arms:
     config = all_arms.config_of(arm)
-    total += config.steps * config.batch_size / 1024 * _SECONDS[arm.size] + _AROUND
+    step = config.batch_size / 1024 * _SECONDS[arm.size] * _SLOWER.get(config.model.recipe, 1)
+    total += config.steps * step + _AROUND
   return total / 60
 
 

@@ -9,7 +9,7 @@ runs that were interrupted compare all series with the same seeds.
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -130,6 +130,15 @@ def _spikes(size: str, seed: int, values: Sequence = B2S, **fixed) -> list[Arm]:
   return [arm(size, seed, optimizer__b2=b2, **_EACH_STEP, **fixed) for b2 in values]
 
 
+# Changes of figures 7 and 8. The empty one is the main schedule: 1,024 pictures, and rate 2e-3.
+_BATCHES = ({"batch_size": 256}, {}, {"batch_size": 4096})
+_RATES = ({}, {"optimizer__learning_rate": 5e-3}, {"optimizer__learning_rate": 1e-2})
+
+
+def _spikes_of(changes: Sequence[dict]) -> Callable[[str, int], list[Arm]]:
+  return lambda *a: [arm for change in changes for arm in _spikes(*a, **change)]
+
+
 _REMEDIES = (  # Of fp8 with one scale a tensor (figure 5).
   {},
   {"optimizer__clip_norm": 1.0},
@@ -215,21 +224,8 @@ FIGURES = {
     _by_seed({"s6": 1, "s12": 1}, lambda *a: _remedies(*a, remedies=(_REMEDIES[0], _REMEDIES[3]))),
   ),
   "6": Figure("loss spikes by size and b2", _by_seed(dict.fromkeys(SIZES, 3), _spikes)),
-  "7": Figure(
-    "loss spikes by batch size and b2",
-    _by_seed(
-      {"ti": 3}, lambda *a: [x for b in (256, 1024, 4096) for x in _spikes(*a, batch_size=b)]
-    ),
-  ),
-  "8": Figure(
-    "loss spikes by learning rate and b2",
-    _by_seed(
-      {"ti": 3},
-      lambda *a: [
-        x for rate in (5e-4, 2e-3, 5e-3) for x in _spikes(*a, optimizer__learning_rate=rate)
-      ],
-    ),
-  ),
+  "7": Figure("loss spikes by batch size and b2", _by_seed({"ti": 3}, _spikes_of(_BATCHES))),
+  "8": Figure("loss spikes by learning rate and b2", _by_seed({"ti": 3}, _spikes_of(_RATES))),
   "9": Figure("loss and RMS around a shift of the data", _by_seed({"ti": 3}, _shifts)),
   "10": Figure("accuracy by b2: AdamW, gradient and update clipping", _by_seed({"ti": 3}, _clips)),
   "15": Figure(

@@ -178,6 +178,39 @@ def curves(label: Callable[[Arm], str]) -> Callable:
   return draw
 
 
+def through_a_run(figure, arms, rows) -> list[str]:
+  """Loss curves and, for each evaluation, accuracy and its paired difference from `full`."""
+  left, right = figure.subplots(1, 2)
+  recipes = series_of(arms, _recipe)
+  for name, group in recipes.items():
+    plot_curve(left, [rows[arm.name] for arm in group], name)
+  scores = {name: _at_evaluations(group, rows) for name, group in recipes.items()}
+  lines = ["| step | recipe | seeds | top-1, % | minus `full` |", "|---|---|---|---|---|"]
+  for name, found in scores.items():
+    apart = {s: difference(one, scores.get("full", {}).get(s, {})) for s, one in found.items()}
+    for step, one in found.items():
+      cells = [f"{step:,}", f"`{name}`", len(one), estimate(list(one.values()))]
+      cells.append(apart[step] if name != "full" and apart[step].n else "")
+      lines.append(f"| {' | '.join(map(str, cells))} |")
+    if name != "full":
+      means, halves = zip(*((e.mean, np.nan_to_num(e.half)) for e in apart.values()), strict=True)
+      right.errorbar(list(apart), means, halves, marker="o", capsize=3, label=name)
+  right.axhline(0, color="0.7", linewidth=0.8)
+  left.set(xlabel="step", ylabel="loss")
+  right.set(xlabel="step", ylabel="zero-shot top-1 minus that of full, points")
+  left.legend()
+  return lines
+
+
+def _at_evaluations(arms: Sequence[Arm], rows: Rows) -> dict[int, dict[tuple[str, int], float]]:
+  """By step: the accuracy in percent, by size and seed."""
+  found = {}
+  for row in (rows[arm.name] for arm in arms):
+    for one in row.get("evaluations", []):
+      found.setdefault(one["step"], {})[row["size"], row["seed"]] = 100 * one[TOP1]
+  return found
+
+
 def plot_curve(axis, found: Sequence[dict], name: str) -> None:
   """The mean of the curves that have all steps, else the longest."""
   longest = max(len(row["curve"]) for row in found)
@@ -314,15 +347,13 @@ DRAWINGS = {
   "5": remedies,
   "14": by_block,
   "6": draw_spikes.counts("size", lambda arm: WORDS.get(arm.size, arm.size)),
-  "7": draw_spikes.counts("batch", lambda arm: str(dict(arm.changes)["batch_size"])),
-  "8": draw_spikes.counts(
-    "learning rate", lambda arm: str(dict(arm.changes)["optimizer.learning_rate"])
-  ),
+  "7": draw_spikes.counts("batch", lambda arm: str(arm.value("batch_size"))),
+  "8": draw_spikes.counts("learning rate", lambda arm: str(arm.value("optimizer.learning_rate"))),
   "9": draw_spikes.around_shift,
   "10": accuracy_by_b2,
   "15": accuracy_by_last_b2,
   "11": draw_spikes.scalers,
   "flickr8k": by_recipe(RECALL),
   "cifar10": by_recipe(CIFAR10),
-  "long": curves(_recipe),
+  "long": through_a_run,
 }

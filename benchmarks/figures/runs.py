@@ -1,8 +1,9 @@
 """Trains arms in processes, several on each GPU, and keeps a row for each that ended.
 
-A row has the scores, the losses in means of some steps, the spikes of runs that logged each step,
-and statistics of watched tensors. A run that stops because a tensor is not finite has `diverged`,
-its last step. Runs that were interrupted continue from their checkpoints.
+A row has the scores, those of earlier evaluations, the losses in means of some steps, the spikes
+of runs that logged each step, and statistics of watched tensors. A run that stops because a tensor
+is not finite has `diverged`, its last step. Runs that were interrupted continue from their
+checkpoints.
 """
 
 import json
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,7 @@ _RULES = Rules()
 _POINTS = 200  # of a curve in a row
 _RECORDS = 24  # of watched tensors in a row
 _TRACE = (-100, 200)  # steps around a shift of the data
+_TRAIN = [sys.executable, "-m", "benchmarks.figures.runs"]
 
 
 def train_all(
@@ -37,8 +39,12 @@ def train_all(
   at_once: int,
   seconds: float,
   data: Path | None = None,
+  expected: Callable[[Arm], float] = lambda arm: 0.0,
 ) -> Iterator[dict]:
   """Trains arms, and yields the row of each as it ends.
+
+  Closing the iterator, or an exception where it is read, stops the runs as the end of the time
+  does: with a checkpoint each.
 
   Args:
     folder: of the runs, a folder each.
@@ -46,30 +52,45 @@ def train_all(
     at_once: processes that share a GPU, so that one trains while another starts or is scored.
     seconds: after these no run is started, and those that train are stopped, with a checkpoint.
     data: the folder of the shards, for arms on photos.
+    expected: the seconds of a run. One that would not end in time is not started.
   """
-  waiting, rows, deadline = queue.SimpleQueue(), queue.SimpleQueue(), time.monotonic() + seconds
-  for arm in arms:
-    waiting.put(arm)
+  waiting, rows, stop = list(arms), queue.SimpleQueue(), threading.Event()
+  choosing, deadline = threading.Lock(), time.monotonic() + seconds
+
+  def next_arm() -> Arm | None:
+    with choosing:
+      left = deadline - time.monotonic()
+      found = next((arm for arm in waiting if expected(arm) < left), None)
+      if found:
+        waiting.remove(found)
+      return found
 
   def work(gpu: int):
-    while time.monotonic() < deadline:
-      try:
-        arm = waiting.get_nowait()
-      except queue.Empty:
-        break
-      rows.put(_in_process(arm, folder, gpu, at_once, deadline - time.monotonic(), data))
+    while not stop.is_set() and (arm := next_arm()):
+      rows.put(_in_process(arm, folder, gpu, at_once, deadline, stop, data))
     rows.put(None)
 
   workers = [threading.Thread(target=work, args=(gpu,)) for gpu in gpus for _ in range(at_once)]
   for worker in workers:
     worker.start()
-  for _ in workers:
-    while (row := rows.get()) is not None:
-      yield row
+  try:
+    for _ in workers:
+      while (row := rows.get()) is not None:
+        yield row
+  finally:
+    stop.set()
+    for worker in workers:
+      worker.join()
 
 
 def _in_process(
-  arm: Arm, folder: Path, gpu: int, at_once: int, seconds: float, data: Path | None
+  arm: Arm,
+  folder: Path,
+  gpu: int,
+  at_once: int,
+  deadline: float,
+  stop: threading.Event,
+  data: Path | None,
 ) -> dict:
   """Trains an arm in a process of its own; its row, or one with `error`."""
   workdir = folder / re.sub(r"[^\w.=-]+", "_", arm.name)
@@ -78,16 +99,14 @@ def _in_process(
     "CUDA_VISIBLE_DEVICES": str(gpu),
     "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / at_once:.3f}",
   }
-  command = [sys.executable, "-m", "benchmarks.figures.runs", json.dumps(arm), str(workdir)]
-  command += [str(data)] if data else []
+  arguments = [json.dumps(arm), str(workdir), *([str(data)] if data else [])]
   started = time.monotonic()
   with (workdir / "log.txt").open("a") as log:
-    process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-    try:
-      process.wait(timeout=seconds)
-    except subprocess.TimeoutExpired:
-      process.terminate()  # The run saves a checkpoint.
-      process.wait(timeout=120)
+    process = subprocess.Popen([*_TRAIN, *arguments], stdout=log, stderr=log, env=environment)
+    while process.poll() is None:
+      if stop.wait(0.2) or time.monotonic() > deadline:
+        process.terminate()  # The run saves a checkpoint.
+        process.wait(timeout=120)
   row = read_row(arm, workdir)
   return row | {"minutes": round((time.monotonic() - started) / 60, 2)}
 
@@ -124,13 +143,23 @@ def read_row(arm: Arm, workdir: Path) -> dict:
     log = workdir / "log.txt"
     return row | {"error": log.read_text()[-300:] if log.is_file() else "no end.json"}
   end = json.loads(path.read_text())
-  records = [r for r in read_metrics(workdir / "metrics.jsonl") if "loss" in r]
+  metrics = list(read_metrics(workdir / "metrics.jsonl"))
+  records = [r for r in metrics if "loss" in r]
   names = ("diverged", "why")
   scores = {"scores": end["eval"]} if "eval" in end else {name: end[name] for name in names}
   kept = {key: end[key] for key in ("device", "jax", "images_per_second") if key in end}
   shift = re.search(r"shift:(\d+)", str(arm.value("data.name")))
   around = trace(records, int(shift[1])) if shift else watched(records)
-  return row | scores | curve(records) | spikes_of(records) | around | kept
+  return row | scores | evaluations(metrics) | curve(records) | spikes_of(records) | around | kept
+
+
+def evaluations(metrics: Sequence[dict]) -> dict:
+  """The zero-shot accuracy of each evaluation, if there were several, with its step."""
+  found = {}  # A resumed run may have repeated one.
+  for record in metrics:
+    top1 = {k.removeprefix("eval/"): v for k, v in record.items() if k.endswith("zero_shot_top1")}
+    found |= {record["step"]: {"step": record["step"], **top1}} if top1 else {}
+  return {"evaluations": list(found.values())} if len(found) > 1 else {}
 
 
 def curve(records: Sequence[dict]) -> dict:
