@@ -76,9 +76,9 @@ def main() -> None:
   write("open_clip_scaling", scaling_report.open_clip_table(ddp, scaling), SCALING)
   write("links", scaling_report.prediction(scaling_report.one_gpu(scaling)), SCALING)
   write("models", models.table(), DOCS / "convert_a_model.md")
-  for figure in ("easy", "1", "2", "flickr8k"):  # By python -m benchmarks.figures.
-    lines = (RESULTS / "figures" / f"figure_{figure}.md").read_text().splitlines()
-    write(f"figure {figure}", lines, DOCS / "evidence.md")
+  for path in sorted((RESULTS / "figures").glob("figure_*.md")):  # By benchmarks/figures.
+    name = path.stem.replace("_", " ")
+    write(name, path.read_text().splitlines(), DOCS / "evidence.md")
 
 
 def write(name: str, lines: list[str], page: Path = PERFORMANCE) -> None:

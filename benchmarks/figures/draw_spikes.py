@@ -86,21 +86,27 @@ def around_shift(figure, arms, rows) -> list[str]:
     for axis in (above, below):
       axis.axvline(SHIFT, color="r", ls=":")
     below.legend()
-  return follow_table([rows[arm.name] for arm in arms])
-
-
-def follow_table(rows: Sequence[dict]) -> list[str]:
-  """How many loss spikes follow RMS spikes of each tensor by 1 to 8 steps, against chance."""
   lines = [
-    "| tensor | loss spikes | after an RMS spike | share of steps that are | chance |",
-    "|---|---|---|---|---|",
+    "| b2 | tensor | runs | largest RMS | RMS spikes | loss spikes | after an RMS spike |"
+    " share of steps that are | chance |",
+    "|---|---|---|---|---|---|---|---|---|",
   ]
-  rows = [row for row in rows if "spikes" in row]
+  for b2 in sorted({dict(arm.changes)["optimizer.b2"] for arm in arms}):
+    group = [rows[arm.name] for arm in arms if dict(arm.changes)["optimizer.b2"] == b2]
+    lines += [f"| {b2} | {line}" for line in _following(group)]
+  return lines
+
+
+def _following(rows: Sequence[dict]) -> list[str]:
+  """How many loss spikes follow RMS spikes of each tensor by 1 to 8 steps, against chance."""
+  lines, rows = [], [row for row in rows if "spikes" in row]
   for name in sorted({name for row in rows for name in row["spikes"]}):
-    found = together([Spikes(**row["spikes"][name]) for row in rows if name in row["spikes"]])
+    own = [row for row in rows if name in row["spikes"]]
+    found = together([Spikes(**row["spikes"][name]) for row in own])
+    largest = max(max(row["trace"][name]) for row in own)
     lines.append(
-      f"| {name.removeprefix('rms/')} | {len(found.loss)} | {len(found.following)}"
-      f" | {found.share:.2%} | {found.chance:.2g} |"
+      f"{name.removeprefix('rms/')} | {len(own)} | {largest:.1f} | {len(found.rms)}"
+      f" | {len(found.loss)} | {len(found.following)} | {found.share:.2%} | {found.chance:.2g} |"
     )
   return lines
 
