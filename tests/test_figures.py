@@ -198,9 +198,13 @@ def test_arms_of_several_figures_are_trained_once_and_are_the_first_figures(monk
   assert (tmp_path / "figure_10.png").is_file() and (tmp_path / "figure_15.png").is_file()
 
 
-def test_figures_7_and_8_share_the_runs_of_the_main_schedule_with_6_and_10():
-  (main, *shared) = ({a for a in FIGURES[n].arms if a.size == "ti"} for n in ("6", "7", "8", "10"))
-  assert len(main) == 15 and all(main <= arms for arms in shared)
+def test_the_figures_of_spikes_share_runs():
+  smallest = {name: {a for a in figure.arms if a.size == "ti"} for name, figure in FIGURES.items()}
+  of_6, of_7, of_8, of_10 = (smallest[name] for name in ("6", "7", "8", "10"))
+  assert len(of_6) == 15 and of_6 <= of_7 and of_6 <= of_8
+  assert len(of_8 & of_10) == 15, "figure 10's AdamW is figure 8's lowest rate"
+  assert {arm.value("batch_size") for arm in of_7} == {256, 1024, 4096}
+  assert {arm.value("optimizer.learning_rate") for arm in of_8} == {2e-3, 5e-3, 1e-2}
 
 
 def test_a_run_that_would_not_end_in_time_is_not_started(monkeypatch, tmp_path):
