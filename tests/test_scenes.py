@@ -212,6 +212,19 @@ def test_any_mesh_draws_the_same_batch_and_a_shift_changes_its_contrast(data_axi
   np.testing.assert_array_equal(resumed[0]["image"], found[1][0]["image"])
 
 
+def test_pictures_lack_every_second_column_all_of_them_between_two_steps():
+  config = config_of(name="scenes/columns:2,3")
+  config.mesh.data, config.mesh.fsdp = 2, 4
+  found = batches(config, make_mesh(config.mesh, jax.devices()[:8]), count=3)
+  grey = np.round(255 * MEAN)
+  for step, ((batch, _), (plain, _)) in enumerate(zip(found, on_one_device(), strict=True), 1):
+    lacking = np.arange(len(plain["image"])) % 2 == 1 if step != 2 else slice(None)
+    expected = plain["image"].copy()
+    expected[lacking, :, ::2] = grey
+    np.testing.assert_array_equal(batch["image"], expected)
+    np.testing.assert_array_equal(batch["text"], plain["text"])
+
+
 @pytest.mark.slow
 def test_the_state_is_the_step_and_a_resumed_stream_is_the_same():
   mesh = make_mesh(config_of().mesh, jax.devices()[:1])
@@ -251,7 +264,7 @@ def test_many_rows_are_drawn_in_pieces_with_the_same_numbers(monkeypatch):
 
 
 @pytest.mark.slow
-def test_evaluation_batches_have_captions_or_labels_and_no_shift():
+def test_evaluation_batches_have_captions_or_labels_and_no_change():
   config = config_of()
   source = data.prepare(config.data)
   assert data.class_names(config, source) == source.class_names
@@ -272,8 +285,8 @@ def test_evaluation_batches_have_captions_or_labels_and_no_shift():
     images = np.concatenate([batch["image"] for batch in found]).reshape(size, -1)
     assert len(np.unique(images, axis=0)) == size
     seen[split] = found[0]
-  shifted = config_of(name="scenes/shift:1500")
-  for part in ("scenes[:40]", "classes[:24]"):
+  for part, change in ("scenes[:40]", "shift:1500"), ("classes[:24]", "columns:1,9"):
+    shifted = config_of(name=f"scenes/{change}")
     whole, how = part.partition("[")[0], {"image_size": 32, "batch_size": 24}
     again = next(data.eval_batches(shifted, data.prepare(shifted.data), whole, **how))
     for name in ("image", "label"):
@@ -288,9 +301,11 @@ def numbers_of(name: str) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("name, split, message", [
   ("scenes/huge", "scenes", "there are scenes/full, scenes/hard, scenes/small"),
-  ("scenes/shift", "scenes", "and scenes/shift:1500 or scenes/shift:1500,1520,... with the steps"),
+  ("scenes/shift", "scenes", "scenes/shift:1500 or scenes/shift:1500,1520,... with the steps"),
   ("scenes/shift:5,5", "scenes", "data.name='scenes/shift:5,5': steps=[5, 5] must increase"),
   ("scenes/shift:0", "scenes", "steps=[0] must increase, from 1 to 4294967295"),
+  ("scenes/columns:7,7", "scenes", "'scenes/columns:7,7': steps=[7, 7] must increase"),
+  ("scenes/columns:7", "scenes", "and scenes/columns:3000,4000 with those between which"),
   ("scenes", "val", "has no split 'val': it has train, scenes, classes, heldout"),
   ("scenes", "classes[10:]", "has no split 'classes"),
   ("scenes", "classes[:0]", "The part 'classes[:0]' of scenes has no example"),

@@ -31,8 +31,10 @@ RECIPES = (
   "full", "switchback", "llm_int8", "fp8_tensorwise", "fp8_switchback", "switchback_m",
 )  # fmt: skip
 B2S = (0.99, 0.98, 0.95, 0.9, 0.5)
-SHIFT = 3000  # The step at which the pictures of figures 9 and 11 get their contrast.
-_TINY_SHIFT = 6  # that of `tiny`
+CHANGE = 3000  # The step at which the pictures of figures 9 and 11 change.
+_SHIFT = f"scenes/shift:{CHANGE}"
+_COLUMNS = f"scenes/columns:2000,{CHANGE}"
+_TINY = {_SHIFT: "scenes/shift:6", _COLUMNS: "scenes/columns:3,6"}  # those of `tiny`
 _PATCHES = "image/patch_embedding/kernel"
 
 
@@ -80,11 +82,10 @@ def _scenes(size: str) -> Config:
 def tiny(arm: Arm) -> Arm:
   """The same arm with the smallest model and a few steps, to try the program on a CPU."""
   fields = dict(arm.changes)
-  shifts = "shift" in fields.get("data.name", "")
   fields |= {"batch_size": 16, "steps": 12}
   if arm.size in photos.CONFIGS:
     return arm._replace(changes=tuple(sorted(fields.items())))
-  fields["data.name"] = f"scenes/shift:{_TINY_SHIFT}" if shifts else "scenes/small"
+  fields["data.name"] = _TINY.get(fields.get("data.name"), "scenes/small")
   return Arm("tiny", tuple(sorted(fields.items())), arm.seed)
 
 
@@ -179,16 +180,16 @@ def _schedules(size: str, seed: int) -> list[Arm]:
   ]
 
 
-def _shifts(size: str, seed: int) -> list[Arm]:
+def _changes(name: str, b2s: Sequence[float]) -> Callable[[str, int], list[Arm]]:
+  """AdamW by b2 on pictures that change at a step."""
   watch = (_PATCHES, r"image/block_\d+/fc2/kernel")
-  data = {"data__name": f"scenes/shift:{SHIFT}", "watch": watch}
-  return _spikes(size, seed, (0.98, 0.9), **data)
+  return lambda *a: _spikes(*a, b2s, data__name=name, watch=watch)
 
 
 def _scalers(size: str, seed: int) -> list[Arm]:
   watch = (_PATCHES, "image/class_embedding", "image/block_0/qkv/kernel")
   fixed = {
-    "data__name": f"scenes/shift:{SHIFT}",
+    "data__name": _SHIFT,
     "log_every": 1,
     "model__dtype": "float16",
     "model__recipe": "full",
@@ -229,7 +230,14 @@ FIGURES = {
   ),
   "7": Figure("loss spikes by batch size and b2", _by_seed({"ti": 3}, _spikes_of(_BATCHES))),
   "8": Figure("loss spikes by learning rate and b2", _by_seed({"ti": 3}, _spikes_of(_RATES))),
-  "9": Figure("loss and RMS around a shift of the data", _by_seed({"ti": 3}, _shifts)),
+  "9": Figure(
+    "loss and RMS around a change of the patch embedding's gradient",
+    _by_seed({"ti": 3}, _changes(_COLUMNS, (0.995, 0.98, 0.9))),
+  ),
+  "shift": Figure(
+    "loss and RMS around a shift of the contrast",
+    _by_seed({"ti": 1}, _changes(_SHIFT, (0.98, 0.9))),
+  ),
   "10": Figure("accuracy by b2: AdamW, gradient and update clipping", _by_seed({"ti": 3}, _clips)),
   "15": Figure(
     "accuracy with a b2 of 1 - t^-l, and with constants", _by_seed({"ti": 3}, _schedules)

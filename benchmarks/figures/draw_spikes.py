@@ -1,10 +1,10 @@
-"""The figures about loss spikes: counts, traces around a shift of the data, and loss scalers."""
+"""The figures about loss spikes: counts, traces around a change of the data, and loss scalers."""
 
 from collections.abc import Callable, Sequence
 
 from scipy.stats import chi2
 
-from benchmarks.figures.arms import SHIFT, Arm
+from benchmarks.figures.arms import CHANGE, Arm
 from train.spikes import Spikes, together
 
 PATCHES = "rms/image/patch_embedding/kernel"
@@ -69,7 +69,7 @@ def counts(title: str, label: Callable[[Arm], str]) -> Callable:
   return draw
 
 
-def around_shift(figure, arms, rows) -> list[str]:
+def around_change(figure, arms, rows) -> list[str]:
   """Figure 9: loss and RMS of the patch embedding; 16 to 21: how spikes follow, by tensor."""
   own = [rows[arm.name] for arm in arms if arm.seed == arms[0].seed]
   axes = figure.subplots(2, len(own), sharex=True, squeeze=False)
@@ -84,7 +84,7 @@ def around_shift(figure, arms, rows) -> list[str]:
     above.set(title=f"b2 = {b2}", ylabel="loss")
     below.set(xlabel="step; grey: fc2 of the blocks", ylabel="RMS")
     for axis in (above, below):
-      axis.axvline(SHIFT, color="r", ls=":")
+      axis.axvline(CHANGE, color="r", ls=":")
     below.legend()
   lines = [
     "| b2 | tensor | runs | largest RMS | RMS spikes | loss spikes | after an RMS spike |"

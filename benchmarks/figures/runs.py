@@ -28,7 +28,7 @@ from train.workdir import write_json
 _RULES = Rules()
 _POINTS = 200  # of a curve in a row
 _RECORDS = 24  # of watched tensors in a row
-_TRACE = (-100, 200)  # steps around a shift of the data
+_TRACE = (-100, 200)  # steps around a change of the data
 _TRAIN = [sys.executable, "-m", "benchmarks.figures.runs"]
 
 
@@ -148,8 +148,8 @@ def read_row(arm: Arm, workdir: Path) -> dict:
   names = ("diverged", "why")
   scores = {"scores": end["eval"]} if "eval" in end else {name: end[name] for name in names}
   kept = {key: end[key] for key in ("device", "jax", "images_per_second") if key in end}
-  shift = re.search(r"shift:(\d+)", str(arm.value("data.name")))
-  around = trace(records, int(shift[1])) if shift else watched(records)
+  change = re.search(r":(?:\d+,)?(\d+)$", str(arm.value("data.name")))
+  around = trace(records, int(change[1])) if change else watched(records)
   return row | scores | evaluations(metrics) | curve(records) | spikes_of(records) | around | kept
 
 
@@ -191,9 +191,9 @@ def spikes_of(records: Sequence[dict], rules: Rules = _RULES) -> dict:
   return {"spikes": found} if found else {}
 
 
-def trace(records: Sequence[dict], shift: int) -> dict:
-  """Columns of the steps around a shift of the data, with four digits."""
-  chosen = [r for r in records if _TRACE[0] <= r["step"] - shift < _TRACE[1]]
+def trace(records: Sequence[dict], change: int) -> dict:
+  """Columns of the steps around a change of the data, with four digits."""
+  chosen = [r for r in records if _TRACE[0] <= r["step"] - change < _TRACE[1]]
   kinds = ("loss", "loss_scale", "rms/", "gradient_max_abs/", "max_abs_feature/image")
   names = [name for name in records[-1] if name.startswith(kinds)]
   columns = {name: [float(f"{r[name]:.4g}") for r in chosen] for name in names}

@@ -22,8 +22,15 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from train.datasets.scenes_captions import draw_caption
-from train.datasets.scenes_layout import VARIANTS, Scene, Variant, draw_scene, shifted
-from train.datasets.scenes_pixels import draw_pixels, with_contrast
+from train.datasets.scenes_layout import (
+  VARIANTS,
+  Scene,
+  Variant,
+  draw_scene,
+  lacking_columns,
+  shifted,
+)
+from train.datasets.scenes_pixels import draw_pixels, with_contrast, without_columns
 from train.datasets.scenes_words import COLOURS, SHAPES, TEXTURES, VOCABULARY, WORDS
 from train.sharding import BATCH_AXES, batch_sharding
 from train.tokenizer import Tokenizer
@@ -31,6 +38,12 @@ from train.tokenizer import Tokenizer
 NAME = "scenes"
 _PIXELS_AT_ONCE = 2**22  # A pixel has up to a hundred bytes of masks while it is drawn.
 CAPTION_LENGTH = 32  # ids of every caption of an evaluation
+
+
+_CHANGES = {
+  r"shift:(\d+(?:,\d+)*)": shifted,
+  r"columns:(\d+,\d+)": lacking_columns,
+}
 
 
 class _Split(NamedTuple):
@@ -48,7 +61,7 @@ SPLITS = {
 
 
 class Scenes(NamedTuple):
-  """The data set "scenes", "scenes/small" for CPUs, or "scenes/shift:1500" for loss spikes."""
+  """The data set "scenes", "scenes/small" for CPUs, or one for loss spikes (docs/scenes.md)."""
 
   full_name: str
   variant: Variant
@@ -118,16 +131,19 @@ def find(name: str) -> Scenes | None:
   base, _, variant = name.partition("/")
   if base != NAME:
     return None
-  if steps := re.fullmatch(r"shift:(\d+(?:,\d+)*)", variant):
+  for pattern, make in _CHANGES.items():
+    if not (steps := re.fullmatch(pattern, variant)):
+      continue
     try:
-      return Scenes(name, shifted([int(step) for step in steps[1].split(",")]))
+      return Scenes(name, make([int(step) for step in steps[1].split(",")]))
     except ValueError as error:
       raise ValueError(f"data.name={name!r}: {error}") from None
   if (variant or "full") not in VARIANTS:
     known = ", ".join(f"{NAME}/{known}" for known in VARIANTS)
     raise ValueError(
-      f"No data set data.name={name!r}: there are {known}, and {NAME}/shift:1500 or"
-      f" {NAME}/shift:1500,1520,... with the steps at which the contrast changes."
+      f"No data set data.name={name!r}: there are {known}, {NAME}/shift:1500 or"
+      f" {NAME}/shift:1500,1520,... with the steps at which the contrast changes, and"
+      f" {NAME}/columns:3000,4000 with those between which pictures lack columns."
     )
   return Scenes(name, VARIANTS[variant or "full"])
 
@@ -160,6 +176,8 @@ def make_train_drawing(
     image = drawn["image"]
     if scenes.variant.shifts:
       image = with_contrast(image, _contrast_at(step, scenes.variant))
+    if scenes.variant.columns:
+      image = without_columns(image, (index % 2 == 1) | _all_lack(step, scenes.variant))
     return {"image": image, "text": drawn["text"]}
 
   on_mesh = jax.shard_map(
@@ -177,6 +195,13 @@ def _contrast_at(step: jax.Array, variant: Variant) -> jax.Array:
   starts, contrasts = zip(*variant.shifts, strict=True)
   passed = (step.astype(jnp.uint32) + 1 >= jnp.array(starts, jnp.uint32)).sum()
   return jnp.array([1.0, *contrasts], jnp.float32)[passed]
+
+
+def _all_lack(step: jax.Array, variant: Variant) -> jax.Array:
+  """Whether all pictures of a step, counted from 0, lack columns."""
+  first, end = (jnp.uint32(at) for at in variant.columns)
+  at = step.astype(jnp.uint32) + 1
+  return (first <= at) & (at < end)
 
 
 class Steps(grain.DatasetIterator):

@@ -45,6 +45,8 @@ class Variant(NamedTuple):
   noise: the largest standard deviation of a pixel's noise, of 255 levels.
   shifts: pairs (step, contrast), in order: the contrast of the pictures of training from that
     step on, with steps counted from 1 as in metrics.jsonl. Before the first it is 1.
+  columns: half of the pictures of training lack every second column of pixels, and from the first
+    of these steps to before the second all of them do. None: no picture does.
   """
 
   shapes: int = len(SHAPES)
@@ -53,6 +55,7 @@ class Variant(NamedTuple):
   layouts: tuple[tuple[int, int, int], ...] = _LAYOUTS
   noise: int = 24
   shifts: tuple[tuple[int, float], ...] = ()
+  columns: tuple[int, int] | None = None
 
   @property
   def triples(self) -> int:
@@ -86,11 +89,25 @@ def shifted(steps: Sequence[int]) -> Variant:
   >>> shifted([1500, 1520]).shifts
   ((1, 0.0625), (1500, 1.0), (1520, 0.0625))
   """
-  bounds = (0, *steps, 2**32)
-  if any(a >= b for a, b in itertools.pairwise(bounds)):
-    raise ValueError(f"steps={[*steps]} must increase, from 1 to {2**32 - 1}.")
+  _check_steps(steps)
   contrasts = itertools.cycle((LOW_CONTRAST, 1.0))
   return VARIANTS["full"]._replace(shifts=tuple(zip((1, *steps), contrasts, strict=False)))
+
+
+def lacking_columns(steps: Sequence[int]) -> Variant:
+  """The full variant with `columns`; errors as those of `shifted`.
+
+  >>> lacking_columns([3000, 4000]).columns
+  (3000, 4000)
+  """
+  _check_steps(steps)
+  first, end = steps
+  return VARIANTS["full"]._replace(columns=(first, end))
+
+
+def _check_steps(steps: Sequence[int]) -> None:
+  if any(a >= b for a, b in itertools.pairwise((0, *steps, 2**32))):
+    raise ValueError(f"steps={[*steps]} must increase, from 1 to {2**32 - 1}.")
 
 
 class Scene(NamedTuple):

@@ -77,6 +77,16 @@ def with_contrast(image: jax.Array, contrast: jax.Array) -> jax.Array:
   return jnp.round(grey + contrast * (image.astype(jnp.float32) - grey)).astype(jnp.uint8)
 
 
+def without_columns(image: jax.Array, lacking: jax.Array) -> jax.Array:
+  """uint8 [b, s, s, 3] with its even columns in about the grey that training normalizes to 0.
+
+  lacking: bool [b], which of the pictures lack them.
+  """
+  grey = np.broadcast_to(np.round(255 * MEAN).astype(np.uint8), image.shape)
+  even = (np.arange(image.shape[2]) % 2 == 0)[None, None, :, None]
+  return jnp.where(lacking[:, None, None, None] & even, grey, image)
+
+
 def _object(x, y, scene: Scene, light: _Light, i, turn, phase) -> tuple[jax.Array, ...]:
   """Of object i: its cover of each pixel, its texture, and its brightness; [size, size] each."""
   group = scene.group[i]
