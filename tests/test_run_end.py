@@ -9,7 +9,7 @@ import loop_case
 import numpy as np
 import pytest
 
-from train import loop
+from train import loop, optimizer
 from train.run import Run
 
 
@@ -107,6 +107,21 @@ def test_each_step_s_time_is_that_of_the_device(monkeypatch, asynchronous, log_e
   for step, record in written.items():
     assert 0.75 <= record["step_seconds"] <= 1.5, step
     assert record["data_wait_seconds"] <= record["step_seconds"], step
+
+
+def test_logged_steps_do_not_ask_the_device_for_a_learning_rate_each():
+  """It would compute each after the step that it is in, and the host would wait."""
+  schedule, calls = optimizer.warmup_cosine(1e-3, 100, steps=2500), []
+
+  def counted(step):
+    jax.debug.callback(calls.append, step)
+    return schedule(step)
+
+  rate, steps = optimizer.learning_rates(counted), (1, 2, 100, 101, 1000, 1001, 2000, 2001, 2500)
+  found, expected = [rate(step) for step in steps], [float(schedule(step - 1)) for step in steps]
+  np.testing.assert_allclose(found, expected, rtol=1e-6, atol=2e-9)
+  jax.effects_barrier()
+  assert len(calls) == len(set(map(int, calls))) == 3000
 
 
 def test_samples_are_images_of_the_split_with_their_nearest_captions(tmp_path, monkeypatch):

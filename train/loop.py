@@ -20,6 +20,7 @@ from train.config import Config
 from train.errors import RunError
 from train.flops import BF16_PEAK
 from train.memory import explained
+from train.optimizer import learning_rates
 from train.processes import largest_of_all
 from train.record import Recorder, read_metrics
 from train.report import describe_end, describe_scores, write_report
@@ -216,6 +217,7 @@ class _Meter:
   def __init__(self, run: Run, state, recorder: Recorder):
     self._run, self._recorder = run, recorder
     self._names = tensor_names(state.params, run.task)
+    self._learning_rate = learning_rates(run.schedule)
     self._flops = run.task.flops(run.config.batch_size)
     # 0 if the device is not listed.
     self._peak_flops = run.mesh.size * BF16_PEAK.get(jax.devices()[0].device_kind, 0)
@@ -280,7 +282,7 @@ class _Meter:
     waited, peak_bytes = largest_of_all(self._wait, _peak_bytes())
     scalars = {name: float(value) for name, value in jax.device_get(metrics).items()}
     scalars |= {
-      "learning_rate": float(self._run.schedule(step - 1)),
+      "learning_rate": self._learning_rate(step),
       "step_seconds": seconds,
       "data_wait_seconds": waited,
       "images_per_second": config.batch_size / seconds,

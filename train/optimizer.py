@@ -10,10 +10,11 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from sbjax.collage import compensated
@@ -175,6 +176,22 @@ def warmup_cosine(peak: float, warmup_steps: int, steps: int) -> optax.Schedule:
     return cosine
   warmup = optax.linear_schedule(peak / warmup_steps, peak, warmup_steps - 1)
   return optax.join_schedules([warmup, cosine], [warmup_steps])
+
+
+def learning_rates(schedule: optax.Schedule) -> Callable[[int], float]:
+  """The learning rate of a step, counted from 1.
+
+  The device computes it after the step that it is in. So the host asks for many at once: if each
+  step is logged, it does not wait for each.
+  """
+  many = 1000
+  values = jax.jit(jax.vmap(schedule))
+
+  @functools.lru_cache(1)
+  def rates(first: int) -> np.ndarray:
+    return np.asarray(values(first + jnp.arange(many, dtype=jnp.float32)))
+
+  return lambda step: float(rates((step - 1) // many * many)[(step - 1) % many])
 
 
 def decays(params):
