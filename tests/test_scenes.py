@@ -212,13 +212,14 @@ def test_any_mesh_draws_the_same_batch_and_a_shift_changes_its_contrast(data_axi
   np.testing.assert_array_equal(resumed[0]["image"], found[1][0]["image"])
 
 
-def test_pictures_lack_every_second_column_all_of_them_between_two_steps():
+def test_pictures_lack_every_second_column_most_of_them_between_two_steps():
   config = config_of(name="scenes/columns:2,3")
   config.mesh.data, config.mesh.fsdp = 2, 4
   found = batches(config, make_mesh(config.mesh, jax.devices()[:8]), count=3)
   grey = np.round(255 * MEAN)
   for step, ((batch, _), (plain, _)) in enumerate(zip(found, on_one_device(), strict=True), 1):
-    lacking = np.arange(len(plain["image"])) % 2 == 1 if step != 2 else slice(None)
+    row = np.arange(len(plain["image"]))
+    lacking = row % 2 == 1 if step != 2 else row > 0
     expected = plain["image"].copy()
     expected[lacking, :, ::2] = grey
     np.testing.assert_array_equal(batch["image"], expected)

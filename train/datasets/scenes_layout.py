@@ -46,7 +46,7 @@ class Variant(NamedTuple):
   shifts: pairs (step, contrast), in order: the contrast of the pictures of training from that
     step on, with steps counted from 1 as in metrics.jsonl. Before the first it is 1.
   columns: half of the pictures of training lack every second column of pixels, and from the first
-    of these steps to before the second all of them do. None: no picture does.
+    of these steps to before the second all but one in 128. None: no picture does.
   """
 
   shapes: int = len(SHAPES)
