@@ -257,7 +257,6 @@ def test_evaluations_are_kept_if_there_are_several():
   assert runs.evaluations(records[:2]) == {}
 
 
-@pytest.mark.slow
 def test_tiny_trains_two_runs_and_draws_them(monkeypatch, capsys):
   call(monkeypatch, 1, "--tiny")
   printed = capsys.readouterr().out
