@@ -133,6 +133,18 @@ def test_a_figure_is_drawn_of_some_of_its_rows_and_of_all(name, tmp_path):
     assert len(lines) > 2 and len({line.count("|") for line in lines}) == 1
 
 
+@pytest.mark.parametrize("whole", [0, 1])
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_figure_is_drawn_of_runs_that_diverged_early(name, whole, tmp_path):
+  chosen, rows = FIGURES[name].arms, {}
+  for arm in chosen[whole:]:
+    row = row_of(arm) | {"diverged": 12, "trace": {key: [] for key in row_of(arm)["trace"]}}
+    rows[arm.name] = {k: v for k, v in row.items() if k not in ("scores", "evaluations", "watched")}
+  rows |= {arm.name: row_of(arm) for arm in chosen[:whole]}
+  draw.write(name, chosen, rows, tmp_path)
+  assert (tmp_path / f"figure_{name}.png").stat().st_size > 5000
+
+
 def test_the_table_of_figure_1_has_the_paired_difference(tmp_path):
   chosen = [arm for arm in FIGURES["1"].arms if arm.size == "ti"]
   better = {"switchback": 0.51}

@@ -101,6 +101,7 @@ def tiny_config(arm: Arm) -> Config:
   if arm.size not in photos.CONFIGS:
     config.data.eval_split = "scenes[:32],classes[:32],heldout[:32]"
   config.optimizer.warmup_steps, config.log_every, config.eval_batch_size = 3, 1, 32
+  config.eval_every = min(config.eval_every, config.steps // 2)
   return config
 
 

@@ -24,6 +24,7 @@ from benchmarks.figures.analysis import (
   estimate,
 )
 from benchmarks.figures.arms import WORDS, Arm
+from benchmarks.figures.draw_spikes import legend
 
 Rows = dict[str, dict]
 
@@ -96,7 +97,7 @@ def accuracy(figure, arms, rows) -> list[str]:
         axis.plot([place] * len(scores), scores, "o", color=line.get_color(), alpha=0.5)
     axis.set_xticks(range(len(sizes)), [WORDS.get(s, s) for s in sizes])
     axis.set(title=title, ylabel="zero-shot top-1, %")
-  axes[0].legend()
+  legend(axes[0])
   scores = {"top-1, %": TOP1, "held out, %": HELD_OUT}
   return _accuracy_table(arms, rows, "size", scores, limit=0.5)
 
@@ -172,7 +173,7 @@ def curves(label: Callable[[Arm], str]) -> Callable:
         diverged = sum("diverged" in r for r in found)
         lines.append(f"| {WORDS.get(size, size)} | {name} | {len(found)} | {last} | {diverged} |")
       axis.set(title=WORDS.get(size, size), xlabel="step", ylabel="loss")
-      axis.legend()
+      legend(axis)
     return lines
 
   return draw
@@ -192,13 +193,13 @@ def through_a_run(figure, arms, rows) -> list[str]:
       cells = [f"{step:,}", f"`{name}`", len(one), estimate(list(one.values()))]
       cells.append(apart[step] if name != "full" and apart[step].n else "")
       lines.append(f"| {' | '.join(map(str, cells))} |")
-    if name != "full":
+    if name != "full" and apart:
       means, halves = zip(*((e.mean, np.nan_to_num(e.half)) for e in apart.values()), strict=True)
       right.errorbar(list(apart), means, halves, marker="o", capsize=3, label=name)
   right.axhline(0, color="0.7", linewidth=0.8)
   left.set(xlabel="step", ylabel="loss")
   right.set(xlabel="step", ylabel="zero-shot top-1 minus that of full, points")
-  left.legend()
+  legend(left)
   return lines
 
 
@@ -234,8 +235,8 @@ def remedies(figure, arms, rows) -> list[str]:
     lines.append(f"| {name} | {len(found)} | {diverged} | {estimate(scores) if scores else ''} |")
   left.set(xlabel="step", ylabel="loss")
   right.set(xlabel="block of the image tower", ylabel="mean magnitude of features", yscale="log")
-  left.legend()
-  right.legend()
+  legend(left)
+  legend(right)
   return lines
 
 
@@ -270,7 +271,7 @@ def by_block(figure, arms, rows) -> list[str]:
           axis.plot([r["step"] for r in records], values[:, block], label=f"block {block}")
         lines.append(f"| {name} | {title} | {values[-1, 0]:.3g} | {values[-1, -1]:.3g} |")
       axis.set(title=f"{name}\n{title}", yscale="log")
-    row[0].legend()
+    legend(row[0])
   return lines
 
 
@@ -297,7 +298,7 @@ def accuracy_by_b2(figure, arms, rows) -> list[str]:
     )
   left.set(xlabel="step", ylabel="loss", title="b2 = .99")
   right.set(xlabel="b2", ylabel="zero-shot top-1, %")
-  right.legend()
+  legend(right)
   return lines
 
 
@@ -335,8 +336,8 @@ def accuracy_by_last_b2(figure, arms, rows) -> list[str]:
       right.errorbar(*zip(*some, strict=True), marker="o", capsize=3, label=kind)
   left.set(xlabel="step", ylabel="loss")
   right.set(xlabel="1 / (1 - last b2): steps", ylabel="zero-shot top-1, %", xscale="log")
-  left.legend()
-  right.legend()
+  legend(left)
+  legend(right)
   return lines
 
 

@@ -10,6 +10,12 @@ from train.spikes import Spikes, together
 PATCHES = "rms/image/patch_embedding/kernel"
 
 
+def legend(axis, **options) -> None:
+  """The axis's legend, if it has a line: runs that diverge early may have none."""
+  if axis.get_legend_handles_labels()[0]:
+    axis.legend(**options)
+
+
 def count(rows: Sequence[dict]) -> int:
   """The loss spikes of runs that logged each step, all together."""
   return sum(len(_of(row)["loss"]) for row in rows if "spikes" in row)
@@ -62,8 +68,8 @@ def counts(title: str, label: Callable[[Arm], str]) -> Callable:
       right.plot(steps, losses, linewidth=1, label=f"{name}, b2 {max(points)}")
     left.set(xlabel="b2", ylabel="loss spikes a run")
     right.set(xlabel="step", ylabel="loss")
-    left.legend(title=title)
-    right.legend()
+    legend(left, title=title)
+    legend(right)
     return lines
 
   return draw
@@ -85,7 +91,7 @@ def around_change(figure, arms, rows) -> list[str]:
     below.set(xlabel="step; grey: fc2 of the blocks", ylabel="RMS")
     for axis in (above, below):
       axis.axvline(CHANGE, color="r", ls=":")
-    below.legend()
+    legend(below)
   lines = [
     "| b2 | tensor | runs | largest RMS | RMS spikes | loss spikes | after an RMS spike |"
     " share of steps that are | chance |",
@@ -103,7 +109,7 @@ def _following(rows: Sequence[dict]) -> list[str]:
   for name in sorted({name for row in rows for name in row["spikes"]}):
     own = [row for row in rows if name in row["spikes"]]
     found = together([Spikes(**row["spikes"][name]) for row in own])
-    largest = max(max(row["trace"][name]) for row in own)
+    largest = max(x for row in own for x in [0.0, *row["trace"][name]])  # 0: it ended before.
     lines.append(
       f"{name.removeprefix('rms/')} | {len(own)} | {largest:.1f} | {len(found.rms)}"
       f" | {len(found.loss)} | {len(found.following)} | {found.share:.2%} | {found.chance:.2g} |"
@@ -140,5 +146,5 @@ def scalers(figure, arms, rows) -> list[str]:
     top1 = f"{100 * row['scores']['classes/zero_shot_top1']:.1f}" if "scores" in row else ""
     least = min(trace.get("loss_scale", [float("nan")]), default=float("nan"))
     lines.append(f"| {scaler} | {row.get('diverged', '')} | {top1} | {least:g} |")
-  axes[0].legend()
+  legend(axes[0])
   return lines
