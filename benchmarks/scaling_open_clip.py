@@ -6,7 +6,7 @@ Times the steps of benchmarks/step_open_clip.py, first on each of the GPUs by it
 time, then on all of them under DistributedDataParallel, one process a GPU. Needs `pip install
 open_clip_torch`. Adds a line for each size to results/scaling.jsonl: milliseconds, images a second,
 memory, and efficiency as in benchmarks/scaling.py. --by_block compiles each block in place of the
-model: H/14, whose blocks are checkpointed, takes over five minutes as a whole.
+model: H/14, whose blocks are checkpointed, gave no result in six minutes as a whole.
 --platform=cpu --batch_size=2 --sizes B/32 shows that it runs.
 """
 

@@ -4,8 +4,9 @@ import json
 import math
 import os
 import signal
-import subprocess
 import sys
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -137,9 +138,10 @@ def test_a_figure_is_drawn_of_some_of_its_rows_and_of_all(name, tmp_path):
 @pytest.mark.parametrize("name", FIGURES)
 def test_a_figure_is_drawn_of_runs_that_diverged_early(name, whole, tmp_path):
   chosen, rows = FIGURES[name].arms, {}
-  for arm in chosen[whole:]:
-    row = row_of(arm) | {"diverged": 12, "trace": {key: [] for key in row_of(arm)["trace"]}}
-    rows[arm.name] = {k: v for k, v in row.items() if k not in ("scores", "evaluations", "watched")}
+  for arm in chosen[whole:]:  # As runs.read_row makes it.
+    row = {"name": arm.name, "size": arm.size, "changes": dict(arm.changes), "seed": arm.seed}
+    logged = {"steps": 12, "curve": [[6, 2.0], [12, 3.0]], "last_loss": 3.0} if whole else {}
+    rows[arm.name] = row | {"diverged": 12, "steps": 0, "curve": []} | logged
   rows |= {arm.name: row_of(arm) for arm in chosen[:whole]}
   draw.write(name, chosen, rows, tmp_path)
   assert (tmp_path / f"figure_{name}.png").stat().st_size > 5000
@@ -219,6 +221,74 @@ def test_the_figures_of_spikes_share_runs():
   assert {arm.value("optimizer.learning_rate") for arm in of_8} == {2e-3, 5e-3, 1e-2}
 
 
+@pytest.fixture(autouse=True)
+def signals():
+  """The command handles some, and each test begins without."""
+  before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+  yield
+  for number, handler in before.items():
+    signal.signal(number, handler)
+
+
+def test_an_error_of_one_run_does_not_stop_the_others(monkeypatch, tmp_path):
+  monkeypatch.setattr(runs, "_TRAIN", [sys.executable, "-c", "pass"])
+  read, chosen = runs.read_row, FIGURES["9"].arms[:3]
+
+  def read_row(arm, workdir):
+    if arm == chosen[0]:
+      raise OSError("damaged")
+    return read(arm, workdir)
+
+  monkeypatch.setattr(runs, "read_row", read_row)
+  monkeypatch.setattr(threading, "excepthook", lambda _: None)
+  found = list(runs.train_all(chosen, tmp_path, [0], 2, 100))
+  assert [row["name"] for row in found] == [arm.name for arm in chosen[1:]]
+
+
+def test_a_run_that_ignores_its_signal_is_killed(monkeypatch, tmp_path):
+  code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+  monkeypatch.setattr(runs, "_TRAIN", [sys.executable, "-c", code])
+  monkeypatch.setattr(runs, "_PATIENCE", 0.5)
+  assert [row["error"] for row in runs.train_all(FIGURES["9"].arms[:1], tmp_path, [0], 1, 1)]
+
+
+@pytest.mark.parametrize("records", [0, 5])
+def test_a_run_that_diverges_early_has_a_row(tmp_path, records):
+  for arm in (FIGURES["1"].arms[0], FIGURES["9"].arms[0], FIGURES["14"].arms[0]):
+    lines = [
+      json.dumps({"step": step, "loss": 2.0, "rms/x": 1.0}) for step in range(1, records + 1)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    write_json(tmp_path / "end.json", {"diverged": 7, "why": "Step 7: x"})
+    row = runs.read_row(arm, tmp_path)
+    assert row["diverged"] == 7 and row["steps"] == len(row["curve"]) == records
+
+
+def test_whole_starts_what_ends_in_time_with_as_many_at_once(monkeypatch, tmp_path):
+  asked = {}
+
+  def train_all(missing, folder, gpus, at_once, seconds, data, expected):
+    asked.update({arm.size: expected(arm) for arm in missing})
+    yield from ()
+
+  monkeypatch.setattr(runs, "train_all", train_all)
+  how = ("--out", tmp_path / "runs.jsonl", "--gpus", 0, "--at_once", 3)
+  call(monkeypatch, 2, *how)
+  assert set(asked.values()) == {0}
+  call(monkeypatch, 2, *how, "--whole")
+  assert asked["ti"] > 3 * 8000 * 0.0097 and asked["s12"] > 3 * 8000 * 0.0234
+
+
+def test_pictures_change_at_a_step_of_their_data_s_name():
+  at = {
+    figure: {arms.change_of(arm) for arm in FIGURES[figure].arms} for figure in ("9", "11", "1")
+  }
+  assert at == {"9": {3000}, "11": {3000}, "1": {None}}
+  one = FIGURES["shift"].arms[0]
+  longer = one._replace(changes=(*one.changes, ("data.name", "scenes/shift:15,20,30")))
+  assert arms.change_of(longer) == 15 and arms.change_of(arms.tiny(FIGURES["9"].arms[0])) == 6
+
+
 def test_a_run_that_would_not_end_in_time_is_not_started(monkeypatch, tmp_path):
   monkeypatch.setattr(runs, "_TRAIN", [sys.executable, "-c", "pass"])
   chosen = FIGURES["2"].arms
@@ -227,27 +297,37 @@ def test_a_run_that_would_not_end_in_time_is_not_started(monkeypatch, tmp_path):
   assert {row["size"] for row in found} == {"ti"}
 
 
+# The first run ends at once. The others say that they run, and that they were told to end.
 _SLEEPER = """
-import json, pathlib, sys, time
-pathlib.Path(sys.argv[2], "end.json").write_text(json.dumps({"eval": {}}))
-pathlib.Path(sys.argv[2], "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}')
-time.sleep(600 * (json.loads(sys.argv[1])[2] > 0))
+import json, pathlib, signal, sys, time
+folder = pathlib.Path(sys.argv[2])
+def end(*_):
+  (folder / "told").touch()
+  sys.exit()
+signal.signal(signal.SIGTERM, end)
+if json.loads(sys.argv[1])[1] == [["model.recipe", "full"]]:
+  while len(list(folder.parent.glob("*/runs"))) < 2:
+    time.sleep(0.05)
+  (folder / "metrics.jsonl").touch()
+  (folder / "end.json").write_text(json.dumps({"diverged": 1, "why": "Step 1"}))
+  sys.exit()
+(folder / "runs").touch()
+time.sleep(60)
 """
 
 
-def test_runs_end_with_the_command_that_started_them(monkeypatch, tmp_path):
+@pytest.mark.parametrize("stopped_by", [signal.SIGTERM, signal.SIGHUP])
+def test_runs_end_with_the_command_that_started_them(monkeypatch, tmp_path, stopped_by):
   """Else they would hold the GPUs, and their folders, when the command is given again."""
   monkeypatch.setattr(runs, "_TRAIN", [sys.executable, "-c", _SLEEPER])
-  started, popen = [], subprocess.Popen
-  monkeypatch.setattr(
-    subprocess, "Popen", lambda *a, **k: started.append(popen(*a, **k)) or started[-1]
-  )
-  monkeypatch.setattr(program, "_report", lambda row: os.kill(os.getpid(), signal.SIGTERM))
-  before = signal.getsignal(signal.SIGTERM)
-  with pytest.raises(SystemExit, match="SIGTERM"):
-    call(monkeypatch, 2, "--out", tmp_path / "runs.jsonl", "--runs", tmp_path, "--gpus", 0)
-  signal.signal(signal.SIGTERM, before)
-  assert len(started) > 1 and all(process.poll() is not None for process in started)
+  monkeypatch.setattr(program, "_report", lambda row: os.kill(os.getpid(), stopped_by))
+  how = ("--out", tmp_path / "runs.jsonl", "--runs", tmp_path, "--gpus", 0, "--at_once", 3)
+  with pytest.raises(SystemExit, match=stopped_by.name):
+    call(monkeypatch, 2, *how)
+  run, told = ({path.parent for path in tmp_path.glob(f"*/{name}")} for name in ("runs", "told"))
+  assert len(run) >= 2 and told == run
+  time.sleep(1)
+  assert {path.parent for path in tmp_path.glob("*/runs")} == run, "another was started"
 
 
 def test_a_longer_run_has_the_difference_at_each_evaluation(tmp_path):

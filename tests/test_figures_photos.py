@@ -90,7 +90,7 @@ def test_the_process_of_a_run_reads_the_shards_of_data(name, root, monkeypatch, 
     def __init__(self, command, **_):
       commands.append(command)
 
-    def wait(self, timeout):
+    def poll(self):
       return 0
 
   monkeypatch.setattr(subprocess, "Popen", Process)

@@ -82,14 +82,14 @@ class Finite:
 @pytest.mark.parametrize("log_every", [1, 4])
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_each_step_s_time_is_that_of_the_device(monkeypatch, asynchronous, log_every):
-  clock, written = Clock(monkeypatch, asynchronous), {}
+  clock, written, asked = Clock(monkeypatch, asynchronous), {}, []
   monkeypatch.setattr(loop, "tensor_names", lambda *_: ["w"])
   config = loop_case.config("")
   config.steps, config.log_every = 9, log_every
   run = SimpleNamespace(
     config=config,
     mesh=SimpleNamespace(size=1),
-    schedule=lambda step: 0.0,
+    schedule=lambda step: asked.append(step) or 0.0,
     task=SimpleNamespace(flops=lambda batch_size: 0),
   )
   recorder = SimpleNamespace(
@@ -107,6 +107,7 @@ def test_each_step_s_time_is_that_of_the_device(monkeypatch, asynchronous, log_e
   for step, record in written.items():
     assert 0.75 <= record["step_seconds"] <= 1.5, step
     assert record["data_wait_seconds"] <= record["step_seconds"], step
+  assert len(asked) <= 1  # The schedule runs on the device, which the host would wait for.
 
 
 def test_logged_steps_do_not_ask_the_device_for_a_learning_rate_each():

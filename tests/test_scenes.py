@@ -226,6 +226,13 @@ def test_pictures_lack_every_second_column_most_of_them_between_two_steps():
     np.testing.assert_array_equal(batch["text"], plain["text"])
 
 
+def test_one_picture_in_128_is_whole_while_columns_lack():
+  variant = scenes.lacking_columns([2, 4])
+  rows = jnp.arange(1024, dtype=jnp.uint32)
+  lacking = [scenes._lacking(jnp.uint32(step), rows, variant) for step in range(5)]
+  assert [int(x.sum()) for x in lacking] == [512, 1016, 1016, 512, 512]
+
+
 @pytest.mark.slow
 def test_the_state_is_the_step_and_a_resumed_stream_is_the_same():
   mesh = make_mesh(config_of().mesh, jax.devices()[:1])

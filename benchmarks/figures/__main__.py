@@ -7,8 +7,9 @@
   python -m benchmarks.figures cifar10 --data ROOT # photos, in a folder that photos.py describes
 
 Runs that are in the results are not trained again, and runs that were interrupted continue, so the
-same command may be given until it says that nothing is missing. --whole starts no run that would
-not end in --seconds, for a machine that is then gone. Adds a row for each run to
+same command may be given until it says that nothing is missing. --whole starts no run, and
+continues none, whose whole time exceeds what is left of --seconds: for a machine that is then
+gone. Adds a row for each run to
 benchmarks/results/figures/runs.jsonl and writes figure_1.png and figure_1.md beside it. `list`
 lists the figures.
 """
@@ -78,7 +79,8 @@ def _train(args: argparse.Namespace) -> None:
     )
   print(f"{len(missing)} runs, about {minutes(missing) / len(gpus):.0f} minutes", flush=True)
   _prepare(args, missing)
-  signal.signal(signal.SIGTERM, lambda *_: sys.exit("Stopped by SIGTERM."))
+  for number in (signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, lambda number, _: sys.exit(f"Stopped by {signal.Signals(number).name}."))
   how = (args.runs, gpus, args.at_once, args.seconds, args.data)
   expected = (lambda arm: 60 * minutes([arm]) * args.at_once) if args.whole else (lambda arm: 0.0)
   # Closed in any case, so that no run is left behind.
@@ -108,7 +110,7 @@ def _parse() -> argparse.Namespace:
   parser.add_argument("--gpus", type=int, nargs="+", help="numbers of the GPUs; default: all")
   parser.add_argument("--at_once", type=int, default=2, help="runs that share a GPU")
   parser.add_argument("--seconds", type=float, default=1e9, help="stop after these")
-  parser.add_argument("--whole", action="store_true", help="start no run that would not end then")
+  parser.add_argument("--whole", action="store_true", help="start none that would last longer")
   return parser.parse_args()
 
 

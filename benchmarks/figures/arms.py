@@ -9,6 +9,7 @@ runs that were interrupted compare all series with the same seeds.
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -31,9 +32,7 @@ RECIPES = (
   "full", "switchback", "llm_int8", "fp8_tensorwise", "fp8_switchback", "switchback_m",
 )  # fmt: skip
 B2S = (0.99, 0.98, 0.95, 0.9, 0.5)
-CHANGE = 3000  # The step at which the pictures of figures 9 and 11 change.
-_SHIFT = f"scenes/shift:{CHANGE}"
-_COLUMNS = f"scenes/columns:2000,{CHANGE}"
+_SHIFT, _COLUMNS = "scenes/shift:3000", "scenes/columns:2000,3000"
 _TINY = {_SHIFT: "scenes/shift:6", _COLUMNS: "scenes/columns:3,6"}  # those of `tiny`
 _PATCHES = "image/patch_embedding/kernel"
 
@@ -70,6 +69,13 @@ def config_of(arm: Arm) -> Config:
     group, _, field = path.rpartition(".")
     setattr(config.get(group) if group else config, field, value)
   return config
+
+
+def change_of(arm: Arm) -> int | None:
+  """The step at which an arm's pictures change: the first of a shift, the second of columns."""
+  name = str(arm.value("data.name"))
+  match = re.fullmatch(r"scenes/(?:shift:(\d+)(?:,\d+)*|columns:\d+,(\d+))", name)
+  return int(match[1] or match[2]) if match else None
 
 
 def _scenes(size: str) -> Config:

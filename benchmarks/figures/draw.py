@@ -215,6 +215,8 @@ def _at_evaluations(arms: Sequence[Arm], rows: Rows) -> dict[int, dict[tuple[str
 def plot_curve(axis, found: Sequence[dict], name: str) -> None:
   """The mean of the curves that have all steps, else the longest."""
   longest = max(len(row["curve"]) for row in found)
+  if not longest:  # All diverged before a step was logged.
+    return
   whole = np.array([row["curve"] for row in found if len(row["curve"]) == longest])
   axis.plot(whole[0, :, 0], whole[:, :, 1].mean(0), label=name, linewidth=1)
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from scipy.stats import chi2
 
-from benchmarks.figures.arms import CHANGE, Arm
+from benchmarks.figures.arms import Arm, change_of
 from train.spikes import Spikes, together
 
 PATCHES = "rms/image/patch_embedding/kernel"
@@ -64,7 +64,7 @@ def counts(title: str, label: Callable[[Arm], str]) -> Callable:
       ]
       left.errorbar(list(map(str, points)), means, errors, marker="o", capsize=3, label=name)
       own = [rows[arm.name] for arm in group if dict(arm.changes)["optimizer.b2"] == max(points)]
-      steps, losses = zip(*own[0]["curve"], strict=True)
+      steps, losses = zip(*own[0]["curve"], strict=True) if own[0]["curve"] else ([], [])
       right.plot(steps, losses, linewidth=1, label=f"{name}, b2 {max(points)}")
     left.set(xlabel="b2", ylabel="loss spikes a run")
     right.set(xlabel="step", ylabel="loss")
@@ -77,44 +77,48 @@ def counts(title: str, label: Callable[[Arm], str]) -> Callable:
 
 def around_change(figure, arms, rows) -> list[str]:
   """Figure 9: loss and RMS of the patch embedding; 16 to 21: how spikes follow, by tensor."""
-  own = [rows[arm.name] for arm in arms if arm.seed == arms[0].seed]
+  own = [arm for arm in arms if arm.seed == arms[0].seed]
   axes = figure.subplots(2, len(own), sharex=True, squeeze=False)
-  for (above, below), row in zip(axes.T, own, strict=True):
-    trace = row["trace"]
+  for (above, below), arm in zip(axes.T, own, strict=True):
+    trace = rows[arm.name].get("trace", {"step": [], "loss": []})
     above.plot(trace["step"], trace["loss"], linewidth=0.9)
     for name in sorted(n for n in trace if n.startswith("rms/")):
       control = name != PATCHES
       style = {"color": "0.7", "linewidth": 0.6} if control else {"color": "C1"}
       below.plot(trace["step"], trace[name], label=None if control else "patch embedding", **style)
-    b2 = row["changes"]["optimizer.b2"]
-    above.set(title=f"b2 = {b2}", ylabel="loss")
+    above.set(title=f"b2 = {arm.value('optimizer.b2')}", ylabel="loss")
     below.set(xlabel="step; grey: fc2 of the blocks", ylabel="RMS")
     for axis in (above, below):
-      axis.axvline(CHANGE, color="r", ls=":")
+      axis.axvline(change_of(arm), color="r", ls=":")
     legend(below)
   lines = [
-    "| b2 | tensor | runs | largest RMS | RMS spikes | loss spikes | after an RMS spike |"
-    " share of steps that are | chance |",
-    "|---|---|---|---|---|---|---|---|---|",
+    "| b2 | runs | diverged | tensor | largest RMS | RMS spikes | loss spikes |"
+    " after an RMS spike | share of steps that are | chance |",
+    "|---|---|---|---|---|---|---|---|---|---|",
   ]
-  for b2 in sorted({dict(arm.changes)["optimizer.b2"] for arm in arms}):
-    group = [rows[arm.name] for arm in arms if dict(arm.changes)["optimizer.b2"] == b2]
-    lines += [f"| {b2} | {line}" for line in _following(group)]
+  for b2 in sorted({arm.value("optimizer.b2") for arm in arms}):
+    group = [rows[arm.name] for arm in arms if arm.value("optimizer.b2") == b2]
+    diverged = sum("diverged" in row for row in group)
+    lines += [f"| {b2} | {len(group)} | {diverged} | {line} |" for line in _following(group)]
   return lines
 
 
 def _following(rows: Sequence[dict]) -> list[str]:
-  """How many loss spikes follow RMS spikes of each tensor by 1 to 8 steps, against chance."""
+  """How many loss spikes follow RMS spikes of each tensor by 1 to 8 steps, against chance.
+
+  Of the runs that had steps enough for it; an empty line if none had.
+  """
   lines, rows = [], [row for row in rows if "spikes" in row]
   for name in sorted({name for row in rows for name in row["spikes"]}):
     own = [row for row in rows if name in row["spikes"]]
     found = together([Spikes(**row["spikes"][name]) for row in own])
-    largest = max(x for row in own for x in [0.0, *row["trace"][name]])  # 0: it ended before.
+    values = [x for row in own for x in row["trace"][name]]
+    largest = f"{max(values):.1f}" if values else ""
     lines.append(
-      f"{name.removeprefix('rms/')} | {len(own)} | {largest:.1f} | {len(found.rms)}"
-      f" | {len(found.loss)} | {len(found.following)} | {found.share:.2%} | {found.chance:.2g} |"
+      f"{name.removeprefix('rms/')} | {largest} | {len(found.rms)} | {len(found.loss)}"
+      f" | {len(found.following)} | {found.share:.2%} | {found.chance:.2g}"
     )
-  return lines
+  return lines or [" | ".join([""] * 7)]
 
 
 def scalers(figure, arms, rows) -> list[str]:

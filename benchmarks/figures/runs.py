@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.figures import photos
-from benchmarks.figures.arms import Arm, config_of, tiny_config
+from benchmarks.figures.arms import Arm, change_of, config_of, tiny_config
 from train.record import read_metrics
 from train.spikes import Rules, find_spikes
 from train.workdir import write_json
@@ -29,6 +29,7 @@ _RULES = Rules()
 _POINTS = 200  # of a curve in a row
 _RECORDS = 24  # of watched tensors in a row
 _TRACE = (-100, 200)  # steps around a change of the data
+_PATIENCE = 120  # seconds for a last checkpoint
 _TRAIN = [sys.executable, "-m", "benchmarks.figures.runs"]
 
 
@@ -66,20 +67,24 @@ def train_all(
       return found
 
   def work(gpu: int):
-    while not stop.is_set() and (arm := next_arm()):
-      rows.put(_in_process(arm, folder, gpu, at_once, deadline, stop, data))
-    rows.put(None)
+    try:
+      while not stop.is_set() and (arm := next_arm()):
+        rows.put(_in_process(arm, folder, gpu, at_once, deadline, stop, data))
+    finally:  # Also after an error, which the thread prints.
+      rows.put(None)
 
   workers = [threading.Thread(target=work, args=(gpu,)) for gpu in gpus for _ in range(at_once)]
-  for worker in workers:
-    worker.start()
+  started = []
   try:
+    for worker in workers:
+      worker.start()
+      started.append(worker)
     for _ in workers:
       while (row := rows.get()) is not None:
         yield row
   finally:
     stop.set()
-    for worker in workers:
+    for worker in started:
       worker.join()
 
 
@@ -102,11 +107,16 @@ def _in_process(
   arguments = [json.dumps(arm), str(workdir), *([str(data)] if data else [])]
   started = time.monotonic()
   with (workdir / "log.txt").open("a") as log:
-    process = subprocess.Popen([*_TRAIN, *arguments], stdout=log, stderr=log, env=environment)
+    # In a session of its own: a second signal, such as a terminal's, would end it before it saved.
+    how = {"stdout": log, "stderr": log, "env": environment, "start_new_session": True}
+    process = subprocess.Popen([*_TRAIN, *arguments], **how)
     while process.poll() is None:
       if stop.wait(0.2) or time.monotonic() > deadline:
         process.terminate()  # The run saves a checkpoint.
-        process.wait(timeout=120)
+        try:
+          process.wait(timeout=_PATIENCE)
+        except subprocess.TimeoutExpired:
+          process.kill()
   row = read_row(arm, workdir)
   return row | {"minutes": round((time.monotonic() - started) / 60, 2)}
 
@@ -148,8 +158,10 @@ def read_row(arm: Arm, workdir: Path) -> dict:
   names = ("diverged", "why")
   scores = {"scores": end["eval"]} if "eval" in end else {name: end[name] for name in names}
   kept = {key: end[key] for key in ("device", "jax", "images_per_second") if key in end}
-  change = re.search(r":(?:\d+,)?(\d+)$", str(arm.value("data.name")))
-  around = trace(records, int(change[1])) if change else watched(records)
+  if not records:  # It diverged before a step was logged.
+    return row | scores | {"steps": 0, "curve": []}
+  change = change_of(arm)
+  around = trace(records, change) if change else watched(records)
   return row | scores | evaluations(metrics) | curve(records) | spikes_of(records) | around | kept
 
 
