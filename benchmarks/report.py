@@ -78,10 +78,11 @@ def main() -> None:
   write("open_clip_scaling", scaling_report.open_clip_table(ddp, scaling), SCALING)
   write("links", scaling_report.prediction(scaling_report.one_gpu(scaling)), SCALING)
   write("models", models.table(), DOCS / "convert_a_model.md")
+  evidence = DOCS / "evidence.md"
   for path in sorted((RESULTS / "figures").glob("figure_*.md")):  # By benchmarks/figures.
     name = path.stem.replace("_", " ")
-    if MARKERS[0].format(name) in (DOCS / "evidence.md").read_text():
-      write(name, path.read_text().splitlines(), DOCS / "evidence.md")
+    if MARKERS[0].format(name) in evidence.read_text():
+      write(name, path.read_text().splitlines(), evidence)
     else:
       print(f"docs/evidence.md does not show {name}.", file=sys.stderr)
 

@@ -132,7 +132,8 @@ def open_clip_steps(
   if remat == "block":
     model.set_grad_checkpointing()
   if remat == "block" or by_block:
-    torch._dynamo.config.optimize_ddp = False  # As open_clip: it cannot split checkpointed layers.
+    # As open_clip: it cannot split checkpointed layers. Blocks need no split.
+    torch._dynamo.config.optimize_ddp = False
   if by_block:
     for module in model.modules():
       if isinstance(module, open_clip.transformer.ResidualAttentionBlock):

@@ -9,9 +9,8 @@
 Runs that are in the results are not trained again, and runs that were interrupted continue, so the
 same command may be given until it says that nothing is missing. --whole starts no run, and
 continues none, whose whole time exceeds what is left of --seconds: for a machine that is then
-gone. Adds a row for each run to
-benchmarks/results/figures/runs.jsonl and writes figure_1.png and figure_1.md beside it. `list`
-lists the figures.
+gone. Adds a row for each run to benchmarks/results/figures/runs.jsonl and writes figure_1.png and
+figure_1.md beside it. `list` lists the figures.
 """
 
 import argparse
@@ -82,7 +81,10 @@ def _train(args: argparse.Namespace) -> None:
   for number in (signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, lambda number, _: sys.exit(f"Stopped by {signal.Signals(number).name}."))
   how = (args.runs, gpus, args.at_once, args.seconds, args.data)
-  expected = (lambda arm: 60 * minutes([arm]) * args.at_once) if args.whole else (lambda arm: 0.0)
+
+  def expected(arm: Arm) -> float:
+    return 60 * minutes([arm]) * args.at_once if args.whole else 0.0
+
   # Closed in any case, so that no run is left behind.
   with contextlib.closing(runs.train_all(missing, *how, expected)) as ended:
     for row in ended:

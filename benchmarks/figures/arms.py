@@ -9,7 +9,6 @@ runs that were interrupted compare all series with the same seeds.
 
 import dataclasses
 import itertools
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -73,9 +72,12 @@ def config_of(arm: Arm) -> Config:
 
 def change_of(arm: Arm) -> int | None:
   """The step at which an arm's pictures change: the first of a shift, the second of columns."""
-  name = str(arm.value("data.name"))
-  match = re.fullmatch(r"scenes/(?:shift:(\d+)(?:,\d+)*|columns:\d+,(\d+))", name)
-  return int(match[1] or match[2]) if match else None
+  from train.datasets.scenes import find  # Imports JAX, which takes seconds.
+
+  if not (scenes := find(arm.value("data.name"))):
+    return None
+  steps = scenes.variant.columns or [step for step, _ in scenes.variant.shifts]
+  return steps[1] if steps else None  # A shift's first contrast is that of step 1.
 
 
 def _scenes(size: str) -> Config:

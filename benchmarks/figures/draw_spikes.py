@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 from scipy.stats import chi2
 
 from benchmarks.figures.arms import Arm, change_of
@@ -35,6 +36,14 @@ def interval(events: int) -> tuple[float, float]:
   return float(low), float(chi2.ppf(0.975, 2 * events + 2) / 2)
 
 
+def _by_b2(arms: Sequence[Arm], rows: dict[str, dict]) -> dict[float, list[dict]]:
+  """The rows of arms by b2, the lowest first."""
+  found = {}
+  for arm in sorted(arms, key=lambda arm: dict(arm.changes)["optimizer.b2"]):
+    found.setdefault(dict(arm.changes)["optimizer.b2"], []).append(rows[arm.name])
+  return found
+
+
 def counts(title: str, label: Callable[[Arm], str]) -> Callable:
   """A drawing of loss spikes a run by b2, a line for each label (figures 6, 7 and 8)."""
 
@@ -48,8 +57,7 @@ def counts(title: str, label: Callable[[Arm], str]) -> Callable:
     for name in labels:
       group = [arm for arm in arms if label(arm) == name]
       points = {}
-      for b2 in sorted({dict(arm.changes)["optimizer.b2"] for arm in group}):
-        own = [rows[arm.name] for arm in group if dict(arm.changes)["optimizer.b2"] == b2]
+      for b2, own in _by_b2(group, rows).items():
         events, runs = count(own), len(own)
         low, high = (x / runs for x in interval(events))
         points[b2] = events / runs, low, high
@@ -63,9 +71,9 @@ def counts(title: str, label: Callable[[Arm], str]) -> Callable:
         [high - mean for mean, _, high in points.values()],
       ]
       left.errorbar(list(map(str, points)), means, errors, marker="o", capsize=3, label=name)
-      own = [rows[arm.name] for arm in group if dict(arm.changes)["optimizer.b2"] == max(points)]
-      steps, losses = zip(*own[0]["curve"], strict=True) if own[0]["curve"] else ([], [])
-      right.plot(steps, losses, linewidth=1, label=f"{name}, b2 {max(points)}")
+      # `b2` and `own` are those of the highest.
+      curve = np.reshape(own[0]["curve"], (-1, 2))
+      right.plot(*curve.T, linewidth=1, label=f"{name}, b2 {b2}")
     left.set(xlabel="b2", ylabel="loss spikes a run")
     right.set(xlabel="step", ylabel="loss")
     legend(left, title=title)
@@ -96,8 +104,7 @@ def around_change(figure, arms, rows) -> list[str]:
     " after an RMS spike | share of steps that are | chance |",
     "|---|---|---|---|---|---|---|---|---|---|",
   ]
-  for b2 in sorted({arm.value("optimizer.b2") for arm in arms}):
-    group = [rows[arm.name] for arm in arms if arm.value("optimizer.b2") == b2]
+  for b2, group in _by_b2(arms, rows).items():
     diverged = sum("diverged" in row for row in group)
     lines += [f"| {b2} | {len(group)} | {diverged} | {line} |" for line in _following(group)]
   return lines

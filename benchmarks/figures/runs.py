@@ -153,7 +153,7 @@ def read_row(arm: Arm, workdir: Path) -> dict:
     log = workdir / "log.txt"
     return row | {"error": log.read_text()[-300:] if log.is_file() else "no end.json"}
   end = json.loads(path.read_text())
-  metrics = list(read_metrics(workdir / "metrics.jsonl"))
+  metrics = read_metrics(workdir / "metrics.jsonl")
   records = [r for r in metrics if "loss" in r]
   names = ("diverged", "why")
   scores = {"scores": end["eval"]} if "eval" in end else {name: end[name] for name in names}

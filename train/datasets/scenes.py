@@ -40,6 +40,7 @@ _PIXELS_AT_ONCE = 2**22  # A pixel has up to a hundred bytes of masks while it i
 CAPTION_LENGTH = 32  # ids of every caption of an evaluation
 
 
+# Variants with steps in their names, which the functions take.
 _CHANGES = {
   r"shift:(\d+(?:,\d+)*)": shifted,
   r"columns:(\d+,\d+)": lacking_columns,
