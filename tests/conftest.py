@@ -61,6 +61,7 @@ _PROGRAM = (
   "test_faults",
   "test_figures",
   "test_figures_photos",
+  "test_figures_spikes",
   "test_inference",
   "test_loop",
   "test_main",

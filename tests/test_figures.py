@@ -13,7 +13,7 @@ import pytest
 from figure_case import call, row_of
 
 from benchmarks.figures import __main__ as program
-from benchmarks.figures import analysis, arms, draw, draw_spikes, runs
+from benchmarks.figures import analysis, arms, draw, runs
 from benchmarks.figures.arms import FIGURES
 from benchmarks.timing import append
 from train.workdir import write_json
@@ -93,21 +93,6 @@ def test_a_curve_has_the_mean_of_the_losses():
   assert len(found["curve"]) == 200 and found["curve"][-1][0] == found["steps"] == 400
   means = [loss for _, loss in found["curve"]]
   assert np.mean(means) == pytest.approx(np.mean([r["loss"] for r in records]), rel=1e-3)
-
-
-def test_a_loss_spike_after_an_rms_spike_is_counted():
-  rng = np.random.default_rng(0)
-  name = draw_spikes.PATCHES
-  records = [
-    {"step": step, "loss": 1 + 0.01 * float(rng.standard_normal()), name: 1.0}
-    for step in range(1, 1500)
-  ]
-  records[1200][name] = 5.0  # Step 1201.
-  for i in range(1204, 1208):
-    records[i]["loss"] = 9.0
-  found = runs.spikes_of(records)["spikes"][name]
-  assert found["rms"] == [1201] and found["loss"] == found["following"] == [1205]
-  assert runs.spikes_of(records[::2]) == {}  # Spikes are of consecutive steps.
 
 
 @pytest.mark.parametrize(
@@ -212,15 +197,6 @@ def test_arms_of_several_figures_are_trained_once_and_are_the_first_figures(monk
   assert (tmp_path / "figure_10.png").is_file() and (tmp_path / "figure_15.png").is_file()
 
 
-def test_the_figures_of_spikes_share_runs():
-  smallest = {name: {a for a in figure.arms if a.size == "ti"} for name, figure in FIGURES.items()}
-  of_6, of_7, of_8, of_10 = (smallest[name] for name in ("6", "7", "8", "10"))
-  assert len(of_6) == 15 and of_6 <= of_7 and of_6 <= of_8
-  assert len(of_8 & of_10) == 15, "figure 10's AdamW is figure 8's lowest rate"
-  assert {arm.value("batch_size") for arm in of_7} == {256, 1024, 4096}
-  assert {arm.value("optimizer.learning_rate") for arm in of_8} == {2e-3, 5e-3, 1e-2}
-
-
 @pytest.fixture(autouse=True)
 def signals():
   """The command handles some, and each test begins without."""
@@ -277,16 +253,6 @@ def test_whole_starts_what_ends_in_time_with_as_many_at_once(monkeypatch, tmp_pa
   assert set(asked.values()) == {0}
   call(monkeypatch, 2, *how, "--whole")
   assert asked["ti"] > 3 * 8000 * 0.0097 and asked["s12"] > 3 * 8000 * 0.0234
-
-
-def test_pictures_change_at_a_step_of_their_data_s_name():
-  at = {
-    figure: {arms.change_of(arm) for arm in FIGURES[figure].arms} for figure in ("9", "11", "1")
-  }
-  assert at == {"9": {3000}, "11": {3000}, "1": {None}}
-  one = FIGURES["shift"].arms[0]
-  longer = one._replace(changes=(*one.changes, ("data.name", "scenes/shift:15,20,30")))
-  assert arms.change_of(longer) == 15 and arms.change_of(arms.tiny(FIGURES["9"].arms[0])) == 6
 
 
 def test_a_run_that_would_not_end_in_time_is_not_started(monkeypatch, tmp_path):

@@ -133,8 +133,8 @@ def test_the_table_on_photos_has_the_paired_difference_by_students_t(tmp_path):
   )
 
 
-def test_minutes_of_photos_are_about_two_a_run(name):
-  assert 15 < program.minutes(list(FIGURES[name].arms)) < 45
+def test_minutes_of_photos_are_about_one_a_run(name):
+  assert 10 < program.minutes(list(FIGURES[name].arms)) < 25
 
 
 @pytest.mark.parametrize("name", photos.CONFIGS)

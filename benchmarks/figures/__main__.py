@@ -28,15 +28,12 @@ from benchmarks.tables import read_file
 from benchmarks.timing import append
 
 RESULTS = Path(__file__).parent.parent / "results" / "figures"
-# Seconds of a step with 1,024 pictures on an H100 (results/scenes.jsonl; s6's is from three runs
-# that shared one), and of what is around a run.
-_SECONDS = {"ti": 0.0097, "s6": 0.017, "s12": 0.0234}
-# Guesses until they are measured: Flickr8k's is from one H200 (results/training.jsonl), and
-# CIFAR-10's assumes as long a step, of 256 pictures.
-_SECONDS |= {"flickr8k": 0.104, "cifar10": 0.052}
+# Seconds of a step with 1,024 pictures on an H100: of scenes from results/scenes.jsonl, others from
+# runs that shared one, as are the seconds around a run, most of which compile.
+_SECONDS = {"ti": 0.0097, "s6": 0.017, "s12": 0.0234, "flickr8k": 0.06, "cifar10": 0.045}
+_AROUND = {"ti": 30, "s6": 45, "s12": 85, "flickr8k": 25, "cifar10": 25}
 # How much longer a step of these recipes takes (images/s of width 192 in the results).
 _SLOWER = {"llm_int8": 1.35, "fp8_tensorwise": 1.5}
-_AROUND = 60
 
 
 def main() -> None:
@@ -175,7 +172,7 @@ def minutes(arms: list[Arm]) -> float:
   for arm in arms:
     config = all_arms.config_of(arm)
     step = config.batch_size / 1024 * _SECONDS[arm.size] * _SLOWER.get(config.model.recipe, 1)
-    total += config.steps * step + _AROUND
+    total += config.steps * step + _AROUND[arm.size]
   return total / 60
 
 

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from scipy.stats import t
 
+from train.spikes import LEAD
+
 TOP1 = "classes/zero_shot_top1"
 HELD_OUT = "heldout/zero_shot_top1"
 # Scores on photos, by the headings of their columns.
@@ -59,3 +61,12 @@ def by_run(rows: Sequence[dict], score: str = TOP1) -> dict[tuple[str, int], flo
 def difference(ours: dict, base: dict) -> Estimate:
   """The mean of ours minus base over the keys that both have."""
   return estimate([ours[key] - base[key] for key in sorted(ours.keys() & base.keys())])
+
+
+def at_change(step: int, change: int | None) -> bool:
+  """Whether a spike begins at a change of the data, or so soon after that it may be the cause.
+
+  >>> at_change(3001, 3000), at_change(2999, 3000), at_change(5, None)
+  (True, False, False)
+  """
+  return change is not None and 0 <= step - change <= LEAD

@@ -196,6 +196,7 @@ def _changes(name: str, b2s: Sequence[float]) -> Callable[[str, int], list[Arm]]
 
 
 def _scalers(size: str, seed: int) -> list[Arm]:
+  """Figure 11: two loss scalers from the default scale, and from one that the shift overflows."""
   watch = (_PATCHES, "image/class_embedding", "image/block_0/qkv/kernel")
   fixed = {
     "data__name": _SHIFT,
@@ -204,7 +205,11 @@ def _scalers(size: str, seed: int) -> list[Arm]:
     "model__recipe": "full",
     "watch": watch,
   }
-  return [arm(size, seed, optimizer__loss_scale=scale, **fixed) for scale in ("dynamic", "fixed")]
+  scales = ({}, {"optimizer__initial_loss_scale": 2.0**18})
+  return [
+    arm(size, seed, optimizer__loss_scale=scaler, **fixed, **scale)
+    for scale, scaler in itertools.product(scales, ("dynamic", "fixed"))
+  ]
 
 
 def _photos(name: str) -> tuple[Arm, ...]:

@@ -1,10 +1,13 @@
 """The figures about loss spikes: counts, traces around a change of the data, and loss scalers."""
 
+import math
+import re
 from collections.abc import Callable, Sequence
 
 import numpy as np
 from scipy.stats import chi2
 
+from benchmarks.figures.analysis import at_change
 from benchmarks.figures.arms import Arm, change_of
 from train.spikes import Spikes, together
 
@@ -84,48 +87,94 @@ def counts(title: str, label: Callable[[Arm], str]) -> Callable:
 
 
 def around_change(figure, arms, rows) -> list[str]:
-  """Figure 9: loss and RMS of the patch embedding; 16 to 21: how spikes follow, by tensor."""
-  own = [arm for arm in arms if arm.seed == arms[0].seed]
-  axes = figure.subplots(2, len(own), sharex=True, squeeze=False)
-  for (above, below), arm in zip(axes.T, own, strict=True):
-    trace = rows[arm.name].get("trace", {"step": [], "loss": []})
-    above.plot(trace["step"], trace["loss"], linewidth=0.9)
-    for name in sorted(n for n in trace if n.startswith("rms/")):
-      control = name != PATCHES
-      style = {"color": "0.7", "linewidth": 0.6} if control else {"color": "C1"}
-      below.plot(trace["step"], trace[name], label=None if control else "patch embedding", **style)
-    above.set(title=f"b2 = {arm.value('optimizer.b2')}", ylabel="loss")
-    below.set(xlabel="step; grey: fc2 of the blocks", ylabel="RMS")
-    for axis in (above, below):
-      axis.axvline(change_of(arm), color="r", ls=":")
-    legend(below)
+  """Figure 9: loss and RMS of the patch embedding; 16 to 21: how spikes follow, by tensor.
+
+  Around the change of the data in the runs of the first seed, and below that around the first loss
+  spike that came by itself, for each b2 that has one.
+  """
+  change, groups = change_of(arms[0]), _by_b2(arms, rows)
+  itself = {b2: t for b2, group in groups.items() if (t := _first_trace(group))}
+  figure.set_size_inches(12, 9 if itself else 5)
+  axes = figure.subplots(4 if itself else 2, len(groups), sharex="row", squeeze=False)
+  for column, (b2, group) in zip(axes.T, groups.items(), strict=True):
+    around = min(group, key=lambda row: row["seed"]).get("trace", {"step": [], "loss": []})
+    _loss_and_rms(*column[:2], around, change, f"b2 = {b2}")
+    if b2 in itself:
+      _loss_and_rms(*column[2:], itself[b2], itself[b2]["spike"], "a spike by itself")
+    for empty in column[2:] if b2 not in itself else ():
+      empty.set_axis_off()
   lines = [
-    "| b2 | runs | diverged | tensor | largest RMS | RMS spikes | loss spikes |"
-    " after an RMS spike | share of steps that are | chance |",
-    "|---|---|---|---|---|---|---|---|---|---|",
+    "| b2 | runs | diverged | tensor | largest RMS around the change | RMS spikes | loss spikes |"
+    " at the change | others after an RMS spike | share of steps that are | chance |",
+    "|---|---|---|---|---|---|---|---|---|---|---|",
   ]
-  for b2, group in _by_b2(arms, rows).items():
+  for b2, group in groups.items():
     diverged = sum("diverged" in row for row in group)
-    lines += [f"| {b2} | {len(group)} | {diverged} | {line} |" for line in _following(group)]
+    found = _following(group, change)
+    lines += [f"| {b2} | {len(group)} | {diverged} | {line} |" for line in found]
   return lines
 
 
-def _following(rows: Sequence[dict]) -> list[str]:
-  """How many loss spikes follow RMS spikes of each tensor by 1 to 8 steps, against chance.
+def _first_trace(rows: Sequence[dict]) -> dict | None:
+  """The loss and RMS around the first loss spike of the first run that has one by itself."""
+  return next((t for row in rows for t in row.get("spike_traces", [])), None)
 
-  Of the runs that had steps enough for it; an empty line if none had.
+
+def _loss_and_rms(above, below, trace: dict, step: int, title: str) -> None:
+  """Two panels: the loss, and the RMS of the patch embedding with the others in grey."""
+  above.plot(trace["step"], trace["loss"], linewidth=0.9)
+  for name in sorted(n for n in trace if n.startswith("rms/")):
+    control = name != PATCHES
+    style = {"color": "0.7", "linewidth": 0.6} if control else {"color": "C1"}
+    below.plot(trace["step"], trace[name], label=None if control else "patch embedding", **style)
+  above.set(title=title, ylabel="loss")
+  below.set(xlabel="step; grey: fc2 of the blocks", ylabel="RMS")
+  for axis in (above, below):
+    axis.axvline(step, color="r", ls=":")
+  legend(below)
+
+
+def _following(rows: Sequence[dict], change: int) -> list[str]:
+  """How many loss spikes follow RMS spikes by 1 to 8 steps, against chance: a line for each tensor.
+
+  Loss spikes at the change of the data are left out, since the new pictures bring them. The same
+  tensor of all blocks has one line, with its least and largest numbers. Of the runs that had steps
+  enough for it; an empty line if none had.
   """
-  lines, rows = [], [row for row in rows if "spikes" in row]
+  formats = "{:.1f}", "{:.0f}", "{:.0f}", "{:.0f}", "{:.0f}", "{:.2%}", "{:.2g}"
+  rows = [row for row in rows if "spikes" in row]
+  tensors = {}
   for name in sorted({name for row in rows for name in row["spikes"]}):
-    own = [row for row in rows if name in row["spikes"]]
-    found = together([Spikes(**row["spikes"][name]) for row in own])
-    values = [x for row in own for x in row["trace"][name]]
-    largest = f"{max(values):.1f}" if values else ""
-    lines.append(
-      f"{name.removeprefix('rms/')} | {largest} | {len(found.rms)} | {len(found.loss)}"
-      f" | {len(found.following)} | {found.share:.2%} | {found.chance:.2g}"
-    )
-  return lines or [" | ".join([""] * 7)]
+    numbers = _numbers(name, [row for row in rows if name in row["spikes"]], change)
+    tensors.setdefault(re.sub(r"block_\d+", "block_*", name), []).append(numbers)
+  lines = []
+  for name, blocks in tensors.items():
+    least, most = np.min(blocks, 0), np.max(blocks, 0)
+    cells = [
+      f.format(low) if low == high else f"{f.format(low)} to {f.format(high)}"
+      for f, low, high in zip(formats, least, most, strict=True)
+    ]
+    lines.append(" | ".join([f"`{name.removeprefix('rms/')}`", *cells]))
+  return lines or [" | ".join([""] * (1 + len(formats)))]
+
+
+def _numbers(name: str, rows: Sequence[dict], change: int) -> tuple[float, ...]:
+  """What a line of `_following` has of one tensor."""
+  every = [Spikes(**row["spikes"][name]) for row in rows]
+  found = together([without(spikes, change) for spikes in every])
+  loss = sum(len(spikes.loss) for spikes in every)
+  largest = max((x for row in rows for x in row["trace"][name]), default=np.nan)
+  counts = len(found.rms), loss, loss - len(found.loss), len(found.following)
+  return largest, *counts, found.share, found.chance
+
+
+def without(spikes: Spikes, change: int | None) -> Spikes:
+  """The spikes without those of the loss at a change of the data."""
+  loss, following = (
+    np.array([step for step in steps if not at_change(step, change)], int)
+    for steps in (spikes.loss, spikes.following)
+  )
+  return spikes._replace(loss=loss, following=following)
 
 
 def scalers(figure, arms, rows) -> list[str]:
@@ -133,7 +182,7 @@ def scalers(figure, arms, rows) -> list[str]:
   panels = (
     "loss",
     "loss_scale",
-    "max_abs_feature/image_block_",  # the last block
+    r"max_abs_feature/image_block_\d+",  # the last is drawn
     PATCHES,
     "gradient_max_abs/image/class_embedding",
     "gradient_max_abs/image/block_0/qkv/kernel",
@@ -141,21 +190,38 @@ def scalers(figure, arms, rows) -> list[str]:
   figure.set_size_inches(14, 7)
   axes = figure.subplots(2, 3).ravel()
   lines = [
-    "| loss scaler | diverged | top-1, % | least scale around the shift |",
-    "|---|---|---|---|",
+    "| loss scaler | first scale | diverged | top-1, % | scale before the shift | least after it |"
+    " skipped in 200 steps |",
+    "|---|---|---|---|---|---|---|",
   ]
   for arm in arms:
-    row, scaler = rows[arm.name], dict(arm.changes)["optimizer.loss_scale"]
-    trace = row.get("trace", {})
+    row, scaler = rows[arm.name], arm.value("optimizer.loss_scale")
+    first = _power(arm.value("optimizer.initial_loss_scale"))
+    trace = row.get("trace", {"step": []})
     for axis, wanted in zip(axes, panels, strict=True):
-      names = [name for name in trace if name.startswith(wanted)]
+      names = [name for name in trace if re.fullmatch(wanted, name)]
       if names:
-        axis.plot(trace["step"], trace[names[-1]], label=scaler, linewidth=0.9)
+        axis.plot(trace["step"], trace[names[-1]], label=f"{scaler}, from {first}", linewidth=0.9)
       axis.set(title=names[-1] if names else wanted)
       if wanted not in ("loss", PATCHES):
         axis.set_yscale("log")
     top1 = f"{100 * row['scores']['classes/zero_shot_top1']:.1f}" if "scores" in row else ""
-    least = min(trace.get("loss_scale", [float("nan")]), default=float("nan"))
-    lines.append(f"| {scaler} | {row.get('diverged', '')} | {top1} | {least:g} |")
+    cells = [scaler, first, row.get("diverged", ""), top1, *_scales(trace, change_of(arm))]
+    lines.append(f"| {' | '.join(map(str, cells))} |")
   legend(axes[0])
   return lines
+
+
+def _scales(trace: dict, change: int) -> tuple[str, str, str]:
+  """The loss scale before a change, the least after it, and what was skipped from it on."""
+  before = [i for i, step in enumerate(trace["step"]) if step < change]
+  after = [i for i, step in enumerate(trace["step"]) if step >= change]
+  if not before or not after:
+    return "", "", ""
+  scales, skipped = trace["loss_scale"], trace.get("skipped_updates")
+  count = f"{skipped[-1] - skipped[before[-1]]:.0f}" if skipped else ""
+  return _power(scales[before[-1]]), _power(min(scales[i] for i in after)), count
+
+
+def _power(scale: float) -> str:
+  return f"2^{math.log2(scale):.0f}"

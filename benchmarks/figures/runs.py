@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.figures import photos
+from benchmarks.figures.analysis import at_change
 from benchmarks.figures.arms import Arm, change_of, config_of, tiny_config
 from train.record import read_metrics
 from train.spikes import Rules, find_spikes
@@ -29,6 +30,8 @@ _RULES = Rules()
 _POINTS = 200  # of a curve in a row
 _RECORDS = 24  # of watched tensors in a row
 _TRACE = (-100, 200)  # steps around a change of the data
+_TRACED = ("loss", "skipped_updates", "rms/", "gradient_max_abs/", "max_abs_feature/image")
+_SPIKES, _SPIKE_TRACE = 2, (-30, 60)  # spikes by themselves of a run in a row; steps around each
 _PATIENCE = 120  # seconds for a last checkpoint
 _TRAIN = [sys.executable, "-m", "benchmarks.figures.runs"]
 
@@ -160,9 +163,10 @@ def read_row(arm: Arm, workdir: Path) -> dict:
   kept = {key: end[key] for key in ("device", "jax", "images_per_second") if key in end}
   if not records:  # It diverged before a step was logged.
     return row | scores | {"steps": 0, "curve": []}
-  change = change_of(arm)
-  around = trace(records, change) if change else watched(records)
-  return row | scores | evaluations(metrics) | curve(records) | spikes_of(records) | around | kept
+  change, spikes = change_of(arm), spikes_of(records)
+  around = {"trace": trace(records, change, _TRACE)} if change else watched(records)
+  around |= spike_traces(records, spikes, change)
+  return row | scores | evaluations(metrics) | curve(records) | spikes | around | kept
 
 
 def evaluations(metrics: Sequence[dict]) -> dict:
@@ -203,13 +207,26 @@ def spikes_of(records: Sequence[dict], rules: Rules = _RULES) -> dict:
   return {"spikes": found} if found else {}
 
 
-def trace(records: Sequence[dict], change: int) -> dict:
-  """Columns of the steps around a change of the data, with four digits."""
-  chosen = [r for r in records if _TRACE[0] <= r["step"] - change < _TRACE[1]]
-  kinds = ("loss", "loss_scale", "rms/", "gradient_max_abs/", "max_abs_feature/image")
+def spike_traces(records: Sequence[dict], found: dict, change: int | None) -> dict:
+  """Loss and RMS around the first loss spikes that no change of the data brought."""
+  spikes = next(iter(found.get("spikes", {}).values()), {"loss": ()})  # The same losses for each.
+  steps = [step for step in spikes["loss"] if not at_change(step, change)][:_SPIKES]
+  traces = [trace(records, step, _SPIKE_TRACE, ("loss", "rms/")) for step in steps]
+  together = [{"spike": step, **one} for step, one in zip(steps, traces, strict=True)]
+  return {"spike_traces": together} if steps else {}
+
+
+def trace(
+  records: Sequence[dict],
+  middle: int,
+  around: tuple[int, int],
+  kinds: tuple[str, ...] = _TRACED,
+) -> dict[str, list]:
+  """Columns of the steps around one, with four digits, whose names begin with one of `kinds`."""
+  chosen = [r for r in records if around[0] <= r["step"] - middle < around[1]]
   names = [name for name in records[-1] if name.startswith(kinds)]
   columns = {name: [float(f"{r[name]:.4g}") for r in chosen] for name in names}
-  return {"trace": {"step": [r["step"] for r in chosen], **columns}}
+  return {"step": [r["step"] for r in chosen], **columns}
 
 
 def watched(records: Sequence[dict]) -> dict:
