@@ -204,7 +204,7 @@ def scalers(figure, arms, rows) -> list[str]:
         axis.plot(trace["step"], trace[names[-1]], label=f"{scaler}, from {first}", linewidth=0.9)
       axis.set(title=names[-1] if names else wanted)
       if wanted not in ("loss", PATCHES):
-        axis.set_yscale("log")
+        axis.set_yscale("log", base=2 if wanted == "loss_scale" else 10)
     top1 = f"{100 * row['scores']['classes/zero_shot_top1']:.1f}" if "scores" in row else ""
     cells = [scaler, first, row.get("diverged", ""), top1, *_scales(trace, change_of(arm))]
     lines.append(f"| {' | '.join(map(str, cells))} |")
