@@ -253,6 +253,10 @@ def test_whole_starts_what_ends_in_time_with_as_many_at_once(monkeypatch, tmp_pa
   assert set(asked.values()) == {0}
   call(monkeypatch, 2, *how, "--whole")
   assert asked["ti"] > 3 * 8000 * 0.0097 and asked["s12"] > 3 * 8000 * 0.0234
+  longer = FIGURES["long"].arms[0]
+  assert longer.value("steps") // longer.value("eval_every") == 10  # The last is in each run.
+  once = longer._replace(changes=tuple(c for c in longer.changes if c[0] != "eval_every"))
+  assert program.minutes([longer]) - program.minutes([once]) == pytest.approx(9 * 10 / 60)
 
 
 def test_a_run_that_would_not_end_in_time_is_not_started(monkeypatch, tmp_path):

@@ -32,6 +32,7 @@ RESULTS = Path(__file__).parent.parent / "results" / "figures"
 # runs that shared one, as are the seconds around a run, most of which compile.
 _SECONDS = {"ti": 0.0097, "s6": 0.017, "s12": 0.0234, "flickr8k": 0.06, "cifar10": 0.045}
 _AROUND = {"ti": 30, "s6": 45, "s12": 85, "flickr8k": 25, "cifar10": 25}
+_EVALUATION = 10  # of an evaluation before the last; a guess
 # How much longer a step of these recipes takes (images/s of width 192 in the results).
 _SLOWER = {"llm_int8": 1.35, "fp8_tensorwise": 1.5}
 
@@ -172,7 +173,8 @@ def minutes(arms: list[Arm]) -> float:
   for arm in arms:
     config = all_arms.config_of(arm)
     step = config.batch_size / 1024 * _SECONDS[arm.size] * _SLOWER.get(config.model.recipe, 1)
-    total += config.steps * step + _AROUND[arm.size]
+    evaluations = (config.steps - 1) // config.eval_every if config.eval_every else 0
+    total += config.steps * step + evaluations * _EVALUATION + _AROUND[arm.size]
   return total / 60
 
 

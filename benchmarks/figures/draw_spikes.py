@@ -95,14 +95,15 @@ def around_change(figure, arms, rows) -> list[str]:
   change, groups = change_of(arms[0]), _by_b2(arms, rows)
   itself = {b2: t for b2, group in groups.items() if (t := _first_trace(group))}
   figure.set_size_inches(12, 9 if itself else 5)
-  axes = figure.subplots(4 if itself else 2, len(groups), sharex="row", squeeze=False)
+  axes = figure.subplots(4 if itself else 2, len(groups), sharey="row", squeeze=False)
   for column, (b2, group) in zip(axes.T, groups.items(), strict=True):
     around = min(group, key=lambda row: row["seed"]).get("trace", {"step": [], "loss": []})
     _loss_and_rms(*column[:2], around, change, f"b2 = {b2}")
     if b2 in itself:
       _loss_and_rms(*column[2:], itself[b2], itself[b2]["spike"], "a spike by itself")
-    for empty in column[2:] if b2 not in itself else ():
-      empty.set_axis_off()
+    else:
+      for axis in column[2:]:
+        axis.set_axis_off()
   lines = [
     "| b2 | runs | diverged | tensor | largest RMS around the change | RMS spikes | loss spikes |"
     " at the change | others after an RMS spike | share of steps that are | chance |",
@@ -131,6 +132,7 @@ def _loss_and_rms(above, below, trace: dict, step: int, title: str) -> None:
   below.set(xlabel="step; grey: fc2 of the blocks", ylabel="RMS")
   for axis in (above, below):
     axis.axvline(step, color="r", ls=":")
+    axis.tick_params(labelleft=True)  # Panels share scales, and the first of a row may be empty.
   legend(below)
 
 
