@@ -9,7 +9,7 @@ from interop import import_open_clip
 from PIL import ExifTags, Image, ImageFile
 
 from train import augment
-from train.augment import CentreCrop, RandomCrop
+from train.augment import CentreCrop, RandomCrop, Squash
 from train.datasets.pictures import Limits
 
 SIZE = 24
@@ -272,9 +272,23 @@ def test_formats_that_start_programs_are_not_opened():
     drawn(eps.getvalue())
 
 
+def test_a_squashed_image_is_the_whole_image():
+  pixels = np.zeros((12, 96, 3), np.uint8)
+  pixels[:, :48] = 255  # A centre crop of a wide picture loses its sides.
+  squashed = Squash(SIZE)(example(encoded(pixels, "png")))
+  assert squashed["image"].shape == (SIZE, SIZE, 3) and squashed["label"] == 0
+  assert squashed["image"][:, : SIZE // 2 - 1].min() > 250
+  assert squashed["image"][:, SIZE // 2 + 1 :].max() < 5
+  with pytest.raises(ValueError, match="The image of here cannot be decoded"):
+    Squash(SIZE)(example(b"no picture"))
+  with pytest.raises(ValueError, match="sides"):
+    Squash(SIZE, Limits(aspect_ratio=5))(example(encoded(pixels, "png")))
+
+
 @pytest.mark.interop
+@pytest.mark.parametrize("mode", ["shortest", "squash"])
 @pytest.mark.parametrize("size", [(37, 53), (64, 48), (20, 90), (24, 24), (29, 24), (24, 27)])
-def test_evaluation_images_equal_open_clip_s(size):
+def test_evaluation_images_equal_open_clip_s(size, mode):
   import_open_clip()
   import torch
   from open_clip.transform import image_transform
@@ -282,8 +296,9 @@ def test_evaluation_images_equal_open_clip_s(size):
   pixels = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), np.uint8)
   for kind in ("png", "jpeg"):
     image = encoded(pixels, kind)
-    ours = CentreCrop(SIZE)(example(image))["image"]
-    reference = image_transform(SIZE, is_train=False, mean=(0, 0, 0), std=(1, 1, 1))
+    crop = {"shortest": CentreCrop, "squash": Squash}[mode](SIZE)
+    ours = crop(example(image))["image"]
+    reference = image_transform(SIZE, False, mean=(0, 0, 0), std=(1, 1, 1), resize_mode=mode)
     theirs = reference(Image.open(io.BytesIO(image)).convert("RGB"))
     theirs = (theirs * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
     np.testing.assert_array_equal(ours, theirs)

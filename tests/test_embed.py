@@ -10,6 +10,7 @@ from PIL import Image
 from shards_case import image_bytes, write_shard
 
 from train import embed, inference
+from train.augment import CentreCrop
 from train.errors import RunError
 
 COLOURS = [(40 * i, 200 - 30 * i, 90) for i in range(6)]
@@ -27,7 +28,7 @@ class FakeModel:
     options = types.SimpleNamespace(dtype=np.dtype("float32"))
     config = types.SimpleNamespace(embed_dim=3)
     self.task = types.SimpleNamespace(model=types.SimpleNamespace(config=config, options=options))
-    self.image_size, self.batch_size, self.step, self.size = 16, 2, 7, "tiny"
+    self.crop, self.batch_size, self.step, self.size = CentreCrop(16), 2, 7, "tiny"
     self.images = self.texts = 0
 
   def embed_pixels(self, pixels):

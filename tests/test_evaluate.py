@@ -12,6 +12,7 @@ from PIL import Image
 from shards_case import image_bytes, write_shard
 
 from train import evaluate, inference
+from train.augment import CentreCrop
 from train.datasets.wds_folder import CLASSIFICATION, RETRIEVAL, open_folder
 from train.errors import RunError
 from train.evaluate import classification_scores, evaluate_folder, probe_folder
@@ -79,7 +80,7 @@ def unit(x):
 
 
 MODEL = types.SimpleNamespace(  # Sees mean colours, and reads the last word.
-  image_size=32,
+  crop=CentreCrop(32),
   batch_size=4,
   size="tiny",
   step=7,

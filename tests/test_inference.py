@@ -15,6 +15,7 @@ from sbjax import RECIPES
 from sbjax.models.serving import size_of
 from sbjax.quantize import Quantized
 from train import inference
+from train.augment import CentreCrop, Squash
 from train.config import Config, ModelConfig
 from train.errors import RunError
 from train.images import normalize
@@ -159,6 +160,36 @@ def test_weights_with_another_normalization_of_images_are_refused(tmp_path):
     inference.load(tmp_path / "clip.pt", size="B/32")
 
 
+@pytest.mark.parametrize("mode", ["shortest", "squash", "longest"])
+def test_images_of_weights_are_cropped_or_squashed_as_beside_them(
+  workdir, tmp_path, monkeypatch, mode
+):
+  run = inference.load(workdir)
+  monkeypatch.setattr(inference, "load_weights", lambda path, config: run.params)
+  (tmp_path / "clip.pt").touch()
+  (tmp_path / "open_clip_config.json").write_text(
+    json.dumps({"preprocess_cfg": {"resize_mode": mode}})
+  )
+
+  def load():
+    tokenizer = str(workdir / "tokenizer.json")
+    return inference.load(tmp_path / "clip.pt", size=run.size, tokenizer=tokenizer)
+
+  if mode == "longest":
+    with pytest.raises(RunError, match=r"clip.pt: its images have resize_mode='longest'"):
+      load()
+    return
+  pixels = np.random.default_rng(0).integers(0, 256, (40, 90, 3), np.uint8)
+  Image.fromarray(pixels).save(tmp_path / "wide.png")
+  example = {"image": (tmp_path / "wide.png").read_bytes(), "captions": [], "label": 0}
+  crop = {"shortest": CentreCrop, "squash": Squash}[mode](run.image_size)
+  model = load()
+  np.testing.assert_array_equal(
+    model.embed_images([tmp_path / "wide.png"]),
+    model.embed_pixels(crop(example | {"where": ""})["image"][None]),
+  )
+
+
 @pytest.mark.interop
 @pytest.mark.slow
 def test_weights_of_another_size_name_the_size_that_fits(tmp_path):
@@ -182,13 +213,13 @@ def test_batches_keep_their_order_and_list_what_cannot_be_decoded(pictures):
     for i, content in enumerate(contents)
   ]
   skipped = []
-  batches = list(inference.prepared(examples, 32, 3, skipped))
+  batches = list(inference.prepared(examples, CentreCrop(32), 3, skipped))
   np.testing.assert_array_equal(np.concatenate([batch["image"] for batch in batches]), pixels)
   assert [list(batch["label"]) for batch in batches] == [[0, 1], [5], [6, 7]]
   assert [where for where, _ in skipped] == ["2", "3", "4"]
   with pytest.raises(ValueError, match="The image of 2 cannot be decoded"):
-    list(inference.prepared(examples, 32, 3))
-  assert list(inference.prepared([], 32, 3)) == []
+    list(inference.prepared(examples, CentreCrop(32), 3))
+  assert list(inference.prepared([], CentreCrop(32), 3)) == []
 
 
 def test_a_folder_without_a_run_is_named(tmp_path):

@@ -77,6 +77,19 @@ class CentreCrop:
     return {"image": np.asarray(image), "captions": example["captions"], "label": example["label"]}
 
 
+@dataclasses.dataclass(frozen=True)
+class Squash:
+  """Resizes the whole image to a square: open_clip's transform with resize_mode "squash"."""
+
+  image_size: int
+  limits: Limits = pictures.DEFAULT_LIMITS
+
+  def __call__(self, example: dict[str, Any]) -> dict[str, Any]:
+    image = _decode(example, self.limits)
+    image = image.resize((self.image_size,) * 2, Image.Resampling.BICUBIC)
+    return {"image": np.asarray(image), "captions": example["captions"], "label": example["label"]}
+
+
 def _decode(example: dict[str, Any], limits: Limits) -> Image.Image:
   try:
     return pictures.decode(example["image"], limits)

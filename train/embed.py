@@ -106,7 +106,7 @@ def embed_images(model: Model, paths: Sequence[str], out: Path, shard_size: int)
   """Embeds the pictures of `sources`; returns how many were skipped in this call."""
 
   def fill(part, stream, progress):
-    for batch in inference.prepared(stream, model.image_size, model.batch_size, part.skipped):
+    for batch in inference.prepared(stream, model.crop, model.batch_size, part.skipped):
       part.names += batch["where"]
       part.features.append(model.embed_pixels(batch["image"]))
       progress.update(len(batch["where"]))

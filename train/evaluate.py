@@ -89,7 +89,7 @@ def _features(model: Model, folder: WdsFolder, split: str):
   images, labels, captions = [], [], []
   examples = folder.examples(split)
   with tqdm(desc=f"{folder.name} {split}", unit="image", disable=None) as progress:
-    for batch in inference.prepared(examples, model.image_size, model.batch_size):
+    for batch in inference.prepared(examples, model.crop, model.batch_size):
       images.append(model.embed_pixels(batch["image"]))
       labels.append(batch["label"])
       captions += batch["captions"]

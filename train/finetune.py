@@ -11,19 +11,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
-import numpy as np
 import optax
 
-from sbjax.models.config_files import HF_FILE, OPEN_CLIP_FILE, config_of, read_config, read_json
+from sbjax.models.config_files import HF_FILE, OPEN_CLIP_FILE, config_of, read_config
 from sbjax.models.convert import check_architecture, load_weights
 from sbjax.models.sizes import CLIPConfig
 from sbjax.models.weight_files import WEIGHT_FILES, file_suffix
 from train.config import Config
-from train.images import MEAN, STD
+from train.preprocessing import check_normalization
 from train.sharding import path_name
 from train.tokenizer import Tokenizer
-
-_IMAGES_FILE = "preprocessor_config.json"  # of transformers
 
 
 class Rate(NamedTuple):
@@ -158,27 +155,6 @@ def check_init(config: Config, model: CLIPConfig) -> None:
       f"{error} The config is that of model.size={config.model.size!r}, which takes"
       " open_clip's names and the folder of init, too."
     ) from None
-
-
-def check_normalization(weights: str, folder: Path) -> None:
-  """Raises a ValueError if a config beside the weights has another mean or std of images."""
-  for file, fields in (
-    (OPEN_CLIP_FILE, ("mean", "std")),
-    (_IMAGES_FILE, ("image_mean", "image_std")),
-  ):
-    if not (folder / file).is_file():
-      continue
-    values = read_json(folder / file)
-    values = values.get("preprocess_cfg") or {} if file == OPEN_CLIP_FILE else values
-    for field, ours in zip(fields, (MEAN, STD), strict=True):
-      theirs = values.get(field)
-      if theirs is not None and (
-        np.shape(theirs) != (3,) or not np.allclose(theirs, ours, atol=1e-4)
-      ):
-        raise ValueError(
-          f"{weights}: its images have {field}={theirs} ({file}), and this program normalizes with"
-          f" OpenAI's, {[round(float(x), 4) for x in ours]}."
-        )
 
 
 def initial_params(config: Config, model: CLIPConfig, like: dict) -> dict:

@@ -8,7 +8,7 @@ import collections
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,12 +21,12 @@ from sbjax.models.serving import serving_params
 from sbjax.models.sizes import SIZES, open_clip_name
 from sbjax.models.weight_files import WEIGHT_FILES, WEIGHT_SUFFIXES
 from sbjax.recipes import parse_recipe, recipes_of
-from train.augment import CentreCrop
+from train.augment import CentreCrop, Squash
 from train.checkpoint import Checkpointer
 from train.config import Config, MeshConfig, ModelConfig
 from train.errors import RunError
-from train.finetune import check_normalization
 from train.optimizer import make_optimizer
+from train.preprocessing import check_normalization, is_squashed
 from train.run import abstract_state, check_tokenizer
 from train.sharding import make_mesh
 from train.task import CLIPTask, make_task
@@ -48,10 +48,16 @@ class Model(NamedTuple):
   tokenizer: Tokenizer
   mesh: jax.sharding.Mesh
   batch_size: int
+  squash: bool = False  # images to squares, in place of a crop
 
   @property
   def image_size(self) -> int:
     return self.task.example_sizes["image_size"]
+
+  @property
+  def crop(self) -> CentreCrop | Squash:
+    """What makes an image a square of that size."""
+    return Squash(self.image_size) if self.squash else CentreCrop(self.image_size)
 
   def tokenize(self, texts: Sequence[str]) -> np.ndarray:
     """int32 [N, L]."""
@@ -63,7 +69,7 @@ class Model(NamedTuple):
       {"where": path, "image": Path(path).read_bytes(), "captions": [], "label": -1}
       for path in paths
     )
-    batches = prepared(examples, self.image_size, self.batch_size)
+    batches = prepared(examples, self.crop, self.batch_size)
     features = [self.embed_pixels(batch["image"]) for batch in batches]
     return np.concatenate([self._no_rows, *features])
 
@@ -111,15 +117,15 @@ def load(
   path = Path(path).expanduser()
   size = {open_clip_name(key): key for key in SIZES}.get(size, size)
   if path.suffix in WEIGHT_SUFFIXES:
-    config, params, tokenizer, step = _open_clip(path, size, tokenizer)
+    config, params, tokenizer, step, squash = _open_clip(path, size, tokenizer)
   else:
-    config, params, tokenizer, step = _run(path, size, tokenizer)
+    config, params, tokenizer, step, squash = *_run(path, size, tokenizer), False
   if dtype:
     config.model.dtype = dtype
   if int8:
     config, params = _in_int8(config, params)
   task, mesh = make_task(config, tokenizer), make_mesh(MeshConfig(), jax.devices()[:1])
-  return Model(config.model.size, step, task, params, tokenizer, mesh, batch_size)
+  return Model(config.model.size, step, task, params, tokenizer, mesh, batch_size, squash)
 
 
 def _open_clip(path: Path, size: str, tokenizer: str):
@@ -130,6 +136,7 @@ def _open_clip(path: Path, size: str, tokenizer: str):
   config = Config(model=ModelConfig(size=size, recipe="full", dtype="float32"))
   try:
     check_normalization(str(path), path.parent)
+    squash = is_squashed(str(path), path.parent)
   except ValueError as error:
     raise RunError(str(error)) from error
   made = make_tokenizer(tokenizer or "clip", None, 0)
@@ -138,7 +145,7 @@ def _open_clip(path: Path, size: str, tokenizer: str):
   except ValueError as error:
     raise RunError(f"{path} as a model of --model={size}: {error}") from error
   config.model.zero_init_layer_scale = "ls_1" in params["image"]["blocks"]
-  return config, jax.device_put(params, jax.devices()[0]), made, None
+  return config, jax.device_put(params, jax.devices()[0]), made, None, squash
 
 
 def _run(workdir: Path, size: str, tokenizer: str):
@@ -181,7 +188,7 @@ def _in_int8(config: Config, params):
 
 def prepared(
   examples: Iterable[dict[str, Any]],
-  image_size: int,
+  crop: Callable[[dict[str, Any]], dict[str, Any]],
   batch_size: int,
   skipped: list[tuple[str, str]] | None = None,
 ) -> Iterator[dict[str, Any]]:
@@ -191,10 +198,11 @@ def prepared(
   smaller than `batch_size`.
 
   Args:
-    examples: as CentreCrop takes them.
+    examples: as `crop` takes them.
+    crop: CentreCrop or Squash.
     skipped: takes ("where", reason) of an image that cannot be decoded; None: that is an error.
   """
-  crop, examples = CentreCrop(image_size), iter(examples)
+  examples = iter(examples)
 
   def submitted():
     while group := list(itertools.islice(examples, batch_size)):
