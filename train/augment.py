@@ -73,8 +73,7 @@ class CentreCrop:
     width, height = (size * side // shorter for side in image.size)
     image = image.resize((width, height), Image.Resampling.BICUBIC)
     left, top = round((width - size) / 2), round((height - size) / 2)
-    image = image.crop((left, top, left + size, top + size))
-    return {"image": np.asarray(image), "captions": example["captions"], "label": example["label"]}
+    return _evaluated(example, image.crop((left, top, left + size, top + size)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,8 +85,11 @@ class Squash:
 
   def __call__(self, example: dict[str, Any]) -> dict[str, Any]:
     image = _decode(example, self.limits)
-    image = image.resize((self.image_size,) * 2, Image.Resampling.BICUBIC)
-    return {"image": np.asarray(image), "captions": example["captions"], "label": example["label"]}
+    return _evaluated(example, image.resize((self.image_size,) * 2, Image.Resampling.BICUBIC))
+
+
+def _evaluated(example: dict[str, Any], image: Image.Image) -> dict[str, Any]:
+  return {"image": np.asarray(image), "captions": example["captions"], "label": example["label"]}
 
 
 def _decode(example: dict[str, Any], limits: Limits) -> Image.Image:

@@ -22,6 +22,7 @@ from sbjax.models.weight_files import write_file
 from train.errors import RunError
 from train.images import MEAN, STD
 from train.inference import Model, load
+from train.preprocessing import IMAGES_FILE
 
 
 def export(workdir: str | Path, format: str, out: str | Path | None = None) -> Path:
@@ -103,7 +104,7 @@ def _hf(run: Model) -> dict:
   }
   return {
     HF_FILE: to_hf(config),
-    "preprocessor_config.json": images,
+    IMAGES_FILE: images,
     "model.safetensors": state_dict(params, config, format="hf"),
     **_tokenizer_files(*run.tokenizer.for_transformers(end_last), config),
   }

@@ -11,12 +11,12 @@ import numpy as np
 from sbjax.models.config_files import OPEN_CLIP_FILE, read_json
 from train.images import MEAN, STD
 
-_HF_FILE = "preprocessor_config.json"
+IMAGES_FILE = "preprocessor_config.json"  # of transformers
 
 
 def _configs(folder: Path) -> Iterator[tuple[str, dict]]:
   """The names of the files that are there, with what each says of images."""
-  for file in (OPEN_CLIP_FILE, _HF_FILE):
+  for file in (OPEN_CLIP_FILE, IMAGES_FILE):
     if (folder / file).is_file():
       values = read_json(folder / file)
       yield file, values.get("preprocess_cfg") or {} if file == OPEN_CLIP_FILE else values

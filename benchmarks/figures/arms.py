@@ -9,9 +9,9 @@ runs that were interrupted compare all series with the same seeds.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks.figures import photos
 from configs import scenes_s8
@@ -68,6 +68,14 @@ def config_of(arm: Arm) -> Config:
     group, _, field = path.rpartition(".")
     setattr(config.get(group) if group else config, field, value)
   return config
+
+
+def series_of(arms: Sequence[Arm], label: Callable[[Arm], Hashable]) -> dict[Any, list[Arm]]:
+  """The arms by their labels, in the order in which they come."""
+  found = {}
+  for arm in arms:
+    found.setdefault(label(arm), []).append(arm)
+  return found
 
 
 def change_of(arm: Arm) -> int | None:

@@ -23,7 +23,7 @@ from benchmarks.figures.analysis import (
   difference,
   estimate,
 )
-from benchmarks.figures.arms import WORDS, Arm
+from benchmarks.figures.arms import WORDS, Arm, series_of
 from benchmarks.figures.draw_spikes import legend
 
 Rows = dict[str, dict]
@@ -41,14 +41,6 @@ def write(name: str, arms: Sequence[Arm], rows: Rows, folder: Path) -> None:
   plt.close(figure)
   (folder / f"figure_{name}.md").write_text("\n".join(lines) + "\n")
   print("\n".join(lines))
-
-
-def series_of(arms: Sequence[Arm], label: Callable[[Arm], str]) -> dict[str, list[Arm]]:
-  """The arms by their labels, in the order in which they come."""
-  found = {}
-  for arm in arms:
-    found.setdefault(label(arm), []).append(arm)
-  return found
 
 
 def _recipe(arm: Arm) -> str:
@@ -286,7 +278,7 @@ def accuracy_by_b2(figure, arms, rows) -> list[str]:
   ]
   for name, group in series_of(arms, _clip).items():
     found = {}
-    for b2, some in series_of(group, lambda arm: dict(arm.changes)["optimizer.b2"]).items():
+    for b2, some in series_of(group, draw_spikes.b2_of).items():
       scores = list(_scores(some, rows).values())
       found[b2] = estimate(scores)
       own = [rows[arm.name] for arm in some]

@@ -8,7 +8,7 @@ import numpy as np
 from scipy.stats import chi2
 
 from benchmarks.figures.analysis import at_change
-from benchmarks.figures.arms import Arm, change_of
+from benchmarks.figures.arms import Arm, change_of, series_of
 from train.spikes import Spikes, together
 
 PATCHES = "rms/image/patch_embedding/kernel"
@@ -39,12 +39,15 @@ def interval(events: int) -> tuple[float, float]:
   return float(low), float(chi2.ppf(0.975, 2 * events + 2) / 2)
 
 
+def b2_of(arm: Arm) -> float:
+  """The b2 of an arm that sets it."""
+  return dict(arm.changes)["optimizer.b2"]
+
+
 def _by_b2(arms: Sequence[Arm], rows: dict[str, dict]) -> dict[float, list[dict]]:
   """The rows of arms by b2, the lowest first."""
-  found = {}
-  for arm in sorted(arms, key=lambda arm: dict(arm.changes)["optimizer.b2"]):
-    found.setdefault(dict(arm.changes)["optimizer.b2"], []).append(rows[arm.name])
-  return found
+  groups = series_of(sorted(arms, key=b2_of), b2_of)
+  return {b2: [rows[arm.name] for arm in group] for b2, group in groups.items()}
 
 
 def counts(title: str, label: Callable[[Arm], str]) -> Callable:
@@ -56,11 +59,9 @@ def counts(title: str, label: Callable[[Arm], str]) -> Callable:
       f"| {title} | b2 | seeds | loss spikes a run, 95 % | RMS spikes | diverged |",
       "|---|---|---|---|---|---|",
     ]
-    labels = dict.fromkeys(label(arm) for arm in arms)
-    for name in labels:
-      group = [arm for arm in arms if label(arm) == name]
-      points = {}
-      for b2, own in _by_b2(group, rows).items():
+    for name, group in series_of(arms, label).items():
+      points, by_b2 = {}, _by_b2(group, rows)
+      for b2, own in by_b2.items():
         events, runs = count(own), len(own)
         low, high = (x / runs for x in interval(events))
         points[b2] = events / runs, low, high
@@ -74,9 +75,9 @@ def counts(title: str, label: Callable[[Arm], str]) -> Callable:
         [high - mean for mean, _, high in points.values()],
       ]
       left.errorbar(list(map(str, points)), means, errors, marker="o", capsize=3, label=name)
-      # `b2` and `own` are those of the highest.
-      curve = np.reshape(own[0]["curve"], (-1, 2))
-      right.plot(*curve.T, linewidth=1, label=f"{name}, b2 {b2}")
+      highest = max(by_b2)
+      curve = np.reshape(by_b2[highest][0]["curve"], (-1, 2))
+      right.plot(*curve.T, linewidth=1, label=f"{name}, b2 {highest}")
     left.set(xlabel="b2", ylabel="loss spikes a run")
     right.set(xlabel="step", ylabel="loss")
     legend(left, title=title)
