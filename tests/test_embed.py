@@ -29,6 +29,7 @@ class FakeModel:
     config = types.SimpleNamespace(embed_dim=3)
     self.task = types.SimpleNamespace(model=types.SimpleNamespace(config=config, options=options))
     self.crop, self.batch_size, self.step, self.size = CentreCrop(16), 2, 7, "tiny"
+    self.squash = False
     self.images = self.texts = 0
 
   def embed_pixels(self, pixels):
@@ -151,6 +152,22 @@ def test_other_data_or_another_model_is_refused(model, photos, tmp_path):
   replaced.write_bytes(replaced.read_bytes() + b"another")
   with pytest.raises(RunError, match=r"holds other embeddings \(paths: "):
     run(tmp_path / "out", "--debug", data=photos)
+
+
+def test_squashed_and_cropped_pictures_do_not_share_a_folder(model, photos, tmp_path):
+  """A config beside the weights decides, which may come or go between two starts."""
+  out = tmp_path / "out"
+  run(out, data=photos)
+  model.squash = True
+  with pytest.raises(RunError, match=r"holds other embeddings \(squash: False -> True\)"):
+    run(out, "--debug", data=photos)
+  old = json.loads((out / "images.json").read_text())
+  del old["squash"]  # As earlier versions wrote it, which cropped.
+  (out / "images.json").write_text(json.dumps(old))
+  with pytest.raises(RunError, match=r"holds other embeddings \(squash: False -> True\)"):
+    run(out, "--debug", data=photos)
+  model.squash = False
+  run(out, data=photos)
 
 
 def test_the_pictures_that_it_drew_are_no_data(model, photos):

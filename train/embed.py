@@ -226,7 +226,8 @@ def embed(options: argparse.Namespace) -> None:
     if paths:
       files = "\n".join(f"{path} {os.path.getsize(path)}" for path in paths)
       source = {"images": len(paths), "paths": zlib.crc32(os.fsencode(files))}
-      _check_same(out / "images.json", same | source | {"shard_size": options.shard_size})
+      source |= {"shard_size": options.shard_size, "squash": model.squash}
+      _check_same(out / "images.json", same | source)
       skipped = embed_images(model, paths, out, options.shard_size)
       print(f"embedded pictures into {out}" + (f"; skipped {skipped}" if skipped else ""))
     if texts:
@@ -258,7 +259,8 @@ def _texts(path: str) -> list[str]:
 
 def _check_same(path: Path, now: dict, write: bool = True) -> None:
   """Writes what a folder holds, or raises a RunError if it holds something else."""
-  before = json.loads(path.read_text()) if path.is_file() else now
+  # A folder that does not say whether its pictures were squashed is older: they were cropped.
+  before = {"squash": False} | json.loads(path.read_text()) if path.is_file() else now
   changed = [
     f"{name}: {before.get(name)!r} -> {now[name]!r}"
     for name in now
