@@ -73,6 +73,18 @@ def test_loss_spikes_at_the_change_are_not_counted_as_following(spike, counts, t
   assert f"| `image/patch_embedding/kernel` | 2.0 | {counts} | 1.00% |" in patches
 
 
+def test_the_table_of_figure_8_has_spikes_and_accuracy_by_rate_and_b2(tmp_path):
+  lowest, highest = FIGURES["8"].arms[:5], FIGURES["8"].arms[10:15]
+  rows = {arm.name: row_of(arm) for arm in (*lowest, *highest)}
+  rows[highest[0].name] = row_of(highest[0]) | {"diverged": 7}
+  del rows[highest[0].name]["scores"]
+  draw.write("8", FIGURES["8"].arms, rows, tmp_path)
+  lines = (tmp_path / "figure_8.md").read_text().splitlines()
+  cells = ["0.99", "1", "1.0 (0.0 to 5.6)", "1", "50.00 (1 seed)", "0"]
+  assert lines[6] == f"| 0.002 | {' | '.join(cells)} |"
+  assert lines[11] == f"| 0.01 | {' | '.join([*cells[:4], '', '1'])} |"
+
+
 def test_blocks_share_a_line_with_their_least_and_largest_numbers(tmp_path):
   arm = FIGURES["9"].arms[0]
   row = row_of(arm)
@@ -121,3 +133,19 @@ def test_figure_11_draws_the_loss_and_not_its_scale(monkeypatch, tmp_path):
   arm = FIGURES["11"].arms[0]
   draw.write("11", [arm], {arm.name: row_of(arm)}, tmp_path)
   assert list(drawn["loss"][0]) == [1.0, 1.5] and list(drawn["loss_scale"][0]) == [65536, 32768]
+
+
+def test_figure_11_has_a_cross_for_each_value_that_overflowed(monkeypatch, tmp_path):
+  crosses = {}
+
+  def keep(figure, *args, **kwargs):
+    for axis in figure.axes:
+      found = [list(line.get_xdata()) for line in axis.lines if line.get_marker() == "x"]
+      crosses.update({axis.get_title(): found} if found else {})
+
+  monkeypatch.setattr("matplotlib.figure.Figure.savefig", keep)
+  arm, watched = FIGURES["11"].arms[0], "gradient_max_abs/image/class_embedding"
+  row = row_of(arm)
+  row["trace"] |= {watched: [0.5, float("inf")]}
+  draw.write("11", [arm], {arm.name: row}, tmp_path)
+  assert crosses == {watched: [[3000]]}

@@ -252,7 +252,7 @@ def by_block(figure, arms, rows) -> list[str]:
   }
   series = series_of(arms, lambda arm: f"{WORDS.get(arm.size, arm.size)}, {_remedy(arm)}")
   figure.set_size_inches(14, 3 * len(series))
-  axes = figure.subplots(len(series), len(panels), squeeze=False)
+  axes = figure.subplots(len(series), len(panels), squeeze=False, sharey="col")
   lines = ["| series | statistic | first block | last block |", "|---|---|---|---|"]
   for row, (name, group) in zip(axes, series.items(), strict=True):
     records = rows[group[0].name].get("watched", [])
@@ -265,7 +265,7 @@ def by_block(figure, arms, rows) -> list[str]:
           axis.plot([r["step"] for r in records], values[:, block], label=f"block {block}")
         lines.append(f"| {name} | {title} | {values[-1, 0]:.3g} | {values[-1, -1]:.3g} |")
       axis.set(title=f"{name}\n{title}", yscale="log")
-    legend(row[0])
+    legend(row[0], loc="lower right", fontsize="small")
   return lines
 
 

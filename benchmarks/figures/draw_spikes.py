@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from scipy.stats import chi2
 
-from benchmarks.figures.analysis import at_change
+from benchmarks.figures.analysis import at_change, by_run, estimate
 from benchmarks.figures.arms import Arm, change_of, series_of
 from train.spikes import Spikes, together
 
 PATCHES = "rms/image/patch_embedding/kernel"
+_ZOOM = (-15, 45)  # steps around a change that figure 11 shows
 
 
 def legend(axis, **options) -> None:
@@ -56,28 +57,22 @@ def counts(title: str, label: Callable[[Arm], str]) -> Callable:
   def draw(figure, arms, rows) -> list[str]:
     left, right = figure.subplots(1, 2)
     lines = [
-      f"| {title} | b2 | seeds | loss spikes a run, 95 % | RMS spikes | diverged |",
-      "|---|---|---|---|---|---|",
+      f"| {title} | b2 | seeds | loss spikes a run, 95 % | RMS spikes | top-1, % | diverged |",
+      "|---|---|---|---|---|---|---|",
     ]
-    for name, group in series_of(arms, label).items():
-      points, by_b2 = {}, _by_b2(group, rows)
-      for b2, own in by_b2.items():
-        events, runs = count(own), len(own)
-        low, high = (x / runs for x in interval(events))
-        points[b2] = events / runs, low, high
-        rms = sum(len(_of(row)["rms"]) for row in own if "spikes" in row)
-        diverged = sum("diverged" in row for row in own)
-        cells = [name, b2, runs, f"{events / runs:.1f} ({low:.1f} to {high:.1f})", rms, diverged]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-      means = [mean for mean, *_ in points.values()]
-      errors = [
-        [mean - low for mean, low, _ in points.values()],
-        [high - mean for mean, _, high in points.values()],
-      ]
-      left.errorbar(list(map(str, points)), means, errors, marker="o", capsize=3, label=name)
+    b2s = sorted({b2_of(arm) for arm in arms})
+    for i, (name, group) in enumerate(series_of(arms, label).items()):
+      by_b2 = _by_b2(group, rows)
+      rates = np.array([_rate(own) for own in by_b2.values()])
+      for (b2, own), rate in zip(by_b2.items(), rates, strict=True):
+        lines.append(f"| {name} | {b2} | {len(own)} | {_counted(own, rate)} |")
+      means, lows, highs = rates.T
+      places = [b2s.index(b2) + 0.1 * i for b2 in by_b2]  # Side by side: most are 0.
+      left.errorbar(places, means, [means - lows, highs - means], fmt="o", capsize=3, label=name)
       highest = max(by_b2)
       curve = np.reshape(by_b2[highest][0]["curve"], (-1, 2))
       right.plot(*curve.T, linewidth=1, label=f"{name}, b2 {highest}")
+    left.set_xticks(range(len(b2s)), list(map(str, b2s)))
     left.set(xlabel="b2", ylabel="loss spikes a run")
     right.set(xlabel="step", ylabel="loss")
     legend(left, title=title)
@@ -85,6 +80,25 @@ def counts(title: str, label: Callable[[Arm], str]) -> Callable:
     return lines
 
   return draw
+
+
+def _rate(rows: Sequence[dict]) -> tuple[float, float, float]:
+  """Loss spikes a run, and the ends of their 95 % interval."""
+  events = count(rows)
+  low, high = interval(events)
+  return events / len(rows), low / len(rows), high / len(rows)
+
+
+def _counted(rows: Sequence[dict], rate: Sequence[float]) -> str:
+  """The cells of a line of `counts`: spikes, accuracy, and how many runs diverged."""
+  scores = list(by_run(rows).values())
+  cells = [
+    "{:.1f} ({:.1f} to {:.1f})".format(*rate),
+    sum(len(_of(row)["rms"]) for row in rows if "spikes" in row),
+    estimate(scores) if scores else "",
+    sum("diverged" in row for row in rows),
+  ]
+  return " | ".join(map(str, cells))
 
 
 def around_change(figure, arms, rows) -> list[str]:
@@ -181,7 +195,10 @@ def without(spikes: Spikes, change: int | None) -> Spikes:
 
 
 def scalers(figure, arms, rows) -> list[str]:
-  """Figure 11: six panels around a shift of the data, for two loss scalers."""
+  """Figure 11: six panels around a shift of the data, for two loss scalers.
+
+  A cross near the top of a panel is a step whose value overflowed.
+  """
   panels = (
     "loss",
     "loss_scale",
@@ -197,15 +214,15 @@ def scalers(figure, arms, rows) -> list[str]:
     " skipped in 200 steps |",
     "|---|---|---|---|---|---|---|",
   ]
-  for arm in arms:
+  for i, arm in enumerate(arms):
     row, scaler = rows[arm.name], arm.value("optimizer.loss_scale")
     first = _power(arm.value("optimizer.initial_loss_scale"))
     trace = row.get("trace", {"step": []})
     for axis, wanted in zip(axes, panels, strict=True):
       names = [name for name in trace if re.fullmatch(wanted, name)]
       if names:
-        axis.plot(trace["step"], trace[names[-1]], label=f"{scaler}, from {first}", linewidth=0.9)
-      axis.set(title=names[-1] if names else wanted)
+        _line(axis, trace["step"], trace[names[-1]], f"{scaler}, from {first}", 0.97 - 0.03 * i)
+      axis.set(title=names[-1] if names else wanted, xlim=np.add(change_of(arm), _ZOOM))
       if wanted not in ("loss", PATCHES):
         axis.set_yscale("log", base=2 if wanted == "loss_scale" else 10)
     top1 = f"{100 * row['scores']['classes/zero_shot_top1']:.1f}" if "scores" in row else ""
@@ -213,6 +230,16 @@ def scalers(figure, arms, rows) -> list[str]:
     lines.append(f"| {' | '.join(map(str, cells))} |")
   legend(axes[0])
   return lines
+
+
+def _line(axis, steps, values, label: str, height: float) -> None:
+  """A line, with a cross at this share of the panel's height for each value that overflowed."""
+  (line,) = axis.plot(steps, values, label=label, linewidth=0.9)
+  over = [step for step, value in zip(steps, values, strict=True) if math.isinf(value)]
+  if over:
+    place = {"color": line.get_color(), "transform": axis.get_xaxis_transform()}
+    (crosses,) = axis.plot(over, [height] * len(over), "x", **place)
+    crosses.set_in_layout(False)  # It may lie outside the panel's steps.
 
 
 def _scales(trace: dict, change: int) -> tuple[str, str, str]:
