@@ -78,9 +78,12 @@ def test_the_table_of_figure_8_has_spikes_and_accuracy_by_rate_and_b2(tmp_path):
   rows = {arm.name: row_of(arm) for arm in (*lowest, *highest)}
   rows[highest[0].name] = row_of(highest[0]) | {"diverged": 7}
   del rows[highest[0].name]["scores"]
+  second = next(arm for arm in FIGURES["8"].arms if arm == lowest[1]._replace(seed=1))
+  rows[second.name] = row_of(second)
   draw.write("8", FIGURES["8"].arms, rows, tmp_path)
   lines = (tmp_path / "figure_8.md").read_text().splitlines()
   cells = ["0.99", "1", "1.0 (0.0 to 5.6)", "1", "50.00 (1 seed)", "0"]
+  assert lines[5].startswith("| 0.002 | 0.98 | 2 | 1.0 (0.1 to 3.6) | 2 | 50.50 ±")
   assert lines[6] == f"| 0.002 | {' | '.join(cells)} |"
   assert lines[11] == f"| 0.01 | {' | '.join([*cells[:4], '', '1'])} |"
 
