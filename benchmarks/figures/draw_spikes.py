@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from scipy.stats import chi2
 
-from benchmarks.figures.analysis import at_change, by_run, estimate
+from benchmarks.figures.analysis import TOP1, at_change, by_run, estimate
 from benchmarks.figures.arms import Arm, change_of, series_of
 from train.spikes import Spikes, together
 
@@ -225,7 +225,7 @@ def scalers(figure, arms, rows) -> list[str]:
       axis.set(title=names[-1] if names else wanted, xlim=np.add(change_of(arm), _ZOOM))
       if wanted not in ("loss", PATCHES):
         axis.set_yscale("log", base=2 if wanted == "loss_scale" else 10)
-    top1 = f"{100 * row['scores']['classes/zero_shot_top1']:.1f}" if "scores" in row else ""
+    top1 = f"{100 * row['scores'][TOP1]:.1f}" if "scores" in row else ""
     cells = [scaler, first, row.get("diverged", ""), top1, *_scales(trace, change_of(arm))]
     lines.append(f"| {' | '.join(map(str, cells))} |")
   legend(axes[0])
