@@ -259,6 +259,24 @@ def test_whole_starts_what_ends_in_time_with_as_many_at_once(monkeypatch, tmp_pa
   assert program.minutes([longer]) - program.minutes([once]) == pytest.approx(9 * 10 / 60)
 
 
+def test_only_wants_all_words_of_one_of_its_choices(monkeypatch, tmp_path):
+  asked = []
+
+  def train_all(missing, *_):
+    asked.extend(missing)
+    yield from ()
+
+  monkeypatch.setattr(runs, "train_all", train_all)
+  chosen = ("--only", "seed=1 optimizer.b2=0.99", "optimizer.b2=0.9")
+  call(monkeypatch, 9, "--out", tmp_path / "runs.jsonl", "--gpus", 0, *chosen)
+  call(monkeypatch, 6, "--out", tmp_path / "runs.jsonl", "--gpus", 0, *chosen)
+  # Of 6, b2 .9 of three sizes and seeds, and one seed of .99; no figure 9 with .98 or .995.
+  found = [(arm.size, arm.value("optimizer.b2"), arm.seed) for arm in asked]
+  assert sum(size == "ti" and b2 == 0.9 for size, b2, _ in found) == 5 + 3
+  assert sorted(size for size, b2, seed in found if (b2, seed) == (0.99, 1)) == ["s12", "s6", "ti"]
+  assert len(found) == 5 + 9 + 3
+
+
 def test_a_run_that_would_not_end_in_time_is_not_started(monkeypatch, tmp_path):
   monkeypatch.setattr(runs, "_TRAIN", [sys.executable, "-c", "pass"])
   chosen = FIGURES["2"].arms

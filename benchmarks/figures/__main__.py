@@ -105,7 +105,9 @@ def _parse() -> argparse.Namespace:
   parser.add_argument("--draw", action="store_true", help="train nothing")
   parser.add_argument("--tiny", action="store_true", help="a CPU, and a few steps of two runs")
   parser.add_argument("--sizes", nargs="+", choices=all_arms.SIZES, help="train only these")
-  parser.add_argument("--only", nargs="+", help="train only arms with one of these in their name")
+  parser.add_argument(
+    "--only", nargs="+", help="train only arms whose name has all words of one of these"
+  )
   parser.add_argument("--seeds", type=int, default=99, help="train only the first seeds")
   parser.add_argument("--gpus", type=int, nargs="+", help="numbers of the GPUs; default: all")
   parser.add_argument("--at_once", type=int, default=2, help="runs that share a GPU")
@@ -115,11 +117,11 @@ def _parse() -> argparse.Namespace:
 
 
 def _is_asked(arm: Arm, args) -> bool:
-  words = arm.name.split()
+  words = set(arm.name.split())
   return (
     (not args.sizes or arm.size in args.sizes)
     and arm.seed < args.seeds
-    and (not args.only or any(part in words for part in args.only))
+    and (not args.only or any(words.issuperset(chosen.split()) for chosen in args.only))
   )
 
 
