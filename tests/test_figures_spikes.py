@@ -82,10 +82,28 @@ def test_the_table_of_figure_8_has_spikes_and_accuracy_by_rate_and_b2(tmp_path):
   rows[second.name] = row_of(second)
   draw.write("8", FIGURES["8"].arms, rows, tmp_path)
   lines = (tmp_path / "figure_8.md").read_text().splitlines()
-  cells = ["0.99", "1", "1.0 (0.0 to 5.6)", "1", "50.00 (1 seed)", "0"]
-  assert lines[5].startswith("| 0.002 | 0.98 | 2 | 1.0 (0.1 to 3.6) | 2 | 50.50 ±")
+  # Each made-up run has an RMS spike, and a loss spike after it; 1 % of its steps would be.
+  cells = ["0.99", "1", "1.0 (0.0 to 5.6)", "1", "0.01", "1", "50.00 (1 seed)", "0"]
+  assert lines[5].startswith("| 0.002 | 0.98 | 2 | 1.0 (0.1 to 3.6) | 2 | 0.0001 | 2 | 50.50 ±")
   assert lines[6] == f"| 0.002 | {' | '.join(cells)} |"
-  assert lines[11] == f"| 0.01 | {' | '.join([*cells[:4], '', '1'])} |"
+  assert lines[11] == f"| 0.01 | {' | '.join([*cells[:6], '', '1'])} |"
+
+
+def test_a_figure_of_counts_draws_a_spike_for_each_label_that_has_one(monkeypatch, tmp_path):
+  drawn = []
+  monkeypatch.setattr(draw_spikes, "_loss_and_rms", lambda *a: drawn.append(a[2:]))
+  chosen = FIGURES["8"].arms[:15]
+  rows = {arm.name: row_of(arm) for arm in chosen}
+  for arm, steps in (
+    (chosen[2], (1200, 1500)),
+    (chosen[10], (1300, 1400)),
+  ):  # 1500 is after an RMS spike
+    rows[arm.name]["spike_traces"] = [{"spike": step} for step in steps]
+  rows[chosen[3].name]["spike_traces"] = [{"spike": 1500}]
+  draw.write("8", chosen, rows, tmp_path)
+  labels = "learning rate: 0.002, b2 0.95", "learning rate: 0.01, b2 0.99"
+  assert [title for _, _, title in drawn] == [f"a loss spike; {label}" for label in labels]
+  assert [step for _, step, _ in drawn] == [1500, 1300]
 
 
 def test_blocks_share_a_line_with_their_least_and_largest_numbers(tmp_path):

@@ -229,9 +229,16 @@ def remedies(figure, arms, rows) -> list[str]:
     lines.append(f"| {name} | {len(found)} | {diverged} | {estimate(scores) if scores else ''} |")
   left.set(xlabel="step", ylabel="loss")
   right.set(xlabel="block of the image tower", ylabel="mean magnitude of features", yscale="log")
+  _plain(right.yaxis)
   legend(left)
   legend(right)
   return lines
+
+
+def _plain(axis) -> None:
+  """Numbers without powers of ten on a logarithmic axis that spans less than two."""
+  axis.set_major_formatter("{x:g}")
+  axis.set_minor_formatter("{x:g}")
 
 
 def _of_blocks(record: dict, prefix: str, suffix: str = "") -> list[float]:
@@ -330,6 +337,7 @@ def accuracy_by_last_b2(figure, arms, rows) -> list[str]:
       right.errorbar(*zip(*some, strict=True), marker="o", capsize=3, label=kind)
   left.set(xlabel="step", ylabel="loss")
   right.set(xlabel="1 / (1 - last b2): steps", ylabel="zero-shot top-1, %", xscale="log")
+  _plain(right.xaxis)
   legend(left)
   legend(right)
   return lines

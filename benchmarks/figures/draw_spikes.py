@@ -52,16 +52,22 @@ def _by_b2(arms: Sequence[Arm], rows: dict[str, dict]) -> dict[float, list[dict]
 
 
 def counts(title: str, label: Callable[[Arm], str]) -> Callable:
-  """A drawing of loss spikes a run by b2, a line for each label (figures 6, 7 and 8)."""
+  """A drawing of loss spikes a run by b2, a line for each label (figures 6, 7 and 8).
+
+  Below that a loss spike of each label that has one.
+  """
 
   def draw(figure, arms, rows) -> list[str]:
-    left, right = figure.subplots(1, 2)
+    series = series_of(arms, label)
+    spikes = {name: _a_spike([rows[arm.name] for arm in group]) for name, group in series.items()}
+    left, right = _above_spikes(figure, title, {n: found for n, found in spikes.items() if found})
     lines = [
-      f"| {title} | b2 | seeds | loss spikes a run, 95 % | RMS spikes | top-1, % | diverged |",
-      "|---|---|---|---|---|---|---|",
+      f"| {title} | b2 | seeds | loss spikes a run, 95 % | after an RMS spike | chance |"
+      " RMS spikes | top-1, % | diverged |",
+      "|---|---|---|---|---|---|---|---|---|",
     ]
     b2s = sorted({b2_of(arm) for arm in arms})
-    for i, (name, group) in enumerate(series_of(arms, label).items()):
+    for i, (name, group) in enumerate(series.items()):
       by_b2 = _by_b2(group, rows)
       rates = np.array([_rate(own) for own in by_b2.values()])
       for (b2, own), rate in zip(by_b2.items(), rates, strict=True):
@@ -82,6 +88,19 @@ def counts(title: str, label: Callable[[Arm], str]) -> Callable:
   return draw
 
 
+def _above_spikes(figure, title: str, spikes: dict[str, tuple[float, dict]]) -> tuple:
+  """The two panels of `counts`; below them, a spike is drawn for each label."""
+  if not spikes:
+    return tuple(figure.subplots(1, 2))
+  figure.set_size_inches(12, 10)
+  above, below = figure.subfigures(2, 1)
+  columns = below.subplots(2, len(spikes), squeeze=False).T
+  for panels, (name, (b2, trace)) in zip(columns, spikes.items(), strict=True):
+    heading = f"a loss spike; {title}: {name}, b2 {b2}"
+    _loss_and_rms(*panels, trace, trace["spike"], heading)
+  return tuple(above.subplots(1, 2))
+
+
 def _rate(rows: Sequence[dict]) -> tuple[float, float, float]:
   """Loss spikes a run, and the ends of their 95 % interval."""
   events = count(rows)
@@ -92,9 +111,13 @@ def _rate(rows: Sequence[dict]) -> tuple[float, float, float]:
 def _counted(rows: Sequence[dict], rate: Sequence[float]) -> str:
   """The cells of a line of `counts`: spikes, accuracy, and how many runs diverged."""
   scores = list(by_run(rows).values())
+  every = [Spikes(**_of(row)) for row in rows if "spikes" in row]
+  found = together(every) if every else None
   cells = [
     "{:.1f} ({:.1f} to {:.1f})".format(*rate),
-    sum(len(_of(row)["rms"]) for row in rows if "spikes" in row),
+    len(found.following) if found else "",
+    f"{found.chance:.2g}" if found and len(found.loss) else "",
+    len(found.rms) if found else 0,
     estimate(scores) if scores else "",
     sum("diverged" in row for row in rows),
   ]
@@ -108,7 +131,7 @@ def around_change(figure, arms, rows) -> list[str]:
   spike that came by itself, for each b2 that has one.
   """
   change, groups = change_of(arms[0]), _by_b2(arms, rows)
-  itself = {b2: t for b2, group in groups.items() if (t := _first_trace(group))}
+  itself = {b2: found[1] for b2, group in groups.items() if (found := _a_spike(group))}
   figure.set_size_inches(12, 9 if itself else 5)
   axes = figure.subplots(4 if itself else 2, len(groups), sharey="row", squeeze=False)
   for column, (b2, group) in zip(axes.T, groups.items(), strict=True):
@@ -131,9 +154,19 @@ def around_change(figure, arms, rows) -> list[str]:
   return lines
 
 
-def _first_trace(rows: Sequence[dict]) -> dict | None:
-  """The loss and RMS around the first loss spike of the first run that has one by itself."""
-  return next((t for row in rows for t in row.get("spike_traces", [])), None)
+def _a_spike(rows: Sequence[dict]) -> tuple[float, dict] | None:
+  """b2, and loss and RMS around the first loss spike by itself that follows an RMS spike.
+
+  If none does, around the first; None if there is none.
+  """
+  first = None
+  for row in rows:
+    for trace in row.get("spike_traces", []):
+      found = row["changes"]["optimizer.b2"], trace
+      if trace["spike"] in _of(row)["following"]:
+        return found
+      first = first or found
+  return first
 
 
 def _loss_and_rms(above, below, trace: dict, step: int, title: str) -> None:
@@ -144,7 +177,8 @@ def _loss_and_rms(above, below, trace: dict, step: int, title: str) -> None:
     style = {"color": "0.7", "linewidth": 0.6} if control else {"color": "C1"}
     below.plot(trace["step"], trace[name], label=None if control else "patch embedding", **style)
   above.set(title=title, ylabel="loss")
-  below.set(xlabel="step; grey: fc2 of the blocks", ylabel="RMS")
+  others = any(name.startswith("rms/") and name != PATCHES for name in trace)
+  below.set(xlabel=f"step{'; grey: fc2 of the blocks' if others else ''}", ylabel="RMS")
   for axis in (above, below):
     axis.axvline(step, color="r", ls=":")
     axis.tick_params(labelleft=True)  # Panels share scales, and the first of a row may be empty.
