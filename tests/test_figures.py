@@ -48,6 +48,21 @@ def test_figure_15_shares_its_constant_b2_with_figure_10():
   assert len(rest) == 9 and len(figure) == 15
 
 
+def test_the_table_of_figure_10_has_a_part_for_each_batch_and_rate(tmp_path):
+  chosen = [arm for arm in FIGURES["10"].arms if arm.seed < 2]
+  draw.write("10", chosen, {arm.name: row_of(arm) for arm in chosen}, tmp_path)
+  table = (tmp_path / "figure_10.md").read_text().splitlines()[2:]
+  cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table]
+  b2s = ["0.5", "0.9", "0.95", "0.98", "0.99", "0.995"]
+  assert [line[:3] for line in cells] == [
+    [setting, series, b2]
+    for setting, some in (("batch 1,024, rate 0.002", b2s), ("batch 4,096, rate 0.01", b2s[3:]))
+    for series in ("AdamW", "gradient clipping", "update clipping")
+    for b2 in some
+  ]
+  assert all(line[3] == "2" and line[4].startswith("50.50 ±") for line in cells)
+
+
 def test_the_table_of_figure_15_has_b2_at_the_last_step(tmp_path):
   chosen = FIGURES["15"].arms
   draw.write("15", chosen, {arm.name: row_of(arm) for arm in chosen}, tmp_path)

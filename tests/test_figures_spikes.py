@@ -29,6 +29,7 @@ def test_the_figures_of_spikes_share_runs():
   of_6, of_7, of_8, of_10 = (smallest[name] for name in ("6", "7", "8", "10"))
   assert len(of_6) == 15 and of_6 <= of_7 and of_6 <= of_8
   assert len(of_8 & of_10) == 15, "figure 10's AdamW is figure 8's lowest rate"
+  assert len(of_7 & of_10) == 6, "and with a batch of 4,096 figure 7's, with two of its b2"
   assert {arm.value("batch_size") for arm in of_7} == {256, 1024, 4096}
   assert {arm.value("optimizer.learning_rate") for arm in of_8} == {2e-3, 5e-3, 1e-2}
 

@@ -150,7 +150,8 @@ def _spikes(size: str, seed: int, values: Sequence = B2S, **fixed) -> list[Arm]:
 
 # The rate of figures 6 and 7. The paper's models are about five times as wide, and spike at 2e-3.
 _HIGH = {"optimizer__learning_rate": 1e-2}
-_BATCHES = ({"batch_size": 256, **_HIGH}, _HIGH, {"batch_size": 4096, **_HIGH})
+_LARGE = {"batch_size": 4096, **_HIGH}
+_BATCHES = ({"batch_size": 256, **_HIGH}, _HIGH, _LARGE)
 _RATES = ({}, {"optimizer__learning_rate": 5e-3}, _HIGH)  # 2e-3 is that of the main schedule.
 
 
@@ -180,10 +181,12 @@ _CLIPS = (  # Figure 10's series.
 
 
 def _clips(size: str, seed: int) -> list[Arm]:
-  b2s = (0.5, 0.9, 0.95, 0.98, 0.99, 0.995)
+  """Figure 10: with the main schedule's batch and rate, and with those at which AdamW spikes."""
+  settings = (((0.5, 0.9, 0.95, 0.98, 0.99, 0.995), {}), ((0.98, 0.99, 0.995), _LARGE))
   fixed = {"log_every": 1, "model__recipe": "full"}
   return [
-    arm(size, seed, optimizer__b2=b2, **fixed, **clip)
+    arm(size, seed, optimizer__b2=b2, **fixed, **setting, **clip)
+    for b2s, setting in settings
     for b2, clip in itertools.product(b2s, _CLIPS)
   ]
 

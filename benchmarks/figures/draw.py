@@ -276,30 +276,43 @@ def by_block(figure, arms, rows) -> list[str]:
   return lines
 
 
+def _setting(arm: Arm) -> str:
+  """Of figure 10."""
+  rate = arm.value("optimizer.learning_rate")
+  return f"batch {arm.value('batch_size'):,}, rate {rate:g}"
+
+
 def accuracy_by_b2(figure, arms, rows) -> list[str]:
-  """Figure 10: loss curves at b2 = .99, and accuracy by b2."""
-  left, right = figure.subplots(1, 2)
+  """Figure 10: for each batch and rate, loss curves at b2 = .99 and accuracy by b2."""
+  settings = series_of(arms, _setting)
+  figure.set_size_inches(12, 5 * len(settings))
   lines = [
-    "| series | b2 | seeds | top-1, % | loss spikes | diverged |",
-    "|---|---|---|---|---|---|",
+    "| setting | series | b2 | seeds | top-1, % | loss spikes | diverged |",
+    "|---|---|---|---|---|---|---|",
   ]
-  for name, group in series_of(arms, _clip).items():
-    found = {}
-    for b2, some in series_of(group, draw_spikes.b2_of).items():
-      scores = list(_scores(some, rows).values())
-      found[b2] = estimate(scores)
-      own = [rows[arm.name] for arm in some]
-      spikes, diverged = draw_spikes.count(own), sum("diverged" in row for row in own)
-      lines.append(f"| {name} | {b2} | {len(some)} | {found[b2]} | {spikes} | {diverged} |")
-      if b2 == 0.99:
-        plot_curve(left, own, name)
-    halves = np.nan_to_num([e.half for e in found.values()])
-    right.errorbar(
-      list(map(str, found)), [e.mean for e in found.values()], halves, marker="o", label=name
-    )
-  left.set(xlabel="step", ylabel="loss", title="b2 = .99")
-  right.set(xlabel="b2", ylabel="zero-shot top-1, %")
-  legend(right)
+  axes = figure.subplots(len(settings), 2, squeeze=False)
+  for (left, right), (setting, some) in zip(axes, settings.items(), strict=True):
+    for name, group in series_of(some, _clip).items():
+      table = _at_b2s(left, right, name, group, rows)
+      lines += [f"| {setting} | {name} | {line} |" for line in table]
+    left.set(xlabel="step", ylabel="loss", title=f"{setting}, b2 .99")
+    right.set(xlabel="b2", ylabel="zero-shot top-1, %", title=setting)
+    legend(right)
+  return lines
+
+
+def _at_b2s(left, right, name: str, arms: Sequence[Arm], rows: Rows) -> list[str]:
+  """A series of figure 10: its curve and its accuracies, and the ends of its lines."""
+  found, lines = {}, []
+  for b2, group in series_of(arms, draw_spikes.b2_of).items():
+    own = [rows[arm.name] for arm in group]
+    found[str(b2)] = score = estimate(list(_scores(group, rows).values()))
+    spikes, diverged = draw_spikes.count(own), sum("diverged" in row for row in own)
+    lines.append(f"{b2} | {len(group)} | {score} | {spikes} | {diverged}")
+    if b2 == 0.99:
+      plot_curve(left, own, name)
+  halves = np.nan_to_num([e.half for e in found.values()])
+  right.errorbar(list(found), [e.mean for e in found.values()], halves, marker="o", label=name)
   return lines
 
 
