@@ -17,6 +17,7 @@ def row_of(arm, top1=0.5) -> dict:
   """A row as runs.py makes it, with made-up numbers."""
   names = ("patch_embedding/kernel", "block_0/fc2/kernel", "block_5/fc2/kernel")
   spikes = {"loss": [1500], "rms": [1497], "following": [1500], "steps": 7000, "share": 0.01}
+  spikes |= {"before": [2.5], "as_large": [0.02]}
   statistics = {
     f"{kind}/image{slash}block_{i}{suffix}": 0.1 + i
     for kind, slash, suffix in (

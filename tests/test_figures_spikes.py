@@ -77,6 +77,9 @@ def test_loss_spikes_at_the_change_are_not_counted_as_following(spike, counts, t
 def test_the_table_of_figure_8_has_spikes_and_accuracy_by_rate_and_b2(tmp_path):
   lowest, highest = FIGURES["8"].arms[:5], FIGURES["8"].arms[10:15]
   rows = {arm.name: row_of(arm) for arm in (*lowest, *highest)}
+  spikes = rows[lowest[3].name]["spikes"][PATCHES]
+  older = {key: value for key, value in spikes.items() if key not in ("before", "as_large")}
+  rows[lowest[3].name]["spikes"] = {PATCHES: older}
   rows[highest[0].name] = row_of(highest[0]) | {"diverged": 7}
   del rows[highest[0].name]["scores"]
   second = lowest[1]._replace(seed=1)
@@ -84,9 +87,12 @@ def test_the_table_of_figure_8_has_spikes_and_accuracy_by_rate_and_b2(tmp_path):
   draw.write("8", FIGURES["8"].arms, rows, tmp_path)
   lines = (tmp_path / "figure_8.md").read_text().splitlines()
   # Each made-up run has an RMS spike, and a loss spike after it; 1 % of its steps would be.
-  cells = ["0.99", "1", "1.0 (0.0 to 5.6)", "1", "0.01", "1", "50.00 (1 seed)", "0"]
-  assert lines[5].startswith("| 0.002 | 0.98 | 2 | 1.0 (0.1 to 3.6) | 2 | 0.0001 | 2 | 50.50 ±")
+  following, before = "1 (0.01)", "2.50 (0.02)"
+  cells = ["0.99", "1", "1.0 (0.0 to 5.6)", following, before, "1", "50.00 (1 seed)", "0"]
+  both = "| 0.98 | 2 | 1.0 (0.1 to 3.6) | 2 (0.0001) | 2.50 (0.0035) | 2 | 50.50 ±"
+  assert lines[5].startswith(f"| 0.002 {both}")
   assert lines[6] == f"| 0.002 | {' | '.join(cells)} |"
+  assert lines[3].startswith("| 0.002 | 0.9 | 1 | 1.0 (0.0 to 5.6) | 1 (0.01) |  | 1 |")
   assert lines[11] == f"| 0.01 | {' | '.join([*cells[:6], '', '1'])} |"
 
 

@@ -65,6 +65,42 @@ def test_a_loss_that_is_not_finite_is_a_spike_and_no_part_of_the_mean():
   assert found.loss.tolist() == [500, 520] and found.following.tolist() == [500]
 
 
+def test_the_rms_before_a_loss_spike_is_compared_with_that_before_all_steps():
+  steps, loss, rms = run(loss_at=(500, 900, 1300), rms_at=(495, 1290))
+  rms[1297] = 1.5  # Step 1,298: below the threshold.
+  found = find_spikes(steps, loss, rms, RULES)
+  assert found.following.tolist() == [500]
+  assert found.before[0] == 2.5 and found.before[1] < 1.06 and found.before[2] == 1.5
+  # 2.5 is at two steps, so it is before nine; there are two such, and 1.5 is before one more.
+  assert found.as_large[[0, 2]] == pytest.approx([2 * 9 / 1800, (2 * 9 + 7) / 1800])
+  assert 0.02 < found.as_large[1] < 1
+  both = spikes.together([found, found])
+  assert both.before.tolist() == [*found.before, *found.before]
+  assert both.chance_before < found.chance_before < 0.01
+
+
+def test_an_rms_that_is_not_a_number_is_the_largest_before_a_loss_spike():
+  assert spikes._largest_before(np.array([3.0, 1.0, np.nan, 2.0])).tolist() == [
+    -np.inf,
+    3,
+    3,
+    np.inf,
+  ]
+
+
+def test_the_chance_of_the_rms_before_is_fisher_s():
+  spike = np.array([5]), np.array([]), np.array([])
+  one, product = Spikes(*spike, 100, 0.0, before=[1.0], as_large=[0.05]), 0.05**2
+  assert one.chance_before == pytest.approx(0.05)
+  expected = product * (1 - math.log(product))  # That of two uniform numbers with this product.
+  assert spikes.together([one, one]).chance_before == pytest.approx(expected)
+  assert math.isnan(Spikes(*spike, 100, 0.0).chance_before), "rows of older runs lack it"
+  found = [
+    find_spikes(*run(loss_at=(300 + 97 * s,), seed=s), RULES).chance_before for s in range(9)
+  ]
+  assert 0.2 < np.median(found) < 0.8, "of loss spikes that no RMS precedes"
+
+
 def chance(following, loss, share):
   none = np.array([], int)
   return Spikes(np.arange(loss), none, np.arange(following), steps=10_000, share=share).chance
@@ -94,6 +130,7 @@ def test_the_program_counts_runs_alone_and_together_and_draws(tmp_path, capsys):
   assert "1 of 1 loss spike came 1 to 8 steps after an RMS spike, as did 0.4% of all steps" in said
   assert "All runs: 3 loss spikes and 2 spikes of an RMS in 3,600 steps" in said
   assert "2 of 3 loss spikes came" in said
+  assert "The largest RMS of the 8 steps before was 2.50 in the median. The chance of" in said
   assert out.read_bytes().startswith(b"\x89PNG") and out.stat().st_size > 10_000
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from scipy.stats import binom
+from scipy.stats import binom, combine_pvalues
 
 from train import cli
 from train.errors import RunError
@@ -49,6 +49,8 @@ class Spikes(NamedTuple):
   following: those of `loss` that follow an RMS spike by 1 to LEAD steps.
   steps: how many steps were looked at.
   share: the share of these that follow an RMS spike so: the chance of a loss spike at random.
+  before: the largest RMS of the LEAD steps before each loss spike. It needs no threshold.
+  as_large: the share of steps before which the RMS came to as much, for each loss spike.
   """
 
   loss: np.ndarray
@@ -56,11 +58,23 @@ class Spikes(NamedTuple):
   following: np.ndarray
   steps: int
   share: float
+  before: Sequence[float] = ()
+  as_large: Sequence[float] = ()
 
   @property
   def chance(self) -> float:
     """The probability of as many following spikes or more, were loss spikes at random steps."""
     return float(binom.sf(len(self.following) - 1, len(self.loss), self.share))
+
+  @property
+  def chance_before(self) -> float:
+    """The probability of as large RMS before the loss spikes, were they at random steps.
+
+    By Fisher's method of `as_large`; nan without loss spikes, or without that of each.
+    """
+    if not len(self.loss) or len(self.as_large) != len(self.loss):
+      return math.nan
+    return float(combine_pvalues(self.as_large).pvalue)
 
 
 def find_spikes(steps: np.ndarray, loss: np.ndarray, rms: np.ndarray, rules: Rules) -> Spikes:
@@ -88,13 +102,23 @@ def find_spikes(steps: np.ndarray, loss: np.ndarray, rms: np.ndarray, rules: Rul
   follows = np.zeros(len(steps), bool)
   for i in rms_spikes:
     follows[i + 1 : i + 1 + LEAD] = True
+  largest = _largest_before(rms)[begin:]
+  before = largest[np.subtract(loss_spikes, begin).astype(int)]
   return Spikes(
     loss=steps[loss_spikes],
     rms=steps[rms_spikes],
     following=steps[[i for i in loss_spikes if follows[i]]],
     steps=len(steps) - begin,
     share=float(follows[begin:].mean()),
+    before=before,
+    as_large=(largest >= before[:, None]).mean(1),
   )
+
+
+def _largest_before(rms: np.ndarray) -> np.ndarray:
+  """The largest RMS of the LEAD steps before each step; one that is not a number is the largest."""
+  padded = np.concatenate([np.full(LEAD, -np.inf), np.where(np.isnan(rms), np.inf, rms)])
+  return np.lib.stride_tricks.sliding_window_view(padded, LEAD).max(1)[: len(rms)]
 
 
 def _deviates(loss, begin, rules) -> np.ndarray:
@@ -157,7 +181,9 @@ def describe(name: str, spikes: Spikes, rms_name: str) -> str:
   return (
     f"{first}\n  {len(spikes.following)} of {_count(spikes.loss, 'loss spike')} came 1 to {LEAD}"
     f" steps after an RMS spike, as did {spikes.share:.1%} of all steps. The chance of as many or"
-    f" more at random steps is {spikes.chance:.2g}."
+    f" more at random steps is {spikes.chance:.2g}.\n"
+    f"  The largest RMS of the {LEAD} steps before was {np.median(spikes.before):.2f} in the"
+    f" median. The chance of as large ones at random steps is {spikes.chance_before:.2g}."
   )
 
 
@@ -168,8 +194,10 @@ def _count(events, noun: str) -> str:
 def together(found: Sequence[Spikes]) -> Spikes:
   """The counts of several runs, whose steps count alike."""
   steps = sum(spikes.steps for spikes in found)
-  parts = [np.concatenate([getattr(s, key) for s in found]) for key in ("loss", "rms", "following")]
-  return Spikes(*parts, steps, sum(spikes.share * spikes.steps for spikes in found) / steps)
+  share = sum(spikes.share * spikes.steps for spikes in found) / steps
+  keys = ("loss", "rms", "following", "before", "as_large")
+  joined = {key: np.concatenate([getattr(spikes, key) for spikes in found]) for key in keys}
+  return Spikes(**joined, steps=steps, share=share)
 
 
 def draw(

@@ -62,8 +62,8 @@ def counts(title: str, label: Callable[[Arm], str]) -> Callable:
     spikes = {name: _a_spike([rows[arm.name] for arm in group]) for name, group in series.items()}
     left, right = _above_spikes(figure, title, {n: found for n, found in spikes.items() if found})
     lines = [
-      f"| {title} | b2 | seeds | loss spikes a run, 95 % | after an RMS spike | chance |"
-      " RMS spikes | top-1, % | diverged |",
+      f"| {title} | b2 | seeds | loss spikes a run, 95 % | after an RMS spike (chance) |"
+      " RMS before (chance) | RMS spikes | top-1, % | diverged |",
       "|---|---|---|---|---|---|---|---|---|",
     ]
     b2s = sorted({b2_of(arm) for arm in arms})
@@ -113,10 +113,15 @@ def _counted(rows: Sequence[dict], rate: Sequence[float]) -> str:
   scores = list(by_run(rows).values())
   every = [Spikes(**_of(row)) for row in rows if "spikes" in row]
   found = together(every) if every else None
+  following, before = "", ""
+  if found and len(found.loss):
+    following = f"{len(found.following)} ({found.chance:.2g})"
+    if not math.isnan(found.chance_before):  # Older rows lack it.
+      before = f"{np.median(found.before):.2f} ({found.chance_before:.2g})"
   cells = [
     "{:.1f} ({:.1f} to {:.1f})".format(*rate),
-    len(found.following) if found else "",
-    f"{found.chance:.2g}" if found and len(found.loss) else "",
+    following,
+    before,
     len(found.rms) if found else 0,
     estimate(scores) if scores else "",
     sum("diverged" in row for row in rows),
@@ -220,12 +225,12 @@ def _numbers(name: str, rows: Sequence[dict], change: int) -> tuple[float, ...]:
 
 
 def without(spikes: Spikes, change: int | None) -> Spikes:
-  """The spikes without those of the loss at a change of the data."""
+  """The spikes without those of the loss at a change of the data, and without what was before."""
   loss, following = (
     np.array([step for step in steps if not at_change(step, change)], int)
     for steps in (spikes.loss, spikes.following)
   )
-  return spikes._replace(loss=loss, following=following)
+  return spikes._replace(loss=loss, following=following, before=(), as_large=())
 
 
 def scalers(figure, arms, rows) -> list[str]:
