@@ -1,6 +1,7 @@
 """The structure of the code: import order, public names, dependencies, length of files."""
 
 import ast
+import graphlib
 import pathlib
 import subprocess
 import sys
@@ -112,6 +113,15 @@ def test_imports_point_one_way(path):
   for other in imported(path):
     if rank(other) is not None and (package(other) is None or package(other) != package(name)):
       assert rank(other) < rank(name), f"{name} imports {other}, which stands beside or above it."
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_files_of_a_package_do_not_import_one_another_in_a_circle(name):
+  graph = {
+    module(path): {other for other in imported(path) if package(other) == name} - {module(path)}
+    for path in files(name.replace(".", "/"))
+  }
+  graphlib.TopologicalSorter(graph).prepare()  # Raises CycleError.
 
 
 def test_nothing_imports_the_configs_the_tests_or_the_benchmarks():
