@@ -60,7 +60,7 @@ def counts(title: str, label: Callable[[Arm], str]) -> Callable:
   def draw(figure, arms, rows) -> list[str]:
     series = series_of(arms, label)
     spikes = {name: _a_spike([rows[arm.name] for arm in group]) for name, group in series.items()}
-    left, right = _above_spikes(figure, title, {n: found for n, found in spikes.items() if found})
+    left, right = _above_spikes(figure, title, spikes)
     lines = [
       f"| {title} | b2 | seeds | loss spikes a run, 95 % | after an RMS spike (chance) |"
       " RMS before (chance) | RMS spikes | top-1, % | diverged |",
@@ -88,8 +88,9 @@ def counts(title: str, label: Callable[[Arm], str]) -> Callable:
   return draw
 
 
-def _above_spikes(figure, title: str, spikes: dict[str, tuple[float, dict]]) -> tuple:
-  """The two panels of `counts`; below them, a spike is drawn for each label."""
+def _above_spikes(figure, title: str, spikes: dict[str, tuple[float, dict] | None]) -> tuple:
+  """The two panels of `counts`; below them, the spike of each label that has one is drawn."""
+  spikes = {name: spike for name, spike in spikes.items() if spike}
   if not spikes:
     return tuple(figure.subplots(1, 2))
   figure.set_size_inches(12, 10)
