@@ -101,12 +101,9 @@ def test_a_figure_of_counts_draws_a_spike_for_each_label_that_has_one(monkeypatc
   monkeypatch.setattr(draw_spikes, "_loss_and_rms", lambda *a: drawn.append(a[2:]))
   chosen = FIGURES["8"].arms[:15]
   rows = {arm.name: row_of(arm) for arm in chosen}
-  for arm, steps in (
-    (chosen[2], (1200, 1500)),
-    (chosen[10], (1300, 1400)),
-  ):  # 1500 is after an RMS spike
+  # Step 1,500 is after an RMS spike.
+  for arm, *steps in (chosen[2], 1200, 1500), (chosen[3], 1500), (chosen[10], 1300, 1400):
     rows[arm.name]["spike_traces"] = [{"spike": step} for step in steps]
-  rows[chosen[3].name]["spike_traces"] = [{"spike": 1500}]
   draw.write("8", chosen, rows, tmp_path)
   labels = "learning rate: 0.002, b2 0.95", "learning rate: 0.01, b2 0.99"
   assert [title for _, _, title in drawn] == [f"a loss spike; {label}" for label in labels]

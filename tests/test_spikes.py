@@ -80,12 +80,8 @@ def test_the_rms_before_a_loss_spike_is_compared_with_that_before_all_steps():
 
 
 def test_an_rms_that_is_not_a_number_is_the_largest_before_a_loss_spike():
-  assert spikes._largest_before(np.array([3.0, 1.0, np.nan, 2.0])).tolist() == [
-    -np.inf,
-    3,
-    3,
-    np.inf,
-  ]
+  largest = spikes._largest_before(np.array([3.0, 1.0, np.nan, 2.0]))
+  assert largest.tolist() == [-np.inf, 3, 3, np.inf]
 
 
 def test_the_chance_of_the_rms_before_is_fisher_s():

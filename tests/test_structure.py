@@ -39,7 +39,7 @@ ORDER = [
   ["sbjax"],
   ["train"],
 ]
-# Files of one of these packages may import one another.
+# Files of one of these packages may import one another, but not in a circle.
 PACKAGES = ("sbjax.pallas", "sbjax.models", "train")
 
 PUBLIC = [

@@ -102,8 +102,8 @@ def find_spikes(steps: np.ndarray, loss: np.ndarray, rms: np.ndarray, rules: Rul
   follows = np.zeros(len(steps), bool)
   for i in rms_spikes:
     follows[i + 1 : i + 1 + LEAD] = True
-  largest = _largest_before(rms)[begin:]
-  before = largest[np.subtract(loss_spikes, begin).astype(int)]
+  largest = _largest_before(rms)
+  before = largest[loss_spikes]
   return Spikes(
     loss=steps[loss_spikes],
     rms=steps[rms_spikes],
@@ -111,7 +111,7 @@ def find_spikes(steps: np.ndarray, loss: np.ndarray, rms: np.ndarray, rules: Rul
     steps=len(steps) - begin,
     share=float(follows[begin:].mean()),
     before=before,
-    as_large=(largest >= before[:, None]).mean(1),
+    as_large=(largest[begin:] >= before[:, None]).mean(1),
   )
 
 

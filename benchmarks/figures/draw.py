@@ -19,6 +19,7 @@ from benchmarks.figures.analysis import (
   HELD_OUT,
   RECALL,
   TOP1,
+  Estimate,
   by_run,
   difference,
   estimate,
@@ -306,14 +307,20 @@ def _at_b2s(left, right, name: str, arms: Sequence[Arm], rows: Rows) -> list[str
   found, lines = {}, []
   for b2, group in series_of(arms, draw_spikes.b2_of).items():
     own = [rows[arm.name] for arm in group]
-    found[str(b2)] = score = estimate(list(_scores(group, rows).values()))
-    spikes, diverged = draw_spikes.count(own), sum("diverged" in row for row in own)
-    lines.append(f"{b2} | {len(group)} | {score} | {spikes} | {diverged}")
+    found[str(b2)], cells = _outcome(group, rows)
+    lines.append(f"{b2} | {cells}")
     if b2 == 0.99:
       plot_curve(left, own, name)
   halves = np.nan_to_num([e.half for e in found.values()])
   right.errorbar(list(found), [e.mean for e in found.values()], halves, marker="o", label=name)
   return lines
+
+
+def _outcome(arms: Sequence[Arm], rows: Rows) -> tuple[Estimate, str]:
+  """The accuracy, and the cells of figures 10 and 15: seeds, accuracy, loss spikes, diverged."""
+  own, found = [rows[arm.name] for arm in arms], estimate(list(_scores(arms, rows).values()))
+  diverged = sum("diverged" in row for row in own)
+  return found, f"{len(own)} | {found} | {draw_spikes.count(own)} | {diverged}"
 
 
 def _b2(arm: Arm) -> str:
@@ -338,11 +345,9 @@ def accuracy_by_last_b2(figure, arms, rows) -> list[str]:
   ]
   points = {"constant b2": [], "b2 of 1 - t^-l": []}
   for name, group in series_of(arms, _b2).items():
-    own, last = [rows[arm.name] for arm in group], last_b2(group[0])
-    found = estimate(list(_scores(group, rows).values()))
-    spikes, diverged = draw_spikes.count(own), sum("diverged" in row for row in own)
-    lines.append(f"| {name} | {last:.4f} | {len(own)} | {found} | {spikes} | {diverged} |")
-    plot_curve(left, own, name)
+    last, (found, cells) = last_b2(group[0]), _outcome(group, rows)
+    lines.append(f"| {name} | {last:.4f} | {cells} |")
+    plot_curve(left, [rows[arm.name] for arm in group], name)
     kind = "b2 of 1 - t^-l" if group[0].value("optimizer.b2_power") else "constant b2"
     points[kind].append((1 / (1 - last), found.mean, np.nan_to_num(found.half)))
   for kind, some in points.items():
