@@ -11,6 +11,8 @@ import time
 import numpy as np
 import pytest
 from figure_case import call, row_of
+from matplotlib.collections import PathCollection
+from matplotlib.figure import Figure
 
 from benchmarks.figures import __main__ as program
 from benchmarks.figures import analysis, arms, draw, runs
@@ -61,6 +63,19 @@ def test_the_table_of_figure_10_has_a_part_for_each_batch_and_rate(tmp_path):
     for b2 in some
   ]
   assert all(line[3] == "2" and line[4].startswith("50.50 ±") for line in cells)
+
+
+def test_figure_10_draws_each_run_and_no_accuracy_outside_0_to_100():
+  chosen = [arm for arm in FIGURES["10"].arms if arm.seed < 2]
+  rows = {arm.name: row_of(arm, 0.9 * arm.seed) for arm in chosen}  # The intervals are 1,100 wide.
+  figure = Figure()
+  draw.accuracy_by_b2(figure, chosen, rows)
+  for curves, accuracy, count in zip(figure.axes[::2], figure.axes[1::2], (18, 9), strict=True):
+    assert len(curves.lines) == 2 * 3
+    assert accuracy.get_ylim() == (-2, 102)
+    crosses = [c.get_offsets() for c in accuracy.collections if isinstance(c, PathCollection)]
+    assert len(crosses) == count
+    assert all(found[:, 1].tolist() == [0, 91] for found in crosses)
 
 
 def test_the_table_of_figure_15_has_b2_at_the_last_step(tmp_path):

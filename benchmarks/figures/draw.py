@@ -205,13 +205,13 @@ def _at_evaluations(arms: Sequence[Arm], rows: Rows) -> dict[int, dict[tuple[str
   return found
 
 
-def plot_curve(axis, found: Sequence[dict], name: str) -> None:
+def plot_curve(axis, found: Sequence[dict], name: str | None, colour=None) -> None:
   """The mean of the curves that have all steps, else the longest."""
   longest = max(len(row["curve"]) for row in found)
   if not longest:  # All diverged before a step was logged.
     return
   whole = np.array([row["curve"] for row in found if len(row["curve"]) == longest])
-  axis.plot(whole[0, :, 0], whole[:, :, 1].mean(0), label=name, linewidth=1)
+  axis.plot(whole[0, :, 0], whole[:, :, 1].mean(0), label=name, linewidth=1, color=colour)
 
 
 def remedies(figure, arms, rows) -> list[str]:
@@ -284,7 +284,7 @@ def _setting(arm: Arm) -> str:
 
 
 def accuracy_by_b2(figure, arms, rows) -> list[str]:
-  """Figure 10: for each batch and rate, loss curves at b2 = .99 and accuracy by b2."""
+  """Figure 10: for each batch and rate, loss curves at the highest b2 and accuracy by b2."""
   settings = series_of(arms, _setting)
   figure.set_size_inches(12, 5 * len(settings))
   lines = [
@@ -296,24 +296,35 @@ def accuracy_by_b2(figure, arms, rows) -> list[str]:
     for name, group in series_of(some, _clip).items():
       table = _at_b2s(left, right, name, group, rows)
       lines += [f"| {setting} | {name} | {line} |" for line in table]
-    left.set(xlabel="step", ylabel="loss", title=f"{setting}, b2 .99")
+    left.set(xlabel="step", ylabel="loss", title=f"{setting}, b2 {max(_b2s(some))}")
     right.set(xlabel="b2", ylabel="zero-shot top-1, %", title=setting)
+    low, high = right.get_ylim()
+    right.set_ylim(max(low, -2), min(high, 102))  # An interval may leave 0 to 100 %.
     legend(right)
   return lines
 
 
 def _at_b2s(left, right, name: str, arms: Sequence[Arm], rows: Rows) -> list[str]:
-  """A series of figure 10: its curve and its accuracies, and the ends of its lines."""
+  """A series of figure 10: a line and a point for each run, and the ends of its lines."""
   found, lines = {}, []
-  for b2, group in series_of(arms, draw_spikes.b2_of).items():
-    own = [rows[arm.name] for arm in group]
+  of_b2 = series_of(arms, draw_spikes.b2_of)
+  for b2, group in of_b2.items():
     found[str(b2)], cells = _outcome(group, rows)
     lines.append(f"{b2} | {cells}")
-    if b2 == 0.99:
-      plot_curve(left, own, name)
   halves = np.nan_to_num([e.half for e in found.values()])
-  right.errorbar(list(found), [e.mean for e in found.values()], halves, marker="o", label=name)
+  means = [e.mean for e in found.values()]
+  drawn = right.errorbar(list(found), means, halves, marker="o", capsize=3, label=name)
+  colour = drawn[0].get_color()
+  for b2, group in of_b2.items():
+    scores = list(_scores(group, rows).values())
+    right.scatter([str(b2)] * len(scores), scores, 50, color=colour, marker="x")
+  for arm in of_b2[max(_b2s(arms))]:
+    plot_curve(left, [rows[arm.name]], None, colour)
   return lines
+
+
+def _b2s(arms: Sequence[Arm]) -> list[float]:
+  return [draw_spikes.b2_of(arm) for arm in arms]
 
 
 def _outcome(arms: Sequence[Arm], rows: Rows) -> tuple[Estimate, str]:
