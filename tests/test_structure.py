@@ -1,4 +1,4 @@
-"""The structure of the code: import order, public names, dependencies, length of files."""
+"""The structure of the code: import order, public names, dependencies."""
 
 import ast
 import graphlib
@@ -173,9 +173,3 @@ def test_importing_sbjax_needs_only_jax_flax_optax_and_numpy():
   assert "sbjax" in new
   assert not new & set(HEAVY)
   assert not any(name.startswith("jax.experimental.pallas") for name in run.stdout.split())
-
-
-def test_no_file_has_more_than_400_lines():
-  paths = files("sbjax", "train", "configs", "benchmarks", "tests")
-  lengths = {str(path): len(path.read_text().splitlines()) for path in paths}
-  assert lengths and not {path: n for path, n in lengths.items() if n > 400}
