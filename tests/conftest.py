@@ -71,6 +71,7 @@ _PROGRAM = (
   "test_scenes_training",
   "test_states_benchmark",
   "test_step",
+  "test_stop",
   "test_watch",
   "test_watchdog",
 )

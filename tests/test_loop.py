@@ -200,8 +200,8 @@ def test_the_loop_announces_each_wait_to_the_watchdog(train, tmp_path, monkeypat
     ("the result of step 2", "step"),
     ("all processes to end step 3", "step"),
     ("the result of step 3", "step"),
-    ("the evaluation after step 3", "pause"),
     ("the checkpoint of step 3", "pause"),
+    ("the evaluation after step 3", "pause"),
     ("the last checkpoint", "pause"),
   ]
 

@@ -9,6 +9,9 @@ position is one number, so a run resumes exactly, even on another machine.
 import contextlib
 import dataclasses
 import os
+import re
+import shutil
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -328,11 +331,12 @@ class _Batches(grain.DatasetIterator):
     try:
       batch = next(self._iterator)
     except RuntimeError as error:
-      if "Worker process was terminated" not in str(error):
+      code = re.search(r"Worker process was terminated .* exit code (-?\d+)", str(error))
+      if not code:
         raise
       raise RunError(
-        "A worker process that loads data was killed, perhaps for lack of memory. The same command"
-        f" continues; data.workers={self._workers} may be less."
+        f"A worker process that loads data was ended {_explain(int(code[1]))} The same command"
+        f" continues (data.workers={self._workers})."
       ) from error
     self._given += 1
     # Copies out of the workers' shared memory. grain frees that with its arrays: late, at exit.
@@ -350,6 +354,24 @@ class _Batches(grain.DatasetIterator):
     if self._iterator is not None:
       self._iterator.close()
       self._iterator = None
+
+
+def _explain(exit_code: int) -> str:
+  """Why a process ended, as its exit code in Python tells."""
+  if exit_code >= 0:
+    return f"with exit code {exit_code}; what it printed is above."
+  name = signal.Signals(-exit_code).name
+  return f"by {name}" + {
+    "SIGKILL": ", perhaps for lack of memory: fewer data.workers, or a smaller data.prefetch, take"
+    " less.",
+    "SIGBUS": f": /dev/shm, through which batches pass, is full. It has {_size_of('/dev/shm')}; for"
+    " a container --shm-size sets it. Fewer data.workers and a smaller data.prefetch or batch_size"
+    " take less, and data.workers=0 takes none.",
+  }.get(name, ".")
+
+
+def _size_of(folder: str) -> str:
+  return f"{shutil.disk_usage(folder).total / 1e6:,.0f} MB"
 
 
 def _leave_the_accelerator(worker: int, workers: int) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import sys
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,6 +35,7 @@ from train.zero_shot import Sample
 # After a change of `accumulate`, patch dropout draws other patches.
 _MAY_CHANGE = {
   "steps", "log_every", "eval_every", "eval_batch_size", "checkpoint_every", "checkpoint_keep",
+  "checkpoint_minutes", "max_hours",
   "wandb_project", "mesh", "accumulate", "data.data_dir", "data.root", "data.prefetch",
   "model.backend", "model.attention_backend", "model.remat", "model.unroll",
   "data.eval_split", "data.eval_shards",
@@ -53,6 +55,7 @@ class Run(NamedTuple):
   schedule: optax.Schedule
   abstract_state: TrainState  # shapes and shardings
   checkpointer: Checkpointer
+  between_batches: Callable[[], None] = lambda: None  # called in an evaluation; may raise
 
   def new_state(self) -> TrainState:
     """The state at step 0, created in its shardings, with the parameters of `init` if given."""
@@ -97,6 +100,7 @@ class Run(NamedTuple):
     return self.task.evaluate(
       params,
       self.mesh,
+      self.between_batches,
       self._tokenize,
       self._eval_batches(split),
       batch_size=config.eval_batch_size,
