@@ -28,6 +28,9 @@ from jax.experimental import multihost_utils
 from train.errors import RunError
 
 PATIENCE = 300.0  # seconds for all processes to come; JAX's own
+# Seconds for which a run may be suspended: JAX's heartbeat counts them, and aborts all after 100 by
+# default. train.peers notices a dead process at once.
+SUSPENDED = 24 * 3600
 _BY_HAND = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
@@ -47,8 +50,11 @@ def join() -> None:
   Raises:
     RunError: the environment is wrong, a process is missing, or two of them disagree.
   """
+  # JAX's notifier would take SIGTERM, and nobody asks it: the run would train to its end.
+  jax.config.update("jax_enable_preemption_service", False)
   # If a process fails, the others wait for it for one minute instead of JAX's five.
-  given = {"shutdown_timeout_seconds": 60} | _from_environment(os.environ)
+  given = {"shutdown_timeout_seconds": 60, "heartbeat_timeout_seconds": SUSPENDED}
+  given |= _from_environment(os.environ)
   try:
     jax.distributed.initialize(**given)
     _check_devices(jax.devices())
