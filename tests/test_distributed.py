@@ -96,7 +96,7 @@ def test_a_missing_process_is_named_in_one_message(tmp_path):
   _, err = first.communicate(timeout=180)
   second.communicate()
   assert first.returncode == 1
-  assert "Of JAX_NUM_PROCESSES=2 processes 1 came" in err and "JAX_PROCESS_ID=1 did not" in err
+  assert "Of 2 processes 1 came in time" in err and "index 1 (JAX_PROCESS_ID" in err
   assert "Traceback" not in err and "stack trace" not in err
 
 
@@ -145,7 +145,7 @@ def test_an_error_of_one_process_ends_the_other_with_its_message(tmp_path, other
     *ends(start_two(str(tmp_path / "compiled"), "-c", program, *config)), strict=True
   )
   assert codes[other] == 1 and errors[other].endswith("\nNo room.\n")
-  assert codes[1 - other] == 75
+  assert codes[1 - other] == 1  # The same command would fail again.
   assert f"\nProcess {other} of 2 ended: No room." in errors[1 - other]
   assert "stack trace" not in errors[0] + errors[1]
 

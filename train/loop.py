@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from train import data, remat
+from train import agreement, data, remat
 from train.config import Config
 from train.errors import RunError
 from train.flops import BF16_PEAK
@@ -49,6 +49,7 @@ def train(config: Config, workdir: Path) -> dict:
   Several processes share `workdir`; only the first writes and returns the result.
   """
   workdir.mkdir(parents=True, exist_ok=True)
+  agreement.check_folder(workdir, "--workdir")
   with lock(workdir) if jax.process_index() == 0 else contextlib.nullcontext():
     return _train_alone(config, workdir)
 
