@@ -181,14 +181,15 @@ def check_folder(folder: Path, field: str) -> None:
     reason = error.strerror or str(error)
   try:
     reasons = gather("a file in the work directory", reason)
-    missing = [i for i, text in enumerate(reasons) if not text and not _there(paths[i])]
+    if any(reasons):
+      failed = (f"{_processes([i])}: {text}" for i, text in enumerate(reasons) if text)
+      raise RunError(f"{field}={folder} cannot be written to, in {'; '.join(failed)}.")
+    late = time.monotonic() + _LATE
+    missing = [i for i, other in enumerate(paths) if not _there(other, until=late)]
     views = gather("a look at the work directory", missing)
   finally:
     if not reason:
       path.unlink(missing_ok=True)
-  if any(reasons):
-    failed = (f"{_processes([i])}: {text}" for i, text in enumerate(reasons) if text)
-    raise RunError(f"{field}={folder} cannot be written to, in {'; '.join(failed)}.")
   if blind := {i: view for i, view in enumerate(views) if view}:
     index, view = next(iter(blind.items()))
     raise RunError(
@@ -197,11 +198,10 @@ def check_folder(folder: Path, field: str) -> None:
     )
 
 
-def _there(path: Path) -> bool:
+def _there(path: Path, until: float) -> bool:
   """Whether a file of another process is seen; a network file system may show it late."""
-  end = time.monotonic() + _LATE
   while not path.exists():
-    if time.monotonic() > end:
+    if time.monotonic() > until:
       return False
     time.sleep(0.2)
   return True

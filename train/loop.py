@@ -156,6 +156,7 @@ def _steps(
         state, metrics, finite = train_step(state, batch)
       watchdog.waits_for(f"the result of step {max(step - 1, start + 1)}", first=first)
       meter.push(step, metrics, finite, waited)
+      checkpointer.check()
 
       watchdog.waits_for(f"all processes to end step {step}", first=first)
       last, stop = step == config.steps, signals.received(step, config.log_every)
