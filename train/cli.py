@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from absl import app, flags, logging
 
-from train import config_flags, peers, processes, stop, xla_flags
+from train import agreement, config_flags, peers, processes, stop, xla_flags
 from train.errors import RunError
 
 _CONFIG = flags.DEFINE_string("config", None, "What to run: a file of configs/.")
@@ -50,7 +50,7 @@ def _run(job, overrides, argv) -> None:
     config = config_flags.load(_CONFIG.value)
     config_flags.override(config, overrides)
     if _DISTRIBUTED.value:
-      processes.join()
+      processes.join(agreement.described(config))
     with peers.linked():
       job(config, Path(_WORKDIR.value).expanduser())
 

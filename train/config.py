@@ -234,6 +234,17 @@ class Config:
     return _from_dict(cls, values)
 
 
+def flat(config: dict, prefix: str = "") -> dict:
+  """The fields of nested dictionaries by their dotted names, as JSON would return them."""
+  fields = {}
+  for name, value in config.items():
+    if isinstance(value, dict):
+      fields |= flat(value, f"{prefix}{name}.")
+    else:
+      fields[prefix + name] = list(value) if isinstance(value, tuple) else value
+  return fields
+
+
 MAX_UNIT_DECAY = 0.01  # More than that in each step leaves nothing of what was learned.
 
 TYPES = {  # What a value of a field's type must be.

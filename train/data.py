@@ -8,11 +8,12 @@ position is one number, so a run resumes exactly, even on another machine.
 
 import contextlib
 import dataclasses
+import hashlib
 import os
 import re
 import shutil
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import grain
@@ -41,6 +42,7 @@ __all__ = [
   "eval_batches",
   "eval_splits",
   "full_name",
+  "identity",
   "prefetch_to_device",
   "prepare",
   "to_devices",
@@ -55,6 +57,35 @@ Source = tfds.core.DatasetBuilder | Scenes
 def full_name(builder: Source) -> str:
   """The name of the data set, with its version if it is prepared."""
   return builder.full_name if isinstance(builder, Scenes) else builder.info.full_name
+
+
+def identity(builder: Source) -> dict[str, object]:
+  """What tells two data sets apart: name, features, and for each split its sizes and a digest.
+
+  The digest is of the beginning of each file, so that it takes no time.
+  """
+  found: dict[str, object] = {"the data set": full_name(builder)}
+  if isinstance(builder, Scenes):
+    return found
+  names = ("features.json", "*.labels.txt")
+  found["the digest of its features"] = _digest(
+    path for name in names for path in sorted(builder.data_path.glob(name))
+  )
+  for name, split in builder.info.splits.items():
+    sizes = [os.path.getsize(path) for path in split.filepaths]
+    found[f"its split {name} (examples, files, bytes, digest)"] = [
+      *(split.num_examples, len(sizes), sum(sizes)),
+      _digest(split.filepaths),
+    ]
+  return found
+
+
+def _digest(paths: Iterable[os.PathLike]) -> str:
+  digest = hashlib.sha256()
+  for path in paths:
+    with open(path, "rb") as file:
+      digest.update(file.read(1 << 16))
+  return digest.hexdigest()[:12]
 
 
 def class_names(config: Config, builder: Source) -> list[str] | None:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from train import data, remat, stop
+from train import agreement, data, remat, stop
 from train.config import Config
 from train.due import Abandoned, Due, interruptible
 from train.errors import RunError
@@ -44,6 +44,7 @@ def train(config: Config, workdir: Path) -> dict:
   """
   began = time.monotonic()
   workdir.mkdir(parents=True, exist_ok=True)
+  agreement.check_folder(workdir, "--workdir")
   held = lock(workdir) if jax.process_index() == 0 else contextlib.nullcontext()
   with stop.listening(), held:
     stop.describe_by(functools.partial(_describe_saved, workdir / "checkpoints"))
@@ -184,6 +185,7 @@ class _Steps:
     stop.defer()  # Now there is something to lose.
     watchdog.waits_for(f"the result of step {max(step - 1, self._start + 1)}", first=first)
     self._meter.push(step, metrics, finite, waited)
+    self._run.checkpointer.check()
 
   def _next(self, batches):
     if self._step == self._start:
