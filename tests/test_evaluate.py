@@ -210,7 +210,7 @@ def replace_sample(*sample):
     (write("dataset_type.txt", "multilabel"), "holds 'multilabel': only 'classification' and"),
     (write("test/nshards.txt", "3"), r"test/2.tar is missing: .* has test, train"),
     (write("test/nshards.txt", "many"), "'many': it should hold the number of shards"),
-    (write("classnames.txt", "a\nb"), r"has the label '2': it should be a number below 2"),
+    (write("classnames.txt", "a\nb"), r"has the label 2: it should be a number below 2"),
     (replace_sample(("cls", b"1")), r"1.tar: a must have an image .* and a cls"),
     (replace_sample(("png", image_bytes("png"))), r"1.tar: a must have an image .* and a cls"),
     (write("test/1.tar", "no tar"), r"1.tar: file could not be .* damaged: copy it again"),

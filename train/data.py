@@ -23,7 +23,7 @@ from tensorflow_datasets.proto import tf_example_pb2
 from train.augment import CentreCrop, RandomCrop
 from train.config import Config
 from train.datasets.pictures import Limits
-from train.datasets.prepared import damaged, feature, prepare
+from train.datasets.prepared import feature, prepare, unreadable
 from train.datasets.scenes import Scenes, Steps, make_train_drawing
 from train.datasets.scenes_words import WORDS
 from train.errors import RunError
@@ -246,7 +246,7 @@ class _Examples:
       else:
         texts = _prompts(self._config, self._names[label]) if label >= 0 else []
     except Exception as error:  # ArrayRecord and protobuf have their own kinds.
-      raise damaged(f"Record {where}", self._folder, error) from error
+      raise unreadable(f"Record {where}", self._folder, error) from error
     if not texts:
       raise ValueError(f"{where} has no caption.")
     return {

@@ -80,7 +80,8 @@ def examples(paths: Sequence[str], start: int = 0) -> Iterator[dict[str, Any]]:
     for key, sample in tar_shards.checked_samples(path, DEFAULT_LIMITS.member_bytes):
       kinds = [kind for kind in sample if f".{kind}" in _PICTURES]
       if kinds and next(count) >= start:
-        yield _example(f"{path}:{key}", sample[kinds[0]] or b"")
+        content = sample[kinds[0]]
+        yield _example(f"{path}:{key}", content if isinstance(content, bytes) else b"")
 
 
 def _example(where: str, content: bytes) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from train.datasets import tar_shards
+from train.datasets import sample, tar_shards
 from train.datasets.pictures import DEFAULT_LIMITS, Limits
 from train.errors import RunError
 
@@ -71,27 +71,26 @@ class WdsFolder(NamedTuple):
       RunError: a sample or a shard is damaged. None is left out: the score would be another.
     """
     for shard in self.shards(split):
-      for key, sample in tar_shards.checked_samples(str(shard), limits.member_bytes):
-        yield self._example(f"{shard}: {key}", sample)
+      for key, files in tar_shards.checked_samples(str(shard), limits.member_bytes):
+        yield self._example(f"{shard}: {key}", files)
 
-  def _example(self, where: str, sample: dict[str, bytes | None]) -> dict[str, Any]:
-    images = [sample[kind] for kind in ("webp", "png", "jpg", "jpeg") if sample.get(kind)]
-    needed = "cls" if self.task == CLASSIFICATION else "txt"
-    if None in sample.values():
-      raise RunError(f"{where} has a file of more than {DEFAULT_LIMITS.member_bytes:,} bytes.")
-    if not images or not sample.get(needed):
-      raise RunError(f"{where} must have an image (webp, png, jpg or jpeg) and a {needed}.")
-    text, label, captions = sample[needed].decode("utf-8", errors="replace"), -1, []
-    if self.task == RETRIEVAL:
-      captions = text.splitlines()
-    elif text.strip().isdecimal() and int(text) < len(self.class_names):
-      label = int(text)
-    else:
+  def _example(self, where: str, files: sample.Files) -> dict[str, Any]:
+    label, captions = -1, []
+    try:
+      image = sample.image(files)
+      if self.task == RETRIEVAL:
+        captions, _ = sample.captions(files)
+      else:
+        label = sample.label(files)
+    except sample.Unusable as error:
+      wanted = sample.wanted(self.task == RETRIEVAL, self.task == CLASSIFICATION)
+      raise RunError(f"{where} must have {wanted}: {error}.") from error
+    if self.task == CLASSIFICATION and not 0 <= label < len(self.class_names):
       raise RunError(
-        f"{where} has the label {text.strip()!r}: it should be a number below"
-        f" {len(self.class_names)}, the number of lines of {self.path / _CLASSES}."
+        f"{where} has the label {label}: it should be a number below {len(self.class_names)}, the"
+        f" number of lines of {self.path / _CLASSES}."
       )
-    return {"where": where, "image": images[0], "captions": captions, "label": label}
+    return {"where": where, "image": image, "captions": captions, "label": label}
 
 
 def open_folder(path: str | Path) -> WdsFolder:
