@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import io
-import os
 import pathlib
 import re
 import sys
@@ -13,10 +12,12 @@ import tensorflow_datasets as tfds
 
 from train.config import DataConfig
 from train.datasets import scenes
+from train.datasets.classes import read_class_names
 from train.datasets.pictures import Limits
 from train.datasets.scenes import Scenes
 from train.datasets.shapes import Shapes
 from train.datasets.webdataset import WebDataset
+from train.paths import local_path
 from train.workdir import lock
 
 _DRAWN = (Shapes.name, scenes.NAME)
@@ -32,7 +33,7 @@ def prepare(config: DataConfig) -> tfds.core.DatasetBuilder | Scenes:
     if config.flip:
       raise ValueError("data.flip=True would mirror scenes, whose captions tell left from right.")
     return drawn
-  config = dataclasses.replace(config, data_dir=os.path.expanduser(config.data_dir))
+  config = dataclasses.replace(config, data_dir=str(_data_dir(config)))
   if config.train_shards:
     builder = _shards_builder(config)
   elif config.name.partition("/")[0] == Shapes.name:
@@ -84,7 +85,7 @@ def _explained(config: DataConfig) -> Iterator[None]:
 
 
 def _data_dir(config: DataConfig) -> pathlib.Path:
-  return pathlib.Path(config.data_dir or tfds.core.constants.DATA_DIR).expanduser()
+  return local_path(config.data_dir or tfds.core.constants.DATA_DIR, "data.data_dir")
 
 
 def _shapes_builder(config: DataConfig) -> Shapes:
@@ -114,15 +115,14 @@ def _shards_builder(config: DataConfig) -> WebDataset:
     )
   if config.eval_shards and evaluated == train:
     raise ValueError(f"data.eval_split={config.eval_split!r} is the train split already.")
-  root = pathlib.Path(config.root).expanduser()
+  root = local_path(config.root, "data.root")
   shards = {train: str(root / config.train_shards)}
   if config.eval_shards:
     shards[evaluated] = str(root / config.eval_shards)
   class_names = []
   if config.class_names:
     try:
-      class_names = (root / config.class_names).read_text(encoding="utf-8").split("\n")
-      class_names = [name.strip() for name in class_names if name.strip()]
+      class_names = read_class_names(root / config.class_names)
     except FileNotFoundError:
       class_names = None
   with _explained(config):
@@ -144,7 +144,7 @@ def _check_source(builder: tfds.core.DatasetBuilder, config: DataConfig) -> None
   where = f"in data.root={config.root!r}"
   if not config.root:
     where = f"in {pathlib.Path.cwd()}, because data.root is empty"
-  elif not pathlib.Path(config.root).expanduser().is_dir():
+  elif not local_path(config.root, "data.root").is_dir():
     where = f"because data.root={config.root!r} is no folder"
   for pattern in builder.unmatched():
     raise ValueError(f"No shard matches {pattern!r} {where}.")
