@@ -53,9 +53,13 @@ class DataConfig:
   name: str = "shapes"
   data_dir: str = ""  # where prepared data sets live; "": TFDS's own default
   root: str = ""  # the folder of the files below
-  # Tar shards to import under `name`: globs or {000..099} ranges, relative to root. "": none.
+  # Tar shards to import under `name`: globs or {000..099} ranges, relative to root; "::" joins
+  # several. "": none.
   train_shards: str = ""
   eval_shards: str = ""  # likewise, for eval_split, which then is one split
+  # The key of the captions in a sample's json. "": the txt, a caption a line; if it has none, the
+  # json's "captions" or "caption"
+  caption_key: str = ""
   # Folders as CLIP_benchmark keeps them, relative to root: scored by each evaluation, too
   eval_data: tuple[str, ...] = ()
   class_names: str = ""  # a file with the names of the classes, one a line. "": numbers

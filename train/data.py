@@ -25,7 +25,7 @@ from train.batches import prepared
 from train.config import Config
 from train.datasets import pictures
 from train.datasets.pictures import Limits
-from train.datasets.prepared import damaged, feature, prepare
+from train.datasets.prepared import feature, prepare, unreadable
 from train.datasets.scenes import Scenes, Steps, make_train_drawing
 from train.datasets.scenes_words import WORDS
 from train.datasets.wds_folder import EVAL_SPLIT, WdsFolder, open_folder
@@ -65,7 +65,11 @@ def class_names(config: Config, builder: Source) -> list[str] | None:
   key = config.data.label_key
   if isinstance(builder, Scenes):
     return builder.class_names if key else None
-  return list(feature(builder, key).names) if key else None
+  if not key:
+    return None
+  # An import keeps its names here, since TFDS's feature has no two equal ones.
+  metadata = dict(builder.info.metadata or {})
+  return metadata.get("source", {}).get("class_names") or list(feature(builder, key).names)
 
 
 def captions(config: Config, builder: Source) -> Iterator[str]:
@@ -283,8 +287,8 @@ class _Examples:
       else:
         texts = _prompts(self._config, self._names[label]) if label >= 0 else []
     except Exception as error:  # ArrayRecord and protobuf have their own kinds.
-      raise damaged(f"Record {where}", self._folder, error) from error
-    if not texts:
+      raise unreadable(f"Record {where}", self._folder, error) from error
+    if not texts and (label < 0 or self._split == keys.train_split):
       raise ValueError(f"{where} has no caption.")
     return {
       "where": where,

@@ -25,7 +25,7 @@ from PIL import Image, ImageDraw, ImageOps
 from tqdm import tqdm
 
 from train import cli, inference
-from train.datasets import pictures, tar_shards
+from train.datasets import pictures, sample, tar_shards
 from train.datasets.pictures import DEFAULT_LIMITS
 from train.errors import RunError
 from train.evaluate import add_model_arguments, positive
@@ -33,7 +33,7 @@ from train.inference import Model
 from train.paths import local_path
 from train.workdir import lock, write_json
 
-_PICTURES = (".jpg", ".jpeg", ".png", ".webp")
+_PICTURES = tuple(f".{ending}" for ending in sample.IMAGES)
 _TILE, _MARGIN = 128, 20  # pixels of a contact sheet
 
 
@@ -89,10 +89,11 @@ def examples(paths: Sequence[str], start: int = 0) -> Iterator[dict[str, Any]]:
         large = os.path.getsize(path) > DEFAULT_LIMITS.member_bytes
         yield _example(path, b"" if large else Path(path).read_bytes())
       continue
-    for key, sample in tar_shards.checked_samples(path, DEFAULT_LIMITS.member_bytes):
-      kinds = [kind for kind in sample if f".{kind}" in _PICTURES]
+    for key, files in tar_shards.checked_samples(path, DEFAULT_LIMITS.member_bytes):
+      kinds = [kind for kind in files if f".{kind}" in _PICTURES]
       if kinds and next(count) >= start:
-        yield _example(f"{path}:{key}", sample[kinds[0]] or b"")
+        content = files[kinds[0]]
+        yield _example(f"{path}:{key}", content if isinstance(content, bytes) else b"")
 
 
 def _example(where: str, content: bytes) -> dict[str, Any]:

@@ -106,10 +106,11 @@ def evaluate(
     metrics |= {f"zero_shot_{name}": score for name, score in scores.items()}
   texts = [text for texts in captions for text in texts]
   if retrieval and texts:
-    owners = np.repeat(np.arange(len(images)), [len(texts) for texts in captions])
+    described = np.array([len(texts) > 0 for texts in captions])
+    owners = np.repeat(np.arange(described.sum()), [len(texts) for texts in captions if texts])
     features = encode_text(tokenize(texts))
     check_finite("text", features, texts)
-    metrics |= recall(images, features, owners)
+    metrics |= recall(images[described], features, owners)
   return metrics
 
 

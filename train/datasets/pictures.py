@@ -8,12 +8,14 @@ import io
 from typing import NamedTuple
 
 import numpy as np
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, features
 
 from train.config import DataConfig
 
 # Pillow's other formats are rare, and EPS starts a program.
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+if features.check("avif"):  # Pillow from 11.3 on, if it was built with libavif
+  _FORMATS += ("AVIF",)
 Image.MAX_IMAGE_PIXELS = None  # `decode` checks the config's limit instead.
 
 _T = Image.Transpose

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from train.datasets import tar_shards
+from train.datasets import sample, tar_shards
 from train.datasets.classes import check_labels, read_class_names
 from train.datasets.pictures import DEFAULT_LIMITS, Limits
 from train.errors import RunError
@@ -88,41 +88,35 @@ class WdsFolder(NamedTuple):
       RunError: a sample or a shard is damaged. None is left out: the score would be another.
     """
     for shard in self.shards(split):
-      for key, sample in tar_shards.checked_samples(str(shard), limits.member_bytes):
-        example = self._example(f"{shard}: {key}", sample, limits)
+      for key, files in tar_shards.checked_samples(str(shard), limits.member_bytes):
+        example = self._example(f"{shard}: {key}", files)
         if self.task == CLASSIFICATION and example["label"] >= len(self.class_names):
-          self._check_labels(split, limits)
+          self._refuse_labels(split, limits)
         yield example
 
-  def _check_labels(self, split: str, limits: Limits) -> None:
-    """Raises a RunError if labels of a split have no name; it counts them all."""
+  def _example(self, where: str, files: sample.Files) -> dict[str, Any]:
+    label, captions = -1, []
+    try:
+      image = sample.image(files)
+      if self.task == RETRIEVAL:
+        captions, _ = sample.captions(files)
+      else:
+        label = sample.label(files)
+        if label < 0:
+          raise sample.Unusable("label out of range", str(label))
+    except sample.Unusable as error:
+      wanted = sample.wanted(self.task == RETRIEVAL, self.task == CLASSIFICATION)
+      raise RunError(f"{where} must have {wanted}: {error}.") from error
+    return {"where": where, "image": image, "captions": captions, "label": label}
+
+  def _refuse_labels(self, split: str, limits: Limits) -> None:
+    """Raises the RunError of a split with a label beyond the names; counts all labels for it."""
     counts = collections.Counter(
-      self._example(f"{shard}: {key}", sample, limits)["label"]
+      self._example(f"{shard}: {key}", files)["label"]
       for shard in self.shards(split)
-      for key, sample in tar_shards.checked_samples(str(shard), limits.member_bytes)
+      for key, files in tar_shards.checked_samples(str(shard), limits.member_bytes)
     )
     check_labels(counts, len(self.class_names), self.path / split, self.path / _CLASSES)
-
-  def _example(self, where: str, sample: dict[str, bytes | None], limits: Limits) -> dict[str, Any]:
-    images = [sample[kind] for kind in ("webp", "png", "jpg", "jpeg") if sample.get(kind)]
-    needed = "cls" if self.task == CLASSIFICATION else "txt"
-    if None in sample.values():
-      raise RunError(
-        f"{where} has a file of more than {limits.given_by}max_member_bytes={limits.member_bytes}."
-      )
-    if not images or not sample.get(needed):
-      raise RunError(f"{where} must have an image (webp, png, jpg or jpeg) and a {needed}.")
-    text, label, captions = sample[needed].decode("utf-8", errors="replace"), -1, []
-    if self.task == RETRIEVAL:
-      captions = text.splitlines()
-    elif text.strip().isdecimal():
-      label = int(text)
-    else:
-      raise RunError(
-        f"{where} has the label {text.strip()!r}: it should be a number below"
-        f" {len(self.class_names)}, the number of lines of {self.path / _CLASSES}."
-      )
-    return {"where": where, "image": images[0], "captions": captions, "label": label}
 
 
 def open_folder(path: str | Path, what: str = "--data") -> WdsFolder:
