@@ -21,6 +21,7 @@ import numpy as np
 import tensorflow_datasets as tfds
 
 from train.datasets import sample, tar_shards
+from train.datasets.classes import check_labels
 from train.datasets.pictures import Limits
 from train.datasets.sample import Unusable
 from train.workdir import replace_text
@@ -38,12 +39,18 @@ class Shard(NamedTuple):
 
 
 class Options(NamedTuple):
-  """What an import takes from a sample."""
+  """What an import takes from a sample.
+
+  Where both captions and labels are wanted, a sample may lack its label; in a split to evaluate,
+  its captions.
+  """
 
   captions: bool
   caption_key: str
   num_classes: int | None  # Labels are less; None: labels are left out.
+  class_names: str  # the file of their names; "": numbers, and a larger label is out of range
   limits: Limits
+  trains: bool  # whether the split is the one to train on
 
 
 class Job(NamedTuple):
@@ -70,6 +77,8 @@ class Found:
   count: int = 0  # samples written
   bytes: int = 0  # of the record file
   captions: int = 0
+  unlabelled: int = 0  # of the samples written
+  uncaptioned: int = 0
   sources: collections.Counter = dataclasses.field(default_factory=collections.Counter)
   labels: collections.Counter = dataclasses.field(default_factory=collections.Counter)
   skipped: collections.Counter = dataclasses.field(default_factory=collections.Counter)
@@ -172,6 +181,9 @@ def _records(job: Job, values: Found, reports: "_Reports") -> Iterator[tuple[int
     except tar_shards.DamagedShard as error:
       values.damaged.append(shard.name)
       _leave_out(job, shard, None, f"damaged: {error.__cause__}", values)
+    if job.options.class_names:
+      labels = {int(label): count for label, count in values.labels.items()}
+      check_labels(labels, job.options.num_classes, shard.path, job.options.class_names)
     reports.end()
 
 
@@ -198,16 +210,24 @@ def _example(job: Job, shard: Shard, name: str, files: sample.Files, values: Fou
 def _read_sample(files: sample.Files, options: Options, values: Found) -> dict:
   example = {"image": sample.image(files)}
   sample.check_image(example["image"], options.limits)
+  both, source = options.captions and options.num_classes is not None, ""
   if options.captions:
-    example["captions"], source = sample.captions(files, options.caption_key)
-  if options.num_classes is not None:
+    if both and not options.trains and "cls" in files and not {"txt", "json"} & set(files):
+      example["captions"] = []
+    else:
+      example["captions"], source = sample.captions(files, options.caption_key)
+  if both and "cls" not in files:
+    example["label"] = -1
+  elif options.num_classes is not None:
     example["label"] = sample.label(files)
     values.labels[str(example["label"])] += 1  # JSON has no other keys.
     if not 0 <= example["label"] < options.num_classes:
       raise Unusable("label out of range", str(example["label"]))
-  if options.captions:
+  if source:
     values.sources[source] += 1
     values.captions += len(example["captions"])
+  values.uncaptioned += example.get("captions") == []
+  values.unlabelled += example.get("label") == -1
   return example
 
 

@@ -15,12 +15,14 @@ import tensorflow_datasets as tfds
 
 from train.config import DataConfig
 from train.datasets import scenes, tar_shards
+from train.datasets.classes import read_class_names
 from train.datasets.pictures import Limits
 from train.datasets.scenes import Scenes
 from train.datasets.shapes import Shapes
 from train.datasets.webdataset import PARTS, WebDataset, next_version
 from train.errors import RunError
 from train.machine import system_error
+from train.paths import local_path
 from train.workdir import lock
 
 _DRAWN = (Shapes.name, scenes.NAME)
@@ -39,7 +41,7 @@ def prepare(config: DataConfig) -> tfds.core.DatasetBuilder | Scenes:
     if config.flip:
       raise ValueError("data.flip=True would mirror scenes, whose captions tell left from right.")
     return drawn
-  config = dataclasses.replace(config, data_dir=os.path.expanduser(config.data_dir))
+  config = dataclasses.replace(config, data_dir=str(_data_dir(config)))
   if config.train_shards:
     builder = _imported(config)
   else:
@@ -171,7 +173,7 @@ def _explained(config: DataConfig) -> Iterator[None]:
 
 
 def _data_dir(config: DataConfig) -> pathlib.Path:
-  return pathlib.Path(config.data_dir or tfds.core.constants.DATA_DIR).expanduser()
+  return local_path(config.data_dir or tfds.core.constants.DATA_DIR, "data.data_dir")
 
 
 def _shapes_builder(config: DataConfig) -> Shapes:
@@ -199,17 +201,20 @@ def _shards_builder(config: DataConfig, version: str = "") -> WebDataset:
     raise ValueError(
       f"data.eval_split={config.eval_split!r} must be one split, that of data.eval_shards."
     )
+  if config.eval_shards and not evaluated:
+    raise ValueError(
+      'data.eval_split="" is no evaluation: data.eval_shards need a name for theirs.'
+    )
   if config.eval_shards and evaluated == train:
     raise ValueError(f"data.eval_split={config.eval_split!r} is the train split already.")
-  root = pathlib.Path(config.root).expanduser()
+  root = local_path(config.root, "data.root")
   shards = {train: config.train_shards}
   if config.eval_shards:
     shards[evaluated] = config.eval_shards
   class_names = []
   if config.class_names:
     try:
-      class_names = (root / config.class_names).read_text(encoding="utf-8").split("\n")
-      class_names = [name.strip() for name in class_names if name.strip()]
+      class_names = read_class_names(root / config.class_names)
     except FileNotFoundError:
       class_names = None
   with _explained(config):
@@ -221,6 +226,7 @@ def _shards_builder(config: DataConfig, version: str = "") -> WebDataset:
       caption_key=config.caption_key,
       labels=bool(config.label_key),
       class_names=class_names,
+      class_file=f"data.class_names={config.class_names!r}",
       data_dir=config.data_dir or None,
       limits=Limits.of(config),
       version=version,
@@ -232,10 +238,10 @@ def _check_source(builder: WebDataset, config: DataConfig) -> None:
   where = f"in data.root={config.root!r}"
   if not config.root:
     where = f"in {pathlib.Path.cwd()}, because data.root is empty"
-  elif not pathlib.Path(config.root).expanduser().is_dir():
+  elif not local_path(config.root, "data.root").is_dir():
     where = f"because data.root={config.root!r} is no folder"
   else:
-    os.listdir(pathlib.Path(config.root).expanduser())  # A glob finds nothing where this raises.
+    os.listdir(local_path(config.root, "data.root"))  # A glob finds nothing where this raises.
   fields = {config.train_shards: "train_shards", config.eval_shards: "eval_shards"}
   for pattern in builder.patterns.values():
     paths = tar_shards.expand(pattern, builder.root)

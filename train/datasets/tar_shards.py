@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from train.datasets.sample import IMAGES, READ, Files, Unusable
 from train.errors import RunError
+from train.paths import local_path
 
 ENDINGS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 _MAX_HEADER = 2**20  # bytes of a long name or of pax records
@@ -50,7 +51,7 @@ def missing(pattern: str, root: str = "") -> list[str]:
 
 
 def _matches(part: str, root: str) -> list[str]:
-  part = os.path.expanduser(part)
+  part = str(local_path(part, "shards"))
   whole = os.path.join(root, part)
   if os.path.lexists(whole):  # Its brackets and stars are letters.
     return [whole]

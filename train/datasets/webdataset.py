@@ -38,12 +38,14 @@ class WebDataset(tfds.core.dataset_builder.FileReaderBuilder, skip_registration=
   Args:
     name: of the data set: lower case letters, digits, underscores.
     root: the folder of the shards; "": the current one.
-    shards: pattern of the shards of each split (see `tar_shards.expand`).
-    captions: whether samples need a caption; the feature "captions" then exists.
+    shards: pattern of the shards of each split (see `tar_shards.expand`); the first is trained on.
+    captions: whether samples need a caption; the feature "captions" then exists. With `labels` they
+      need no label, and to evaluate either is enough.
     caption_key: of captions in json files (see `sample.captions`).
     labels: whether samples need a label; the feature "label" then exists.
     class_names: of the labels; if empty, the names are numbers up to the largest label. None: not
       known any more; only a data set that is prepared can be read.
+    class_file: where they are from, for messages.
     data_dir: where prepared data sets live.
     limits: samples beyond them are skipped.
   """
@@ -60,6 +62,7 @@ class WebDataset(tfds.core.dataset_builder.FileReaderBuilder, skip_registration=
     caption_key: str = "",
     labels: bool = False,
     class_names: Sequence[str] | None = (),
+    class_file: str = "the class names",
     data_dir: str | None = None,
     limits: Limits = DEFAULT_LIMITS,
     version: str = "",
@@ -67,6 +70,7 @@ class WebDataset(tfds.core.dataset_builder.FileReaderBuilder, skip_registration=
     self.name, self.limits = name, limits
     self._captions, self._labels, self._caption_key = captions, labels, caption_key
     self.class_names = None if class_names is None else list(class_names)
+    self._class_file = class_file
     self.patterns, self.root = dict(shards), root
     self.paths = {split: tar_shards.expand(pattern, root) for split, pattern in shards.items()}
     folder = Path(data_dir or tfds.core.constants.DATA_DIR, name)
@@ -78,7 +82,11 @@ class WebDataset(tfds.core.dataset_builder.FileReaderBuilder, skip_registration=
     if self._captions:
       features["captions"] = tfds.features.Sequence(tfds.features.Text())
     if self._labels:
-      features["label"] = tfds.features.ClassLabel(names=self.class_names or None)
+      names = self.class_names or None
+      if names and len(set(names)) < len(names):  # TFDS refuses those; `class_names` has them.
+        features["label"] = tfds.features.ClassLabel(num_classes=len(names))
+      else:
+        features["label"] = tfds.features.ClassLabel(names=names)
     return tfds.core.DatasetInfo(
       builder=self,
       description="Imported from tar shards.",
@@ -171,10 +179,13 @@ class WebDataset(tfds.core.dataset_builder.FileReaderBuilder, skip_registration=
     num_classes = None
     if self._labels:
       num_classes = len(self.class_names) or self.limits.label + 1
-    options = Options(self._captions, self._caption_key, num_classes, self.limits)
-    folder = self._folder()
+    names = self._class_file if self.class_names else ""
+    folder, train = self._folder(), next(iter(self.paths))
     self._base, self._kept, self._todo = base, [], []
     for split, mine in shards.items():
+      options = Options(
+        self._captions, self._caption_key, num_classes, names, self.limits, split == train
+      )
       kept, todo = parts.plan(split, mine, options, folder)
       self._kept += kept
       self._todo += todo
@@ -296,6 +307,11 @@ class WebDataset(tfds.core.dataset_builder.FileReaderBuilder, skip_registration=
       for split, values in found.items()
     }
     labels = collections.Counter(before.get("labels", {})) + everything.labels
+    if self._labels and not labels:
+      raise RunError(
+        f"No sample of {', '.join(map(repr, self.patterns.values()))} has a label (cls): set"
+        ' data.label_key="" to train on captions alone.'
+      )
     if self._labels and not self.class_names:
       used = [int(label) for label in labels if 0 <= int(label) <= self.limits.label]
       self.info.features["label"].names = [str(i) for i in range(max(used) + 1)]
@@ -312,6 +328,8 @@ class WebDataset(tfds.core.dataset_builder.FileReaderBuilder, skip_registration=
         collections.Counter(before.get("caption_sources", {})) + everything.sources
       ),
       labels=dict(labels),
+      uncaptioned=before.get("uncaptioned", 0) + everything.uncaptioned,
+      unlabelled=before.get("unlabelled", 0) + everything.unlabelled,
       skipped=dict(skipped),
       endings=dict(everything.endings),
       damaged=before.get("damaged", []) + everything.damaged,
@@ -333,6 +351,9 @@ class WebDataset(tfds.core.dataset_builder.FileReaderBuilder, skip_registration=
       classes = len(self.info.features["label"].names)
       used = sum(0 <= int(label) < classes for label in data["labels"])
       text += f"; {used:,} of {_count(classes, 'class')} have samples"
+    for what in ("uncaptioned", "unlabelled"):
+      if data.get(what):
+        text += f"; {_count(data[what], f'{what} sample')}"
     text += f"; skipped {sum(data['skipped'].values()):,}"
     if data["skipped"]:
       text += f" ({_listed(data['skipped'])})"
