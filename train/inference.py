@@ -4,12 +4,9 @@ model = load("runs/quickstart")
 similarities = model.embed_images(["dog.jpg"]) @ model.embed_texts(["a dog", "a cat"]).T
 """
 
-import collections
 import contextlib
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,10 +19,12 @@ from sbjax.models.sizes import SIZES, open_clip_name
 from sbjax.models.weight_files import WEIGHT_FILES, WEIGHT_SUFFIXES
 from sbjax.recipes import parse_recipe, recipes_of
 from train.augment import CentreCrop, Squash
+from train.batches import prepared
 from train.checkpoint import Checkpointer
 from train.config import Config, MeshConfig, ModelConfig
 from train.errors import RunError
 from train.optimizer import make_optimizer
+from train.paths import check_local, local_path
 from train.preprocessing import check_normalization, is_squashed
 from train.run import abstract_state, check_tokenizer
 from train.sharding import make_mesh
@@ -114,7 +113,8 @@ def load(
   Raises:
     RunError: the checkpoint, its tokenizer or its size is missing or another.
   """
-  path = Path(path).expanduser()
+  path = local_path(path, "--checkpoint")
+  check_local(size, "--model")
   size = {open_clip_name(key): key for key in SIZES}.get(size, size)
   if path.suffix in WEIGHT_SUFFIXES:
     config, params, tokenizer, step, squash = _open_clip(path, size, tokenizer)
@@ -184,55 +184,3 @@ def _in_int8(config: Config, params):
     model = dataclasses.replace(config.model, recipe=_INT8)
     config = dataclasses.replace(config, model=model)
   return config, serving_params(params, config.model.recipe)
-
-
-def prepared(
-  examples: Iterable[dict[str, Any]],
-  crop: Callable[[dict[str, Any]], dict[str, Any]],
-  batch_size: int,
-  skipped: list[tuple[str, str]] | None = None,
-) -> Iterator[dict[str, Any]]:
-  """Batches of examples with their pixels, made in threads, two batches ahead.
-
-  {"where", "captions": lists, "label": int32 [b], "image": uint8 [b, S, S, 3]}; a batch may be
-  smaller than `batch_size`.
-
-  Args:
-    examples: as `crop` takes them.
-    crop: CentreCrop or Squash.
-    skipped: takes ("where", reason) of an image that cannot be decoded; None: that is an error.
-  """
-  examples = iter(examples)
-
-  def submitted():
-    while group := list(itertools.islice(examples, batch_size)):
-      yield [(example, pool.submit(crop, example)) for example in group]
-
-  with ThreadPoolExecutor() as pool:
-    ahead = collections.deque()
-    for group in itertools.chain(submitted(), [None, None]):
-      ahead.append(group)
-      if len(ahead) > 2 and (batch := _batch(ahead.popleft(), skipped)):
-        yield batch
-
-
-def _batch(group, skipped) -> dict[str, Any] | None:
-  """The batch of examples and the futures of their pixels; None if all are skipped."""
-  examples, pixels = [], []
-  for example, future in group:
-    try:
-      pixels.append(future.result()["image"])
-    except ValueError as error:
-      if skipped is None:
-        raise
-      skipped.append((example["where"], str(error)))
-    else:
-      examples.append(example)
-  if not examples:
-    return None
-  return {
-    "where": [example["where"] for example in examples],
-    "captions": [example["captions"] for example in examples],
-    "label": np.array([example["label"] for example in examples], np.int32),
-    "image": np.stack(pixels),
-  }

@@ -240,8 +240,9 @@ class _Steps:
       if jax.process_count() > 1 or not stop.received_soon():
         raise
       self._end(stop.received())  # The signal ended the compiler, too.
-    recorder.write(step, {f"eval/{name}": value for name, value in scores.items()})
-    recorder.say(step, "  ".join(f"{name} {value:.3f}" for name, value in scores.items()))
+    if scores:
+      recorder.write(step, {f"eval/{name}": value for name, value in scores.items()})
+      recorder.say(step, "  ".join(f"{name} {value:.3f}" for name, value in scores.items()))
     _report(run, self._workdir, step, self._state.params, scores)
 
   def _end(self, reason: int) -> NoReturn:
