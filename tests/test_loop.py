@@ -22,11 +22,12 @@ import pytest
 from train import loop, processes
 from train.config import Config, ModelConfig
 from train.errors import RunError
-from train.run import _MAY_CHANGE, check_continues
+from train.run import _MAY_CHANGE, Run, check_continues
 from train.task import CLIPTask
 from train.watchdog import EXIT_CODE
 
 ROOT = Path(__file__).parents[1]
+EVALUATE = Run.evaluate  # The fixture replaces it.
 HANGING = """
 import pathlib, sys, threading, time
 import loop_case
@@ -331,6 +332,26 @@ def test_fewer_steps_than_a_run_has_taken_are_refused_and_change_nothing(train, 
   with pytest.raises(RunError, match="holds a run after step 4, and steps=2 is before it"):
     train(tmp_path, steps=2)
   assert before == [(tmp_path / name).read_text() for name in ("config.json", "result.json")]
+
+
+def test_more_steps_of_a_run_say_how_the_learning_rate_changes(train, tmp_path, capsys):
+  train(tmp_path, steps=4)
+  assert "changes the schedule" not in capsys.readouterr().out
+  records = train(tmp_path, steps=8)
+  said = capsys.readouterr().out
+  rates = {r["step"]: r["learning_rate"] for r in records if "learning_rate" in r}
+  assert "steps=4 -> 8 changes the schedule: the learning rate falls to 0 at step 8" in said
+  assert f"Step 4 had {rates[4]:.3g}; step 5 has {rates[5]:.3g}, where steps=4 gives 0." in said
+  assert rates[5] > rates[4]
+
+
+def test_a_run_without_a_split_to_evaluate_is_not_evaluated(data_dir, tmp_path, capsys, train):
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(Run, "evaluate", EVALUATE)
+    records = train(tmp_path, **{"data.eval_split": "", "eval_every": 2})
+  assert not [name for r in records for name in r if name.startswith("eval/")]
+  assert "Finished after step 4: not evaluated" in capsys.readouterr().out
+  assert json.loads((tmp_path / "result.json").read_text())["eval"] == {}
 
 
 def test_a_second_run_in_a_workdir_is_refused_and_changes_nothing(train, tmp_path):

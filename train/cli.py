@@ -31,7 +31,7 @@ _DEBUG = flags.DEFINE_bool("debug", False, "Show the traceback of an explained e
 
 def run(job) -> None:
   """Parses the flags and calls job(config, workdir)."""
-  if "--help" in sys.argv[1:]:
+  if {"-h", "--help", "-help", "--helpfull", "--helpshort"} & {*sys.argv[1:]}:
     print(_help())
     return
   try:
@@ -59,6 +59,8 @@ def _run(job, overrides, argv) -> None:
 @contextlib.contextmanager
 def explained(debug: bool = False) -> Iterator[None]:
   """Ends the program with one message for an error that a user can fix; quiets other logs."""
+  if hasattr(sys.stdout, "reconfigure"):  # A name may have letters that the encoding lacks.
+    sys.stdout.reconfigure(errors="backslashreplace")
   # orbax logs every file that it writes, and its threads log errors that are raised here as well.
   logging.set_verbosity(logging.FATAL)
   sys.unraisablehook = _quiet(sys.unraisablehook)
