@@ -16,6 +16,7 @@ from train.augment import CentreCrop
 from train.datasets.wds_folder import CLASSIFICATION, RETRIEVAL, open_folder
 from train.errors import RunError
 from train.evaluate import classification_scores, evaluate_folder, probe_folder
+from train.zero_shot import check_finite
 
 COLOURS = {"red": (220, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 220),
            "white": (250, 250, 250), "black": (5, 5, 5), "grey": (120, 120, 120)}  # fmt: skip
@@ -84,7 +85,7 @@ MODEL = types.SimpleNamespace(  # Sees mean colours, and reads the last word.
   batch_size=4,
   size="tiny",
   step=7,
-  embed_pixels=lambda pixels: unit(pixels.mean(axis=(1, 2))),
+  embed_pixels=lambda pixels, names: unit(pixels.mean(axis=(1, 2))),
   embed_texts=lambda texts: unit([COLOURS[text.split()[-1]] for text in texts]),
 )
 
@@ -149,7 +150,7 @@ def test_an_example_without_finite_logits_is_wrong(colours):
   scores = classification_scores(logits, np.array([3, 0]))
   assert scores["acc1"] == scores["acc5"] == scores["mean_per_class_recall"] == 0
   broken = types.SimpleNamespace(**vars(MODEL))
-  broken.embed_pixels = lambda pixels: np.full((len(pixels), 3), np.nan, np.float32)
+  broken.embed_pixels = lambda pixels, names: check_finite("image", np.nan * pixels[:, 0, 0], names)
   with pytest.raises(RunError, match=r"image tower gives 4 of 4 images .* 's?.*0.tar: s0000'"):
     evaluate_folder(broken, open_folder(colours))
 
