@@ -180,7 +180,7 @@ def _layer_norm_dense_bwd(recipe, backend, num_outputs, epsilon, keep, saved, gr
   x, norm, w, bias = saved
   dx, dys = gradients
   x = restored(x, dx.dtype)
-  dy, dy_q, d_bias = linear.quantize_output_grad(ops, recipe, dys, bias)
+  dy, dy_q, d_bias = linear.quantize_output_grad(ops, recipe, dys, bias, w)
   dn = linear.dgrad(ops, recipe, dy_q, w, dy.dtype, jax.typeof(x).sharding)
   dx, d_norm, n = ops.norm_backward(x, norm, dn, dx, epsilon=epsilon)
   dw = linear.wgrad(ops, recipe, n, dy, w)
@@ -222,9 +222,11 @@ def _layer_norm_mlp_bwd(
   x, h = restored(x, dy.dtype), restored(h, dy.dtype)
   dx = linear.cotangent_like(x, dy) if add_residual else dx
   h_sharding = jax.typeof(jax.tree.leaves(h)[0]).sharding
-  dy, dy_q, db2 = linear.quantize_output_grad(ops, second, (dy,), b2)
+  dy, dy_q, db2 = linear.quantize_output_grad(ops, second, (dy,), b2, w2)
   dg = linear.dgrad(ops, second, dy_q, w2, dy.dtype, h_sharding)
-  dh, dh_q, db1, g = ops.gelu_backward(h, dg, _spec(first.dgrad), activation=activation)
+  dh, dh_q, db1, g = ops.gelu_backward(
+    h, dg, linear.output_grad_spec(first, w1), activation=activation
+  )
   dw2 = linear.wgrad(ops, second, g, dy, w2)
   dn = linear.dgrad(ops, first, dh if dh_q is None else dh_q, w1, dy.dtype, jax.typeof(x).sharding)
   dx, d_norm, n = ops.norm_backward(x, norm, dn, dx, epsilon=epsilon)

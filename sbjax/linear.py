@@ -13,9 +13,10 @@ from jax.sharding import reshard
 
 from sbjax import fp4_ops
 from sbjax.backends import Backend, get_backend
+from sbjax.formats import INT8
 from sbjax.matmul import full_dot, wide, with_added
 from sbjax.partition import is_explicit
-from sbjax.quantize import Quantized, as_floating
+from sbjax.quantize import Quantized, Spec, as_floating, dequantize
 from sbjax.recipes import Recipe, as_recipe
 from sbjax.split_k_matmul import split_k_matmul
 
@@ -23,7 +24,7 @@ from sbjax.split_k_matmul import split_k_matmul
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class NoMaster:
-  """Stands for a master that is not there: the weight serves the forward pass only."""
+  """Stands for a master that is not there: the weight is frozen in 8 bits."""
 
   shape: tuple[int, ...]  # of w [K, N]
   dtype = jnp.dtype(jnp.float32)
@@ -65,7 +66,10 @@ def quantize_weight(
 
 
 def serving_weight(w: Quantized) -> QuantizedWeight:
-  """A kernel of which only the 8 bits for the forward pass [N, K] are there: no gradients."""
+  """A frozen kernel: only its 8 bits for the forward pass [N, K] are there.
+
+  The gradient of the input comes from the same 8 bits; the kernel itself has none.
+  """
   return QuantizedWeight(NoMaster(w.values.shape[::-1]), w, None)
 
 
@@ -133,16 +137,33 @@ def _columns_of(w: QuantizedWeight, columns: slice) -> QuantizedWeight:
 
 def saved_weight(w):
   """The part of w that is saved for the backward pass; of a QuantizedWeight only the 8 bits."""
-  if not isinstance(w, QuantizedWeight):
+  if not isinstance(w, QuantizedWeight) or _is_frozen(w):
     return w
   like = w.master if w.dgrad is None else jnp.zeros((0,), w.master.dtype)
   return QuantizedWeight(like, None, w.dgrad)
 
 
-def quantize_output_grad(ops: Backend, recipe: Recipe, dys, bias):
+def _is_frozen(w) -> bool:
+  return isinstance(master_weight(w), NoMaster)
+
+
+def output_grad_spec(recipe: Recipe, w) -> Spec | None:
+  """How dy is rounded before `dgrad`; None: not, or there, once it has the scales of a frozen w."""
+  if recipe.dgrad is None or (_is_frozen(w) and not _shares_scale(recipe, w)):
+    return None
+  return recipe.dgrad[0]
+
+
+def _shares_scale(recipe: Recipe, w: QuantizedWeight) -> bool:
+  """Whether the 8 bits of a frozen w for the forward pass, transposed, are those for `dgrad`."""
+  return not w.fwd.spec.is_rowwise and (recipe.dgrad[1].dtype == INT8) == (w.fwd.spec.dtype == INT8)
+
+
+def quantize_output_grad(ops: Backend, recipe: Recipe, dys, bias, w):
   """dy [M, N], of parts `dys`; dy as `dgrad` takes it; and the gradient of bias [N] or None."""
-  if bias is not None and recipe.dgrad is not None:
-    dy, dy_q, summed = ops.quantize_sum(dys, recipe.dgrad[0])
+  spec = output_grad_spec(recipe, w)
+  if bias is not None and spec is not None:
+    dy, dy_q, summed = ops.quantize_sum(dys, spec)
     return dy, dy_q, cotangent_like(bias, summed)
   dy = jnp.concatenate(dys, axis=1)
   d_bias = None
@@ -166,10 +187,8 @@ def dgrad(ops: Backend, recipe: Recipe, dy, w, dtype, out_sharding, multiplier=1
 
   dy may be quantized already, w is its `saved_weight`.
   """
-  if isinstance(master_weight(w), NoMaster):
-    raise NotImplementedError(
-      "Parameters of `serving_params` have no gradients: train with the float parameters."
-    )
+  if _is_frozen(w):
+    return _frozen_dgrad(ops, recipe, dy, w, dtype, out_sharding, multiplier)
   if recipe.dgrad is None:
     w = master_weight(w)
     w = fp4_ops.rounded_weight(w, dy.dtype) if recipe.fp4 else w.astype(dy.dtype)
@@ -180,8 +199,25 @@ def dgrad(ops: Backend, recipe: Recipe, dy, w, dtype, out_sharding, multiplier=1
   return ops.scaled_matmul(dy_q, times(w_q, multiplier), dtype, out_sharding=out_sharding)
 
 
+def _frozen_dgrad(ops: Backend, recipe: Recipe, dy, w, dtype, out_sharding, multiplier):
+  """`dgrad` by the 8 bits [N, K] of the forward pass, which are not rounded again."""
+  w_q = w.fwd
+  if recipe.dgrad is None or (recipe.dgrad[0].dtype == INT8) != (w_q.spec.dtype == INT8):
+    kernel = dequantize(w_q, dy.dtype)
+    return times(full_dot(dy, kernel, ((1,), (0,)), dtype, out_sharding), multiplier)
+  if _shares_scale(recipe, w):
+    dy_q = dy if isinstance(dy, Quantized) else ops.quantize(dy, recipe.dgrad[0])
+    return ops.scaled_matmul(dy_q, times(w_q.T, multiplier), dtype, out_sharding=out_sharding)
+  # The scale of an output is summed over here, so dy takes it before it is rounded.
+  dy_q = ops.quantize(wide(dy) * w_q.scale.T, recipe.dgrad[0])
+  ones = Quantized(w_q.values.T, jnp.ones((1, 1)), Spec(w_q.spec.dtype, "tensorwise"))
+  return ops.scaled_matmul(dy_q, times(ones, multiplier), dtype, out_sharding=out_sharding)
+
+
 def wgrad(ops: Backend, recipe: Recipe, x, dy, w, multiplier=1.0):
-  """`multiplier * x.T @ dy` [K, N] in the dtype of w, which is its `saved_weight`."""
+  """`multiplier * x.T @ dy` [K, N] in the dtype of w, its `saved_weight`; None if w is frozen."""
+  if _is_frozen(w):
+    return None
   values = (
     w.dgrad.values if isinstance(w, QuantizedWeight) and w.dgrad is not None else master_weight(w)
   )

@@ -204,7 +204,7 @@ def _dot_bwd(recipe, backend, dtype, residual_sharding, multiplier, saved, dy):
   x_sharding = jax.typeof(x.values if isinstance(x, Quantized) else x).sharding
   x = dequantize(x, dtype) if isinstance(x, Quantized) else x
   d_residual = None if residual_sharding is None else linear.split_as(residual_sharding, dy)
-  dy, dy_q, d_bias = linear.quantize_output_grad(ops, recipe, (dy,), bias)
+  dy, dy_q, d_bias = linear.quantize_output_grad(ops, recipe, (dy,), bias, w)
   dx = linear.dgrad(ops, recipe, dy_q, w, dtype, x_sharding, multiplier)
   dw = linear.wgrad(ops, recipe, x, dy, w, multiplier)
   return linear.gradients((dx, linear.cotangent(w, dw), d_bias, d_residual), recipe)
