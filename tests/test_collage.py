@@ -272,14 +272,16 @@ def test_compress_state_works_inside_and_outside():
   inside = compensated(compress_state(adamw(), min_size=0, **PLUS))
   outside = compress_state(compensated(adamw()), min_size=0, **PLUS)
   (ours, state), (theirs, other) = (train(o, parameters(), 4) for o in (inside, outside))
-  assert_equal((ours, state), (theirs, other))
+  assert_equal(ours, theirs)
+  assert_equal(state._replace(inner=state.inner.inner_state), other.inner_state)
 
 
 def test_a_choice_of_collage_takes_8_or_10_bytes_with_the_parameters():
   params = {"w": jnp.ones((64, 128), jnp.bfloat16)}
   for formats, expected in ((LIGHT, 8), (PLUS, 10), ({}, 12)):
     optimizer = compensated(compress_state(stable_adamw(RATE), **formats))
-    held = sum(x.nbytes for x in jax.tree.leaves((params, optimizer.init(params))) if x.ndim)
+    leaves = jax.tree.leaves((params, optimizer.init(params)))
+    held = sum(x.nbytes for x in leaves if x.ndim > 1)
     assert held == expected * 64 * 128
 
 
