@@ -84,6 +84,30 @@ def check_axes(axes: Axes, action: str) -> None:
       )
 
 
+def over_shards(reduce: Callable, x: jax.Array, axis_name: Axes | None = None) -> jax.Array:
+  """`reduce(x, axes)`, such as `jax.lax.pmean`, over the devices that hold shards of a tensor.
+
+  Args:
+    x: what a device computed from its shard.
+    axis_name: the mesh axes of these devices; () if each device has whole tensors. None: all axes
+      that x varies over in a `jax.shard_map`. If it does not say so (check_vma=False, `jax.pmap`),
+      all of its axes: the mean, the maximum and "all are finite" of equal numbers change nothing.
+  """
+  if axis_name is None:
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    if types_vary(axes):
+      axes = tuple(sorted(_varying([x])))
+  else:
+    check_axes(axis_name, "update shards")
+    axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+  return reduce(x, axes) if axes else x
+
+
+def types_vary(axes: tuple[str, ...]) -> bool:
+  """Whether types say which arrays vary over these axes of a `jax.shard_map`."""
+  return bool(axes) and bool(_varying([jax.lax.axis_index(axes[0])]))
+
+
 def _is_bound(axis_name: str) -> bool:
   try:
     jax.lax.axis_size(axis_name)
