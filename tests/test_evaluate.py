@@ -16,6 +16,7 @@ from train.augment import CentreCrop
 from train.datasets.wds_folder import CLASSIFICATION, RETRIEVAL, open_folder
 from train.errors import RunError
 from train.evaluate import classification_scores, evaluate_folder, probe_folder
+from train.zero_shot import check_finite
 
 COLOURS = {"red": (220, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 220),
            "white": (250, 250, 250), "black": (5, 5, 5), "grey": (120, 120, 120)}  # fmt: skip
@@ -84,7 +85,7 @@ MODEL = types.SimpleNamespace(  # Sees mean colours, and reads the last word.
   batch_size=4,
   size="tiny",
   step=7,
-  embed_pixels=lambda pixels: unit(pixels.mean(axis=(1, 2))),
+  embed_pixels=lambda pixels, names: unit(pixels.mean(axis=(1, 2))),
   embed_texts=lambda texts: unit([COLOURS[text.split()[-1]] for text in texts]),
 )
 
@@ -149,8 +150,8 @@ def test_an_example_without_finite_logits_is_wrong(colours):
   scores = classification_scores(logits, np.array([3, 0]))
   assert scores["acc1"] == scores["acc5"] == scores["mean_per_class_recall"] == 0
   broken = types.SimpleNamespace(**vars(MODEL))
-  broken.embed_pixels = lambda pixels: np.full((len(pixels), 3), np.nan, np.float32)
-  with pytest.raises(RunError, match=r"features of 18 images of .* are not finite"):
+  broken.embed_pixels = lambda pixels, names: check_finite("image", np.nan * pixels[:, 0, 0], names)
+  with pytest.raises(RunError, match=r"image tower gives 4 of 4 images .* 's?.*0.tar: s0000'"):
     evaluate_folder(broken, open_folder(colours))
 
 
@@ -210,7 +211,7 @@ def replace_sample(*sample):
     (write("dataset_type.txt", "multilabel"), "holds 'multilabel': only 'classification' and"),
     (write("test/nshards.txt", "3"), r"test/2.tar is missing: .* has test, train"),
     (write("test/nshards.txt", "many"), "'many': it should hold the number of shards"),
-    (write("classnames.txt", "a\nb"), r"has the label '2': it should be a number below 2"),
+    (write("classnames.txt", "a\nb"), "10 samples have a label beyond the 2 names of .* as 2"),
     (replace_sample(("cls", b"1")), r"1.tar: a must have an image .* and a cls"),
     (replace_sample(("png", image_bytes("png"))), r"1.tar: a must have an image .* and a cls"),
     (write("test/1.tar", "no tar"), r"1.tar: file could not be .* damaged: copy it again"),

@@ -10,12 +10,12 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 
 from absl import app, flags, logging
 
 from train import config_flags, peers, processes, xla_flags
 from train.errors import RunError
+from train.paths import local_path
 
 _CONFIG = flags.DEFINE_string("config", None, "What to run: a file of configs/.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "The folder for all that the run writes.")
@@ -46,12 +46,13 @@ def _run(job, overrides, argv) -> None:
   if len(argv) > 1:
     sys.exit(f"Arguments must be flags: {' '.join(argv[1:])}. Did you mean --config.{argv[1]}?")
   with explained(_DEBUG.value):
+    workdir = local_path(_WORKDIR.value, "--workdir")
     config = config_flags.load(_CONFIG.value)
     config_flags.override(config, overrides)
     if _DISTRIBUTED.value:
       processes.join()
     with peers.linked():
-      job(config, Path(_WORKDIR.value).expanduser())
+      job(config, workdir)
 
 
 @contextlib.contextmanager

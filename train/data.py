@@ -21,12 +21,16 @@ from jax.sharding import Mesh
 from tensorflow_datasets.proto import tf_example_pb2
 
 from train.augment import CentreCrop, RandomCrop
+from train.batches import prepared
 from train.config import Config
+from train.datasets import pictures
 from train.datasets.pictures import Limits
-from train.datasets.prepared import damaged, feature, prepare
+from train.datasets.prepared import feature, prepare, unreadable
 from train.datasets.scenes import Scenes, Steps, make_train_drawing
 from train.datasets.scenes_words import WORDS
+from train.datasets.wds_folder import EVAL_SPLIT, WdsFolder, open_folder
 from train.errors import RunError
+from train.paths import local_path
 from train.sharding import batch_sharding
 from train.tokenizer import Tokenizer
 
@@ -36,7 +40,9 @@ __all__ = [
   "check_split",
   "class_names",
   "eval_batches",
+  "eval_folders",
   "eval_splits",
+  "folder_batches",
   "full_name",
   "prefetch_to_device",
   "prepare",
@@ -59,7 +65,11 @@ def class_names(config: Config, builder: Source) -> list[str] | None:
   key = config.data.label_key
   if isinstance(builder, Scenes):
     return builder.class_names if key else None
-  return list(feature(builder, key).names) if key else None
+  if not key:
+    return None
+  # An import keeps its names here, since TFDS's feature has no two equal ones.
+  metadata = dict(builder.info.metadata or {})
+  return metadata.get("source", {}).get("class_names") or list(feature(builder, key).names)
 
 
 def captions(config: Config, builder: Source) -> Iterator[str]:
@@ -187,14 +197,45 @@ def prefetch_to_device(
 
 
 def eval_splits(config: Config) -> list[str]:
-  """The splits that an evaluation scores."""
-  return config.data.eval_split.split(",")
+  """The splits that an evaluation scores; there may be none."""
+  return config.data.eval_split.split(",") if config.data.eval_split else []
+
+
+def eval_folders(config: Config) -> list[WdsFolder]:
+  """The folders that an evaluation scores besides.
+
+  Raises:
+    RunError: one cannot be scored, or has the name of another.
+  """
+  root = local_path(config.data.root, "data.root")
+  folders = [open_folder(root / path, "data.eval_data") for path in config.data.eval_data]
+  names = [folder.path.name for folder in folders]
+  if len({*names, *eval_splits(config)}) < len(names) + len(eval_splits(config)):
+    raise RunError(
+      f"data.eval_data={config.data.eval_data!r}: the folders need names of their own, other than"
+      f" those of data.eval_split={config.data.eval_split!r}: their scores have them."
+    )
+  for folder in folders:
+    folder.shards(EVAL_SPLIT)
+  return folders
+
+
+def folder_batches(
+  config: Config, folder: WdsFolder, *, image_size: int, batch_size: int
+) -> Iterator[dict[str, Any]]:
+  """The test split of a folder, as `eval_batches`, with the pixels that CLIP_benchmark sees."""
+  limits = Limits.of(config.data)
+  crop = CentreCrop(image_size, limits, decode=pictures.decode_plainly)
+  return prepared(folder.examples(EVAL_SPLIT, limits), crop, batch_size)
 
 
 def check_eval_splits(builder: Source, splits: Sequence[str]) -> None:
   """Checks each split; refuses a split without end, too, and two parts of one split."""
   for split in splits:
-    check_split(builder, split)
+    try:
+      check_split(builder, split)
+    except ValueError as error:
+      raise ValueError(f'{error} data.eval_split="" is no evaluation.') from error
     if isinstance(builder, Scenes) and not builder.size(split):
       raise ValueError(f"data.eval_split: {split!r} of {builder.full_name} has no end.")
   names = [split.partition("[")[0] for split in splits]
@@ -246,8 +287,8 @@ class _Examples:
       else:
         texts = _prompts(self._config, self._names[label]) if label >= 0 else []
     except Exception as error:  # ArrayRecord and protobuf have their own kinds.
-      raise damaged(f"Record {where}", self._folder, error) from error
-    if not texts:
+      raise unreadable(f"Record {where}", self._folder, error) from error
+    if not texts and (label < 0 or self._split == keys.train_split):
       raise ValueError(f"{where} has no caption.")
     return {
       "where": where,

@@ -25,14 +25,15 @@ from PIL import Image, ImageDraw, ImageOps
 from tqdm import tqdm
 
 from train import cli, inference
-from train.datasets import pictures, tar_shards
+from train.datasets import pictures, sample, tar_shards
 from train.datasets.pictures import DEFAULT_LIMITS
 from train.errors import RunError
 from train.evaluate import add_model_arguments, positive
 from train.inference import Model
+from train.paths import local_path
 from train.workdir import lock, write_json
 
-_PICTURES = (".jpg", ".jpeg", ".png", ".webp")
+_PICTURES = tuple(f".{ending}" for ending in sample.IMAGES)
 _TILE, _MARGIN = 128, 20  # pixels of a contact sheet
 
 
@@ -44,10 +45,9 @@ def sources(patterns: Sequence[str], out: Path | None = None) -> list[str]:
   """
   found = []
   for pattern in patterns:
-    folder = Path(pattern).expanduser()
+    folder = local_path(pattern, "--data")
     if folder.is_dir():
-      paths = sorted(path for path in folder.rglob("*") if path.is_file())
-      paths = [path for path in paths if path.resolve().parent != out]
+      paths = [path for path in _files(folder) if Path(path).resolve().parent != out]
     else:
       paths = [folder] if folder.is_file() else tar_shards.expand(str(folder))
     paths = [str(path) for path in paths if _is_shard(path) or _is_picture(path)]
@@ -55,6 +55,18 @@ def sources(patterns: Sequence[str], out: Path | None = None) -> list[str]:
       raise RunError(f"--data={pattern} has no picture ({', '.join(_PICTURES)}) and no .tar shard.")
     found += paths
   return found
+
+
+def _files(folder: str | Path, above: tuple[str, ...] = ()) -> Iterator[str]:
+  """All files below a folder in order; links are followed, but not to a folder above them."""
+  real = os.path.realpath(folder)
+  if real in above:
+    return
+  for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+    if entry.is_dir():
+      yield from _files(entry.path, (*above, real))
+    elif entry.is_file():
+      yield entry.path
 
 
 def _is_shard(path) -> bool:
@@ -77,10 +89,11 @@ def examples(paths: Sequence[str], start: int = 0) -> Iterator[dict[str, Any]]:
         large = os.path.getsize(path) > DEFAULT_LIMITS.member_bytes
         yield _example(path, b"" if large else Path(path).read_bytes())
       continue
-    for key, sample in tar_shards.checked_samples(path, DEFAULT_LIMITS.member_bytes):
-      kinds = [kind for kind in sample if f".{kind}" in _PICTURES]
+    for key, files in tar_shards.checked_samples(path, DEFAULT_LIMITS.member_bytes):
+      kinds = [kind for kind in files if f".{kind}" in _PICTURES]
       if kinds and next(count) >= start:
-        yield _example(f"{path}:{key}", sample[kinds[0]] or b"")
+        content = files[kinds[0]]
+        yield _example(f"{path}:{key}", content if isinstance(content, bytes) else b"")
 
 
 def _example(where: str, content: bytes) -> dict[str, Any]:
@@ -205,7 +218,7 @@ def embed(options: argparse.Namespace) -> None:
   """Does what the flags say."""
   if not (options.data or options.texts or options.query):
     raise RunError("Nothing to do: --data, --texts or --query is needed.")
-  out = Path(options.out).expanduser()
+  out = local_path(options.out, "--out")
   paths = sources(options.data, out.resolve())
   texts = _texts(options.texts)
   model = inference.load(
@@ -220,8 +233,9 @@ def embed(options: argparse.Namespace) -> None:
   same = {"checkpoint": str(options.checkpoint), "step": model.step, "size": model.size}
   same |= {"dtype": model.task.model.options.dtype.name, "int8": options.int8}
   same |= {"tokenizer": options.tokenizer}
-  if Path(options.checkpoint).expanduser().is_file():
-    same["bytes"] = os.path.getsize(Path(options.checkpoint).expanduser())
+  checkpoint = local_path(options.checkpoint, "--checkpoint")
+  if checkpoint.is_file():
+    same["bytes"] = os.path.getsize(checkpoint)
   with lock(out):
     if paths:
       files = "\n".join(f"{path} {os.path.getsize(path)}" for path in paths)
@@ -250,7 +264,7 @@ def _texts(path: str) -> list[str]:
   if not path:
     return []
   # Unicode has further line breaks, which may be in a text.
-  lines = Path(path).expanduser().read_text(encoding="utf-8").split("\n")
+  lines = local_path(path, "--texts").read_text(encoding="utf-8").split("\n")
   texts = [line.strip() for line in lines if line.strip()]
   if not texts:
     raise RunError(f"--texts={path} is empty: it should hold a text on each line.")

@@ -8,7 +8,6 @@ import difflib
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -19,6 +18,7 @@ from sbjax.models.convert import check_architecture, load_weights
 from sbjax.models.sizes import CLIPConfig
 from sbjax.models.weight_files import WEIGHT_FILES, file_suffix, is_weights
 from train.config import Config
+from train.paths import local_path
 from train.preprocessing import is_squashed
 from train.sharding import path_name
 from train.tokenizer import Tokenizer
@@ -132,7 +132,7 @@ def check_init(config: Config, model: CLIPConfig) -> None:
     if config.freeze:
       raise ValueError(f"freeze={config.freeze} would freeze random parameters: set init.")
     return
-  path = Path(config.init).expanduser()
+  path = local_path(config.init, "init")
   if path.is_dir() and not any((path / name).is_file() for name in WEIGHT_FILES):
     raise ValueError(f"init={config.init!r} has no weights: expected {', '.join(WEIGHT_FILES)}.")
   if not path.exists():
@@ -200,7 +200,7 @@ def initial_params(config: Config, model: CLIPConfig, like: dict) -> dict:
 
 def check_vocabulary(config: Config, tokenizer: Tokenizer) -> None:
   """Raises a ValueError if the folder of `init` has a tokenizer that gives texts other ids."""
-  file = Path(config.init).expanduser() / "tokenizer.json"
+  file = local_path(config.init, "init") / "tokenizer.json"
   if file.is_file() and not tokenizer.agrees_with(Tokenizer.load(file)):
     raise ValueError(
       f"data.tokenizer={config.data.tokenizer!r} gives words other ids than the tokenizer that"

@@ -4,13 +4,10 @@ model = load("runs/quickstart")
 similarities = model.embed_images(["dog.jpg"]) @ model.embed_texts(["a dog", "a cat"]).T
 """
 
-import collections
 import contextlib
 import dataclasses
 import hashlib
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,17 +21,19 @@ from sbjax.models.sizes import SIZES, open_clip_name
 from sbjax.models.weight_files import WEIGHT_FILES, is_weights
 from sbjax.recipes import parse_recipe, recipes_of
 from train.augment import CentreCrop, Squash
+from train.batches import prepared
 from train.checkpoint import Checkpointer
 from train.config import Config, MeshConfig, ModelConfig
 from train.errors import RunError
 from train.optimizer import make_optimizer
+from train.paths import check_local, local_path
 from train.preprocessing import is_squashed
 from train.run import abstract_state, check_tokenizer
 from train.sharding import make_mesh
 from train.task import CLIPTask, clip_config, make_task
 from train.tokenizer import Tokenizer, make_tokenizer
 from train.workdir import read_config
-from train.zero_shot import encode_rows, make_encoders, unit
+from train.zero_shot import check_finite, encode_rows, make_encoders, unit
 
 # For weights that were not trained in 8 bits: a scale for each output of a linear layer.
 _INT8 = "switchback_q"
@@ -108,15 +107,7 @@ class Model(NamedTuple):
       return self._no_rows
     encoder = getattr(make_encoders(self.task.model, self.mesh), tower)
     features = unit(encode_rows(self.params, self.mesh, self.batch_size, encoder, rows))
-    # Not finite, or all zero: the square of large features overflows before it is divided by.
-    bad = ~(np.abs(np.linalg.norm(features, axis=1) - 1) < 0.1)
-    if bad.any():
-      first = int(bad.argmax())
-      named = f"{names[first]!r}" if len(names) else f"row {first}"
-      raise RunError(
-        f"The {tower} tower's features of {named} are not finite or all zero, and those of"
-        f" {bad.sum() - 1} others of {len(bad)}. The weights are damaged, or need --dtype=float32."
-      )
+    check_finite(tower, features, names if len(names) else range(len(rows)))
     return features
 
 
@@ -145,7 +136,8 @@ def load(
     RunError: the checkpoint, its tokenizer or its size is missing or another, or images of the
       weights are prepared otherwise than here.
   """
-  path = Path(path).expanduser()
+  path = local_path(path, "--checkpoint")
+  check_local(size, "--model")
   size = {open_clip_name(key): key for key in SIZES}.get(size, size)
   if is_weights(path) and not path.is_dir():
     config, params, tokenizer, step, squash = _open_clip(path, size, tokenizer)
@@ -218,55 +210,3 @@ def _in_int8(config: Config, params):
     model = dataclasses.replace(config.model, recipe=_INT8)
     config = dataclasses.replace(config, model=model)
   return config, serving_params(params, config.model.recipe)
-
-
-def prepared(
-  examples: Iterable[dict[str, Any]],
-  crop: Callable[[dict[str, Any]], dict[str, Any]],
-  batch_size: int,
-  skipped: list[tuple[str, str]] | None = None,
-) -> Iterator[dict[str, Any]]:
-  """Batches of examples with their pixels, made in threads, two batches ahead.
-
-  {"where", "captions": lists, "label": int32 [b], "image": uint8 [b, S, S, 3]}; a batch may be
-  smaller than `batch_size`.
-
-  Args:
-    examples: as `crop` takes them.
-    crop: CentreCrop or Squash.
-    skipped: takes ("where", reason) of an image that cannot be decoded; None: that is an error.
-  """
-  examples = iter(examples)
-
-  def submitted():
-    while group := list(itertools.islice(examples, batch_size)):
-      yield [(example, pool.submit(crop, example)) for example in group]
-
-  with ThreadPoolExecutor() as pool:
-    ahead = collections.deque()
-    for group in itertools.chain(submitted(), [None, None]):
-      ahead.append(group)
-      if len(ahead) > 2 and (batch := _batch(ahead.popleft(), skipped)):
-        yield batch
-
-
-def _batch(group, skipped) -> dict[str, Any] | None:
-  """The batch of examples and the futures of their pixels; None if all are skipped."""
-  examples, pixels = [], []
-  for example, future in group:
-    try:
-      pixels.append(future.result()["image"])
-    except ValueError as error:
-      if skipped is None:
-        raise
-      skipped.append((example["where"], str(error)))
-    else:
-      examples.append(example)
-  if not examples:
-    return None
-  return {
-    "where": [example["where"] for example in examples],
-    "captions": [example["captions"] for example in examples],
-    "label": np.array([example["label"] for example in examples], np.int32),
-    "image": np.stack(pixels),
-  }

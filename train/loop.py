@@ -170,8 +170,9 @@ def _steps(
       if evaluating:
         watchdog.pauses_for(f"the evaluation after step {step}")
         scores = run.evaluate(state.params)
-        recorder.write(step, {f"eval/{name}": value for name, value in scores.items()})
-        recorder.say(step, "  ".join(f"{name} {value:.3f}" for name, value in scores.items()))
+        if scores:
+          recorder.write(step, {f"eval/{name}": value for name, value in scores.items()})
+          recorder.say(step, "  ".join(f"{name} {value:.3f}" for name, value in scores.items()))
         _report(run, workdir, step, state.params, scores)
       if saving:
         watchdog.pauses_for(f"the checkpoint of step {step}")
