@@ -10,8 +10,9 @@ import jax.numpy as jnp
 
 from sbjax.backends import check_name
 from sbjax.formats import floating_dtype
+from sbjax.partition import merge_splits, reshape, splits_of, unmerge_splits
 from sbjax.quantize import as_floating
-from sbjax.quantized_dot import merge_splits, quantized_dot, reshape, splits_of, unmerge_splits
+from sbjax.quantized_dot import quantized_dot
 from sbjax.recipes import Recipe, as_recipe
 
 

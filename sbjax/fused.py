@@ -8,13 +8,13 @@ computes again: its operation reads the input in any case.
 """
 
 import functools
-from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from sbjax import linear
 from sbjax.backends import get_backend
+from sbjax.by_rows import by_rows
 from sbjax.fused_ops import ACTIVATIONS, NORM_EPSILON, LayerNormParams
 from sbjax.grouped import check_keep, kept, restored
 from sbjax.linear import QuantizedWeight
@@ -79,8 +79,10 @@ def layer_norm_dense(
     raise ValueError(f"{num_outputs=} must divide the {columns} columns of w.")
   x_rows, norm, w, bias = vary_alike(as_rows(x), norm, w, bias)
   how = recipe, backend, num_outputs or 1, _as_epsilon(epsilon), check_keep(keep)
-  results: Any = _layer_norm_dense(*how, x_rows, norm, w, bias)
-  x_rows, ys = results
+  layer = functools.partial(_layer_norm_dense, *how)
+  shared = False, False, False
+  operands = x_rows, norm, w, bias
+  x_rows, ys = by_rows(layer, operands, (True, *shared), linear.most_rows(recipe))
   ys = tuple(named_dot(y, x) for y in ys)
   return from_rows(x_rows, x), ys if num_outputs else ys[0]
 
@@ -135,8 +137,9 @@ def layer_norm_mlp(
     raise ValueError(f"{activation=} must be one of {', '.join(ACTIVATIONS)}.")
   x_rows, norm, w1, b1, w2, b2 = vary_alike(as_rows(x), norm, w1, b1, w2, b2)
   how = recipes, backend, add_residual, activation, _as_epsilon(epsilon), check_keep(keep)
-  results: Any = _layer_norm_mlp(*how, x_rows, norm, w1, b1, w2, b2)
-  x_rows, y = results
+  layer = functools.partial(_layer_norm_mlp, *how)
+  operands = x_rows, norm, w1, b1, w2, b2
+  x_rows, y = by_rows(layer, operands, (True, *(False,) * 5), linear.most_rows(*recipes))
   return named_dot(y, x) if add_residual else (from_rows(x_rows, x), named_dot(y, x))
 
 

@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import reshard
 
 from sbjax import fp4_ops
 from sbjax.backends import Backend, get_backend
+from sbjax.by_rows import by_rows
 from sbjax.formats import INT8
-from sbjax.matmul import full_dot, wide, with_added
+from sbjax.matmul import MAX_INT8_CONTRACTION, full_dot, wide, with_added
 from sbjax.partition import is_explicit
 from sbjax.quantize import Quantized, Spec, as_floating, dequantize
 from sbjax.recipes import Recipe, as_recipe
@@ -89,8 +91,13 @@ def forward(ops: Backend, recipe: Recipe, x, w, bias, dtype, residual=None, mult
   x may be quantized, w a QuantizedWeight.
   """
   if recipe.fp4 is not None:
-    total = times(fp4_ops.product(x, master_weight(w), recipe.fp4), multiplier)
-    return with_added(total, dtype, bias, residual)
+
+    def multiply(x, w, bias, residual):
+      total = times(fp4_ops.product(x, w, recipe.fp4), multiplier)
+      return with_added(total, dtype, bias, residual)
+
+    operands = x, master_weight(w), bias, residual
+    return _as_dot(by_rows(multiply, operands, (True, False, False, True)))
   if recipe.fwd is None:
     y = times(full_dot(x, master_weight(w).astype(x.dtype), ((1,), (0,)), dtype), multiplier)
     y = y if bias is None else y + bias.astype(dtype)[None, :]
@@ -98,7 +105,40 @@ def forward(ops: Backend, recipe: Recipe, x, w, bias, dtype, residual=None, mult
   x_spec, w_spec = recipe.fwd
   x_q = x if isinstance(x, Quantized) else ops.quantize(x, x_spec)
   w_q = w.fwd if isinstance(w, QuantizedWeight) else ops.quantize_transposed(w, w_spec)
-  return ops.scaled_matmul(x_q, times(w_q, multiplier), dtype, bias=bias, residual=residual)
+  return _as_dot(_scaled_matmul(ops, x_q, times(w_q, multiplier), dtype, None, bias, residual))
+
+
+def _scaled_matmul(ops, lhs, rhs, dtype, out_sharding=None, bias=None, residual=None) -> jax.Array:
+  """`ops.scaled_matmul` in one equation: int32 sums are nothing to save for the backward pass."""
+
+  def multiply(lhs, rhs, bias, residual):
+    return ops.scaled_matmul(
+      lhs, rhs, dtype, out_sharding=out_sharding, bias=bias, residual=residual
+    )
+
+  lhs_rows = Quantized(True, lhs.spec.is_rowwise, lhs.spec)  # pyright: ignore[reportArgumentType]
+  return by_rows(multiply, (lhs, rhs, bias, residual), (lhs_rows, False, False, True))
+
+
+def _as_dot(y: jax.Array) -> jax.Array:
+  """y as a product with the number 1, which XLA drops.
+
+  Policies such as `jax.checkpoint_policies.dots_saveable` save what a `dot_general` returns.
+  """
+  return full_dot(y, np.ones((), y.dtype), ((), ()), y.dtype)
+
+
+def most_rows(*recipes: Recipe) -> int | None:
+  """`by_rows`'s `most` for layers of these recipes.
+
+  Examples keep their own y and dx; so none of their scales may be shared by rows. The gradient of
+  a weight that they share is one product over all of their rows, and so are its scales.
+  """
+  specs = [pair[0] for recipe in recipes for pair in (recipe.fwd, recipe.dgrad) if pair]
+  if any(not spec.is_rowwise and spec.takes_absmax for spec in specs):
+    return 0
+  sums_int8 = any(recipe.wgrad and recipe.wgrad[0].dtype == INT8 for recipe in recipes)
+  return MAX_INT8_CONTRACTION if sums_int8 else None
 
 
 def times(x, multiplier: float) -> Any:
@@ -196,7 +236,7 @@ def dgrad(ops: Backend, recipe: Recipe, dy, w, dtype, out_sharding, multiplier=1
   dy_spec, w_spec = recipe.dgrad
   dy_q = dy if isinstance(dy, Quantized) else ops.quantize(dy, dy_spec)
   w_q = w.dgrad if isinstance(w, QuantizedWeight) else ops.quantize(w, w_spec)
-  return ops.scaled_matmul(dy_q, times(w_q, multiplier), dtype, out_sharding=out_sharding)
+  return _scaled_matmul(ops, dy_q, times(w_q, multiplier), dtype, out_sharding)
 
 
 def _frozen_dgrad(ops: Backend, recipe: Recipe, dy, w, dtype, out_sharding, multiplier):
@@ -207,11 +247,11 @@ def _frozen_dgrad(ops: Backend, recipe: Recipe, dy, w, dtype, out_sharding, mult
     return times(full_dot(dy, kernel, ((1,), (0,)), dtype, out_sharding), multiplier)
   if _shares_scale(recipe, w):
     dy_q = dy if isinstance(dy, Quantized) else ops.quantize(dy, recipe.dgrad[0])
-    return ops.scaled_matmul(dy_q, times(w_q.T, multiplier), dtype, out_sharding=out_sharding)
+    return _scaled_matmul(ops, dy_q, times(w_q.T, multiplier), dtype, out_sharding)
   # The scale of an output is summed over here, so dy takes it before it is rounded.
   dy_q = ops.quantize(wide(dy) * w_q.scale.T, recipe.dgrad[0])
   ones = Quantized(w_q.values.T, jnp.ones((1, 1)), Spec(w_q.spec.dtype, "tensorwise"))
-  return ops.scaled_matmul(dy_q, times(ones, multiplier), dtype, out_sharding=out_sharding)
+  return _scaled_matmul(ops, dy_q, times(ones, multiplier), dtype, out_sharding)
 
 
 def wgrad(ops: Backend, recipe: Recipe, x, dy, w, multiplier=1.0):

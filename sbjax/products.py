@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from sbjax.dot_general import DotGeneral
-from sbjax.partition import is_explicit
-from sbjax.quantized_dot import reshape, splits_of
+from sbjax.partition import is_explicit, reshape, splits_of
 from sbjax.recipes import FP4_RECIPES, RECIPES, Recipe
 from sbjax.rewrite import Weight
 

@@ -17,6 +17,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 ORDER = [
   ["sbjax.formats", "sbjax.device"],
   ["sbjax.quantize", "sbjax.partition"],
+  ["sbjax.by_rows"],
   [
     "sbjax.recipes",
     "sbjax.exchange",
