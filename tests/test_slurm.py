@@ -102,10 +102,10 @@ class Slurm:
     self.daemons += [self._start("slurmd", "-D", "-N", node) for node in NODES]
 
   def _start(self, *command: str) -> subprocess.Popen:
-    log = (self.folder / "daemons.log").open("a")
-    return subprocess.Popen(command, env=self.env, stdout=log, stderr=log)
+    with (self.folder / "daemons.log").open("a") as log:
+      return subprocess.Popen(command, env=self.env, stdout=log, stderr=log)
 
-  def close(self) -> None:
+  def end(self) -> None:
     self("scancel", "--full", f"--user={os.getuid()}", check=False)
     time.sleep(2)
     self("scancel", "--signal=KILL", "--full", f"--user={os.getuid()}", check=False)
@@ -153,7 +153,7 @@ def slurm(tmp_path_factory):
       time.sleep(0.5)
     yield made
   finally:
-    made.close()
+    made.end()
 
 
 def batch_file(workdir: Path) -> str:
