@@ -56,7 +56,11 @@ def _imported(config: DataConfig) -> WebDataset:
   """The newest version of an import, which is made if there is none with all of the shards."""
   builder = _shards_builder(config)
   _check_features(builder, config)
-  if not _is_current(builder, config):
+  if _is_current(builder, config):
+    splits = builder.info.splits.items()
+    sizes = ", ".join(f"{split.num_examples:,} {name}" for name, split in splits)
+    print(f"Imported before, {builder.info.full_name}: {sizes}.", flush=True)
+  else:
     with _alone(builder):  # One process imports; the others then find its data set.
       builder = _shards_builder(config)
       if not _is_current(builder, config):
@@ -167,7 +171,12 @@ def _explained(config: DataConfig) -> Iterator[None]:
   except tfds.core.DatasetNotFoundError:
     raise
   except Exception as error:  # Broken JSON and missing files raise many kinds.
-    if isinstance(error, PermissionError) or not folder.exists():
+    of_a_shard = (
+      isinstance(error, OSError)
+      and error.filename
+      and folder not in (pathlib.Path(os.fsdecode(error.filename)).parents)
+    )
+    if of_a_shard or isinstance(error, PermissionError) or not folder.exists():
       raise
     raise unreadable(f"The data set {config.name}", str(folder), error) from error
 
@@ -247,6 +256,8 @@ def _check_source(builder: WebDataset, config: DataConfig) -> None:
     paths = tar_shards.expand(pattern, builder.root)
     if not paths:
       raise ValueError(f"No shard matches {pattern!r} {where}.")
+    for path in paths:
+      _check_shard(path, f"data.{fields[pattern]}={pattern!r}")
     if absent := builder.absent(pattern):
       few = ", ".join(absent[:5]) + (f" and {len(absent) - 5:,} more" if len(absent) > 5 else "")
       raise ValueError(
@@ -254,8 +265,6 @@ def _check_source(builder: WebDataset, config: DataConfig) -> None:
         f" {'it' if len(absent) == 1 else 'them'} there, or name only what is there; a glob such as"
         " *.tar takes what it finds."
       )
-    for path in paths:
-      _check_shard(path, f"data.{fields[pattern]}={pattern!r}")
   if builder.class_names is None:
     raise ValueError(f"No file data.class_names={config.class_names!r} {where}.")
 

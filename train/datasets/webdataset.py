@@ -104,9 +104,9 @@ class WebDataset(tfds.core.dataset_builder.FileReaderBuilder, skip_registration=
     if self.class_names is None:
       now["class_names"] = before["class_names"]
     differs = [key for key in now if before.get(key, now[key]) != now[key]]
-    for split, paths in self.paths.items():
+    for split in self.paths:
       gone, more = self._compared(split)
-      if paths and gone:
+      if gone and self._shards(split):
         differs.insert(0, f"shards (without {_few(gone)}{'; with ' * bool(more)}{_few(more)})")
     return differs
 
@@ -161,7 +161,10 @@ class WebDataset(tfds.core.dataset_builder.FileReaderBuilder, skip_registration=
   def _shards(self, split: str) -> list[Shard]:
     found = []
     for path in self.paths[split]:
-      stat = os.stat(path)
+      try:
+        stat = os.stat(path)
+      except FileNotFoundError:  # deleted, or a link to nothing
+        continue
       name = os.path.relpath(path, self.root or None)
       name = os.path.abspath(path) if name.startswith("..") else name
       found.append(Shard(name, path, stat.st_size, stat.st_mtime_ns))
