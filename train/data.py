@@ -9,10 +9,14 @@ position is one number, so a run resumes exactly, even on another machine.
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import json
 import os
+import re
+import shutil
+import signal
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import grain
@@ -49,6 +53,7 @@ __all__ = [
   "eval_splits",
   "folder_batches",
   "full_name",
+  "identity",
   "prefetch_to_device",
   "prepare",
   "to_devices",
@@ -63,6 +68,35 @@ Source = tfds.core.DatasetBuilder | Scenes
 def full_name(builder: Source) -> str:
   """The name of the data set, with its version if it is prepared."""
   return builder.full_name if isinstance(builder, Scenes) else builder.info.full_name
+
+
+def identity(builder: Source) -> dict[str, object]:
+  """What tells two data sets apart: name, features, and for each split its sizes and a digest.
+
+  The digest is of the beginning of each file, so that it takes no time.
+  """
+  found: dict[str, object] = {"the data set": full_name(builder)}
+  if isinstance(builder, Scenes):
+    return found
+  names = ("features.json", "*.labels.txt")
+  found["the digest of its features"] = _digest(
+    path for name in names for path in sorted(builder.data_path.glob(name))
+  )
+  for name, split in builder.info.splits.items():
+    sizes = [os.path.getsize(path) for path in split.filepaths]
+    found[f"its split {name} (examples, files, bytes, digest)"] = [
+      *(split.num_examples, len(sizes), sum(sizes)),
+      _digest(split.filepaths),
+    ]
+  return found
+
+
+def _digest(paths: Iterable[os.PathLike]) -> str:
+  digest = hashlib.sha256()
+  for path in paths:
+    with open(path, "rb") as file:
+      digest.update(file.read(1 << 16))
+  return digest.hexdigest()[:12]
 
 
 def class_names(config: Config, builder: Source) -> list[str] | None:
@@ -427,11 +461,12 @@ class _Batches(grain.DatasetIterator):
     try:
       batch = next(self._iterator)
     except RuntimeError as error:
-      if "Worker process was terminated" not in str(error):
+      code = re.search(r"Worker process was terminated .* exit code (-?\d+)", str(error))
+      if not code:
         raise
       raise RunError(
-        "A worker process that loads data was killed, perhaps for lack of memory. The same command"
-        f" continues; data.workers={self._workers} may be less."
+        f"A worker process that loads data was ended {_explain(int(code[1]))} The same command"
+        f" continues (data.workers={self._workers})."
       ) from error
     self._given += 1
     # Copies out of the workers' shared memory. grain frees that with its arrays: late, at exit.
@@ -462,6 +497,24 @@ class _Batches(grain.DatasetIterator):
     if self._iterator is not None:
       self._iterator.close()
       self._iterator = None
+
+
+def _explain(exit_code: int) -> str:
+  """Why a process ended, as its exit code in Python tells."""
+  if exit_code >= 0:
+    return f"with exit code {exit_code}; what it printed is above."
+  name = signal.Signals(-exit_code).name
+  return f"by {name}" + {
+    "SIGKILL": ", perhaps for lack of memory: fewer data.workers, or a smaller data.prefetch, take"
+    " less.",
+    "SIGBUS": f": /dev/shm, through which batches pass, is full. It has {_size_of('/dev/shm')}; for"
+    " a container --shm-size sets it. Fewer data.workers and a smaller data.prefetch or batch_size"
+    " take less, and data.workers=0 takes none.",
+  }.get(name, ".")
+
+
+def _size_of(folder: str) -> str:
+  return f"{shutil.disk_usage(folder).total / 1e6:,.0f} MB"
 
 
 def _leave_the_accelerator(worker: int, workers: int) -> None:

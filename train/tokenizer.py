@@ -139,9 +139,13 @@ class Tokenizer:
     }
     return tokenizer, config
 
+  def to_json(self) -> str:
+    """The contents of its tokenizer.json."""
+    return self._tokenizer.to_str(pretty=True)
+
   def save(self, path: str | pathlib.Path) -> None:
     # Not `Tokenizer.save`: on a full disk it raises a bare Exception.
-    pathlib.Path(path).write_text(self._tokenizer.to_str(pretty=True), encoding="utf-8")
+    pathlib.Path(path).write_text(self.to_json(), encoding="utf-8")
 
   @classmethod
   def load(cls, path: str | pathlib.Path) -> "Tokenizer":

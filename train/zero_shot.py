@@ -115,13 +115,16 @@ def evaluate(
 
 
 def check_finite(tower: str, features: np.ndarray, names: Sequence) -> None:
-  """Raises a RunError that names the first of the rows [N, E] that are not finite."""
-  bad = np.flatnonzero(~np.isfinite(features).all(axis=1))
+  """Raises a RunError that names the first of the rows [N, E] that are not finite or all zero.
+
+  The latter come of features whose squares overflow before they are scaled to length 1.
+  """
+  bad = np.flatnonzero(~(np.isfinite(features).all(axis=1) & features.any(axis=1)))
   if bad.size:
     raise RunError(
       f"The {tower} tower gives {len(bad):,} of {len(features):,} {tower}s features that are not"
-      f" finite, the first of them {names[bad[0]]!r}. The weights are damaged, or the dtype is too"
-      " small for them: compute in float32."
+      f" finite or all zero, the first of them {names[bad[0]]!r}. The weights are damaged, or the"
+      " dtype is too small for them: compute in float32."
     )
 
 
