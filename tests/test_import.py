@@ -17,7 +17,7 @@ from shards_case import captions, data_config, image_bytes, pairs, write_shard
 
 from train import data
 from train.config import Config, ModelConfig
-from train.datasets import parts, pool, prepared, webdataset
+from train.datasets import parts, pictures, pool, prepared, webdataset
 from train.datasets.prepared import prepare
 from train.errors import RunError
 from train.tokenizer import make_tokenizer
@@ -302,6 +302,58 @@ def test_shards_may_move_with_their_folders(config, folder):
   (folder / "deep").rename(moved)
   config.root, config.train_shards = "", f"{moved}/*.tar"
   assert numbers(prepare(config)) == [0, 1]
+
+
+def test_a_shard_of_two_splits_is_refused(config, folder):
+  for name in ("a", "val-a", "val-b"):
+    write_shard(folder / f"{name}.tar", pairs(1))
+  config.eval_shards = "val-*.tar"
+  with pytest.raises(
+    ValueError, match=r"both name val-a\.tar and 1 more: an evaluation would score"
+  ):
+    prepare(config)
+  config.train_shards = "a*.tar"
+  assert numbers(prepare(config)) == [0]
+
+
+def test_a_shard_with_two_names_counts_once(config, folder):
+  write_shard(folder / "a.tar", pairs(2))
+  (folder / "b.tar").symlink_to("a.tar")
+  (folder / "c.tar").hardlink_to(folder / "a.tar")
+  assert numbers(prepare(config)) == [0, 1]
+
+
+def test_data_that_cannot_be_written_are_read_without_further_shards(
+  config, folder, monkeypatch, capsys
+):
+  write_shard(folder / "a.tar", pairs(2))
+  prepare(config)
+  write_shard(folder / "b.tar", pairs(2))
+  monkeypatch.setattr(os, "access", lambda path, mode: False)
+  assert numbers(prepare(config)) == [0, 1]
+  assert "mine/1.0.0 cannot be written to: further shards are not" in capsys.readouterr().out
+
+
+def test_a_full_disk_names_the_folder_of_the_data(config, folder, monkeypatch):
+  write_shard(folder / "a.tar", pairs(2))
+
+  def full(descriptor):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+  monkeypatch.setattr(os, "fsync", full)
+  with pytest.raises(OSError, match=r"No space left on device: '.*data/mine/1\.0\.0'"):
+    prepare(config)
+
+
+def test_a_lack_of_memory_is_no_property_of_a_sample(config, folder, monkeypatch):
+  write_shard(folder / "a.tar", pairs(2))
+
+  def fail(content, limits):
+    raise MemoryError
+
+  monkeypatch.setattr(pictures, "decode", fail)
+  with pytest.raises(RunError, match=r"Could not prepare .*mine/1\.0\.0: there is no memory left"):
+    prepare(config)
 
 
 def test_a_shard_that_cannot_be_reached_is_no_damage_of_the_prepared_data(

@@ -96,8 +96,9 @@ def _start(work: Callable, count: int) -> dict[connection.Connection, Any]:
     for _ in range(count):
       ours, theirs = context.Pipe()
       with theirs:
-        started[ours] = context.Process(target=_serve, args=(theirs, work), daemon=True)
-        started[ours].start()
+        process = context.Process(target=_serve, args=(theirs, work), daemon=True)
+        process.start()
+        started[ours] = process
     return started
   except BaseException:
     for process in started.values():
