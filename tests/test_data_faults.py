@@ -272,12 +272,20 @@ def train_iterator(config, workers):
   return data.train_iterator(run, data.prepare(config), tokenizer, image_size=4, context_length=8)
 
 
-def test_a_killed_worker_ends_the_stream_with_a_message(config, folder):
+@pytest.mark.parametrize(
+  ("signum", "message"),
+  [
+    (signal.SIGKILL, "ended by SIGKILL, perhaps for lack of memory: fewer data.workers"),
+    (signal.SIGBUS, r"ended by SIGBUS: /dev/shm, .* has [\d,]+ MB.* --shm-size"),
+    (signal.SIGSEGV, r"ended by SIGSEGV\. The same command continues"),
+  ],
+)
+def test_a_worker_s_end_is_explained_by_its_signal(config, folder, signum, message):
   write_shard(folder / "a.tar", pairs(8))
   iterator = train_iterator(config, workers=1)
   next(iterator)
-  os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
-  with pytest.raises(RunError, match=r"worker process .* was killed.*data.workers=1 may be less"):
+  os.kill(multiprocessing.active_children()[0].pid, signum)
+  with pytest.raises(RunError, match=rf"A worker process that loads data was {message}"):
     for _ in range(20):
       next(iterator)
   iterator.close()

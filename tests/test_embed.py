@@ -94,6 +94,23 @@ def test_each_picture_of_a_folder_has_its_vector(model, photos, tmp_path, capsys
   assert "skipped 1" in capsys.readouterr().out
 
 
+def test_linked_folders_are_followed_and_loops_are_not(tmp_path):
+  def picture(path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(image_bytes("png"))
+
+  photos, real = tmp_path / "photos", tmp_path / "real"
+  for path in (photos / "b" / "same.png", real / "same.png", real / "deep" / "UP.JPEG"):
+    picture(path)
+  (photos / "a").symlink_to(real)
+  (photos / "b" / "up").symlink_to(photos)
+  (real / "deep" / "again").symlink_to(real)
+  (photos / "file.jpg").symlink_to(real / "same.png")
+  (photos / "gone.jpg").symlink_to(tmp_path / "none")
+  names = [path.removeprefix(f"{photos}/") for path in embed.sources([str(photos)])]
+  assert names == ["a/deep/UP.JPEG", "a/same.png", "b/same.png", "file.jpg"]
+
+
 def test_shards_and_folders_embed_alike(model, photos, tmp_path):
   shards = tmp_path / "shards"
   shards.mkdir()

@@ -150,7 +150,10 @@ class Config:
   eval_every: int = 1000  # 0: only at the end
   eval_batch_size: int = 256  # over all devices
   checkpoint_every: int = 1000  # 0: only at the end
+  checkpoint_minutes: float = 0.0  # also when so many have passed since the last; 0: off
   checkpoint_keep: int = 3  # how many of the newest checkpoints stay
+  # The run saves and stops when it has taken so many hours in one start (exit code 75); 0: no limit
+  max_hours: float = 0.0
   wandb_project: str = ""  # "": no Weights & Biases
   # A run that waits longer for a step or its batch ends with a message (train/watchdog.py); three
   # times that for the first step. 0: it waits forever.
@@ -246,6 +249,17 @@ class Config:
     return _from_dict(cls, values)
 
 
+def flat(config: dict, prefix: str = "") -> dict:
+  """The fields of nested dictionaries by their dotted names, as JSON would return them."""
+  fields = {}
+  for name, value in config.items():
+    if isinstance(value, dict):
+      fields |= flat(value, f"{prefix}{name}.")
+    else:
+      fields[prefix + name] = list(value) if isinstance(value, tuple) else value
+  return fields
+
+
 MAX_UNIT_DECAY = 0.01  # More than that in each step leaves nothing of what was learned.
 
 TYPES = {  # What a value of a field's type must be.
@@ -268,7 +282,8 @@ LIMITS = (  # What the fields' values must be, in words and as a test that nan f
    " data.max_member_bytes data.max_image_pixels data.max_aspect_ratio"),
   ("0 or more", lambda x: x >= 0, "data.max_label"),
   (*_off_or_more("only at the end"), "eval_every checkpoint_every"),
-  (*_off_or_more("no limit"), "step_timeout_seconds pause_timeout_seconds"),
+  (*_off_or_more("no limit"), "step_timeout_seconds pause_timeout_seconds max_hours"),
+  (*_off_or_more("by steps only"), "checkpoint_minutes"),
   (*_off_or_more("the size's own"), "model.image_size model.patch_size"),
   ("between 0 (by the number of layers) and 1", lambda x: 0 <= x < 1, "model.tau"),
   (*_off_or_more("learning_rate for all widths"), "optimizer.base_width"),

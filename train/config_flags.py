@@ -44,7 +44,8 @@ def load(path: str) -> Config:
   except RunError:
     raise
   except SyntaxError as error:
-    raise RunError(f"{error.filename}, line {error.lineno}: {error.msg}.") from error
+    where = f"{error.filename}, line {error.lineno}" if error.lineno else path
+    raise RunError(f"{where}: {error.msg}.") from error
   except Exception as error:
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
     where = f"{path}, line {lines[-1]}" if lines else path  # No line: the file is no text.

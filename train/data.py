@@ -8,8 +8,15 @@ position is one number, so a run resumes exactly, even on another machine.
 
 import contextlib
 import dataclasses
+import functools
+import hashlib
+import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+import re
+import shutil
+import signal
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import grain
@@ -26,10 +33,12 @@ from train.config import Config
 from train.datasets import pictures
 from train.datasets.pictures import Limits
 from train.datasets.prepared import feature, prepare, unreadable
+from train.datasets.records import Records
 from train.datasets.scenes import Scenes, Steps, make_train_drawing
 from train.datasets.scenes_words import WORDS
 from train.datasets.wds_folder import EVAL_SPLIT, WdsFolder, open_folder
 from train.errors import RunError
+from train.machine import cores
 from train.paths import local_path
 from train.sharding import batch_sharding
 from train.tokenizer import Tokenizer
@@ -44,6 +53,7 @@ __all__ = [
   "eval_splits",
   "folder_batches",
   "full_name",
+  "identity",
   "prefetch_to_device",
   "prepare",
   "to_devices",
@@ -58,6 +68,35 @@ Source = tfds.core.DatasetBuilder | Scenes
 def full_name(builder: Source) -> str:
   """The name of the data set, with its version if it is prepared."""
   return builder.full_name if isinstance(builder, Scenes) else builder.info.full_name
+
+
+def identity(builder: Source) -> dict[str, object]:
+  """What tells two data sets apart: name, features, and for each split its sizes and a digest.
+
+  The digest is of the beginning of each file, so that it takes no time.
+  """
+  found: dict[str, object] = {"the data set": full_name(builder)}
+  if isinstance(builder, Scenes):
+    return found
+  names = ("features.json", "*.labels.txt")
+  found["the digest of its features"] = _digest(
+    path for name in names for path in sorted(builder.data_path.glob(name))
+  )
+  for name, split in builder.info.splits.items():
+    sizes = [os.path.getsize(path) for path in split.filepaths]
+    found[f"its split {name} (examples, files, bytes, digest)"] = [
+      *(split.num_examples, len(sizes), sum(sizes)),
+      _digest(split.filepaths),
+    ]
+  return found
+
+
+def _digest(paths: Iterable[os.PathLike]) -> str:
+  digest = hashlib.sha256()
+  for path in paths:
+    with open(path, "rb") as file:
+      digest.update(file.read(1 << 16))
+  return digest.hexdigest()[:12]
 
 
 def class_names(config: Config, builder: Source) -> list[str] | None:
@@ -104,16 +143,37 @@ def train_iterator(
   if isinstance(builder, Scenes):
     builder.check_tokenizer(tokenizer)
     return Steps()
-  examples = _Examples(config, builder, config.data.train_split)
+  check_split(builder, config.data.train_split)
+  make = functools.partial(
+    _train_batches,
+    config,
+    builder,
+    _Tokenize(tokenizer, context_length),
+    image_size,
+    slice(process_index, None, process_count),
+  )
+  return _Batches(make, builder, config.data.train_split, config.data.workers, config.data.prefetch)
+
+
+def _train_batches(
+  config: Config,
+  builder: tfds.core.DatasetBuilder,
+  tokenize: "_Tokenize",
+  image_size: int,
+  share: slice,  # of the batches of all processes
+  split: str,
+) -> grain.MapDataset:
+  """This process's share of the batches of a split, again and again."""
+  examples = _Examples(config, builder, split)
   batch_size, count = config.batch_size, len(examples)
-  if batch_size % process_count:
-    raise ValueError(f"{batch_size=} is not a multiple of {process_count=}.")
+  if batch_size % share.step:
+    raise ValueError(f"{batch_size=} is not a multiple of process_count={share.step}.")
   if batch_size > count:
     raise ValueError(
       f"{batch_size=} is more than the {count} examples of {config.data.name} "
       f"{config.data.train_split}: a batch holds a pair at most once."
     )
-  batches = (
+  return (
     grain.MapDataset.source(examples)
     .seed(config.seed)
     .shuffle()
@@ -124,12 +184,35 @@ def train_iterator(
       )
     )
     .slice(slice(count // batch_size * batch_size))
-    .batch(batch_size // process_count, batch_fn=_Tokenize(tokenizer, context_length))
+    .batch(batch_size // share.step, batch_fn=tokenize)
     # In the order of processes, their shares are the rows of the batch of a single process.
-    .slice(slice(process_index, None, process_count))
+    .slice(share)
     .repeat()
   )
-  return _Batches(batches, config.data.workers, config.data.prefetch)
+
+
+def _extent(builder: tfds.core.DatasetBuilder, split: str) -> dict[str, Any]:
+  """What a run's examples are, though further shards may be imported later.
+
+  {"split": with the numbers of its first and last example, "shards": of an import, how many,
+  "checksum": of them}
+  """
+  (part,) = tfds.core.ReadInstruction.from_spec(split).to_absolute(builder.info.splits)
+  shards = _shards(builder, part.splitname)
+  last = builder.info.splits[part.splitname].num_examples if part.to is None else part.to
+  where = f"{part.splitname}[{part.from_ or 0}:{last}]"
+  return {"split": where, "shards": len(shards), "checksum": _checksum(shards)}
+
+
+def _shards(builder: tfds.core.DatasetBuilder, split: str) -> list:
+  source = dict(builder.info.metadata or {}).get("source", {})
+  # The name, which may have folders, the size and, of newer imports, the time and a checksum.
+  entries = source.get("shards", {}).get(split, [])
+  return [[os.path.basename(entry[0]), entry[1], *entry[3:]] for entry in entries]
+
+
+def _checksum(shards: Sequence) -> int:
+  return zlib.crc32(json.dumps(shards).encode())
 
 
 def to_devices(
@@ -270,7 +353,7 @@ class _Examples:
     self._config, self._split, self._folder = config, split, builder.data_dir
     self._names = class_names(config, builder)
     # Raw records: tfds takes longer to decode a record than ArrayRecord takes to read it.
-    self._records = builder.as_data_source(split).data_source
+    self._records = Records(builder, split)
 
   def __len__(self) -> int:
     return len(self._records)
@@ -332,17 +415,26 @@ def _stack(examples: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _threads(ahead: int) -> grain.ReadOptions:
   """Reads with threads of this process, one batch a thread, up to `ahead` batches ahead."""
-  return grain.ReadOptions(num_threads=min(ahead, os.cpu_count() or 1), prefetch_buffer_size=ahead)
+  return grain.ReadOptions(num_threads=min(ahead, cores()), prefetch_buffer_size=ahead)
 
 
 class _Batches(grain.DatasetIterator):
   """Iterates over an endless MapDataset of batches; its state is the number of batches given."""
 
-  def __init__(self, batches: grain.MapDataset, workers: int, ahead: int):
+  def __init__(
+    self,
+    make: Callable[[str], grain.MapDataset],  # of a split
+    builder: tfds.core.DatasetBuilder,
+    split: str,
+    workers: int,
+    ahead: int,
+  ):
     super().__init__()
-    self._batches, self._workers, self._ahead = batches, workers, ahead
     self._given = 0
+    # Before what may raise: grain closes what it deletes.
     self._iterator: grain.DatasetIterator | None = None
+    self._make, self._builder, self._extent = make, builder, _extent(builder, split)
+    self._batches, self._workers, self._ahead = make(split), workers, ahead
 
   def start_prefetch(self) -> None:
     if self._iterator is None:
@@ -369,28 +461,60 @@ class _Batches(grain.DatasetIterator):
     try:
       batch = next(self._iterator)
     except RuntimeError as error:
-      if "Worker process was terminated" not in str(error):
+      code = re.search(r"Worker process was terminated .* exit code (-?\d+)", str(error))
+      if not code:
         raise
       raise RunError(
-        "A worker process that loads data was killed, perhaps for lack of memory. The same command"
-        f" continues; data.workers={self._workers} may be less."
+        f"A worker process that loads data was ended {_explain(int(code[1]))} The same command"
+        f" continues (data.workers={self._workers})."
       ) from error
     self._given += 1
     # Copies out of the workers' shared memory. grain frees that with its arrays: late, at exit.
     return {name: np.array(values) for name, values in batch.items()} if self._workers else batch
 
-  def get_state(self) -> dict[str, int]:
-    return {"batches": self._given}
+  def get_state(self) -> dict[str, Any]:
+    return {"batches": self._given, "data": self._extent}
 
-  def set_state(self, state: dict[str, int]) -> None:
+  def set_state(self, state: dict[str, Any]) -> None:
+    """Goes on with the examples of then, also if further shards have been imported since."""
     self.close()
     self._given = state["batches"]
+    before = state.get("data", self._extent)  # Older checkpoints do not have it.
+    if before == self._extent:
+      return
+    name, split = full_name(self._builder), before["split"]
+    shards = _shards(self._builder, split.partition("[")[0])
+    if _checksum(shards[: before["shards"]]) != before["checksum"]:
+      raise RunError(
+        f"{name} has other shards, or others first, than those that this run began with: it was"
+        " imported again. Choose a new --workdir, or bring back the data set of then."
+      )
+    self._batches, self._extent = self._make(split), before
+    print(f"{name} has grown: this run goes on with {split}, with which it began.", flush=True)
 
   def close(self) -> None:
     """Ends the threads or processes; `next` starts them again."""
     if self._iterator is not None:
       self._iterator.close()
       self._iterator = None
+
+
+def _explain(exit_code: int) -> str:
+  """Why a process ended, as its exit code in Python tells."""
+  if exit_code >= 0:
+    return f"with exit code {exit_code}; what it printed is above."
+  name = signal.Signals(-exit_code).name
+  return f"by {name}" + {
+    "SIGKILL": ", perhaps for lack of memory: fewer data.workers, or a smaller data.prefetch, take"
+    " less.",
+    "SIGBUS": f": /dev/shm, through which batches pass, is full. It has {_size_of('/dev/shm')}; for"
+    " a container --shm-size sets it. Fewer data.workers and a smaller data.prefetch or batch_size"
+    " take less, and data.workers=0 takes none.",
+  }.get(name, ".")
+
+
+def _size_of(folder: str) -> str:
+  return f"{shutil.disk_usage(folder).total / 1e6:,.0f} MB"
 
 
 def _leave_the_accelerator(worker: int, workers: int) -> None:

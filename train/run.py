@@ -7,6 +7,7 @@ import contextlib
 import functools
 import sys
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,9 +16,9 @@ import numpy as np
 import optax
 from jax.experimental import multihost_utils
 
-from train import data
+from train import agreement, data
 from train.checkpoint import Checkpointer, Restored
-from train.config import Config, ModelConfig
+from train.config import Config, ModelConfig, flat
 from train.errors import RunError
 from train.finetune import check_init, check_patterns, check_vocabulary, initial_params
 from train.loss import LOSSES
@@ -34,6 +35,7 @@ from train.zero_shot import Sample
 # After a change of `accumulate`, patch dropout draws other patches.
 _MAY_CHANGE = {
   "steps", "log_every", "eval_every", "eval_batch_size", "checkpoint_every", "checkpoint_keep",
+  "checkpoint_minutes", "max_hours",
   "wandb_project", "mesh", "accumulate", "data.data_dir", "data.root", "data.prefetch",
   "model.backend", "model.attention_backend", "model.remat", "model.unroll",
   "data.eval_split", "data.eval_shards", "data.eval_data",
@@ -53,6 +55,7 @@ class Run(NamedTuple):
   schedule: optax.Schedule
   abstract_state: TrainState  # shapes and shardings
   checkpointer: Checkpointer
+  between_batches: Callable[[], None] = lambda: None  # called in an evaluation; may raise
 
   def new_state(self) -> TrainState:
     """The state at step 0, created in its shardings, with the parameters of `init` if given."""
@@ -66,6 +69,9 @@ class Run(NamedTuple):
     if "logit_bias" in like:
       like["logit_bias"] = np.float32(model.init_logit_bias)
     params = initial_params(self.config, model.config, like)
+    agreement.check(
+      "the initial weights", lambda: {f"the weights of init={self.config.init}": _digest(params)}
+    )
     # Every process has all of the arrays, and makes its shards.
     params = jax.tree.map(
       lambda x, sharding: jax.make_array_from_callback(x.shape, sharding, lambda i: x[i]),
@@ -115,7 +121,13 @@ class Run(NamedTuple):
   def _evaluate(self, params, batches, **classes) -> dict[str, float]:
     size = self.config.eval_batch_size
     return self.task.evaluate(
-      params, self.mesh, self._tokenize, batches, batch_size=size, **classes
+      params,
+      self.mesh,
+      self.between_batches,
+      self._tokenize,
+      batches,
+      batch_size=size,
+      **classes,
     )
 
   def restore(self) -> Restored | None:
@@ -186,7 +198,9 @@ def make_run(config: Config, workdir: Path, read_only: bool = False) -> Run:
   builder = data.prepare(config.data)
   data.check_split(builder, config.data.train_split)
   data.check_eval_splits(builder, data.eval_splits(config))
+  agreement.check("the data set", lambda: data.identity(builder))
   tokenizer = _tokenizer(config, builder, workdir)
+  agreement.check("the tokenizer", lambda: {"tokenizer.json": _tokenizer_checksum(workdir)})
   task = make_task(config, tokenizer)
   abstract = abstract_state(task, optimizer, config.seed, mesh)
   paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(abstract.params))
@@ -213,6 +227,13 @@ def check_tokenizer(restored: Restored, workdir: Path) -> None:
       f"{workdir / 'tokenizer.json'} is not the one that this run trained with. Delete it, and the"
       " same command makes it again."
     )
+
+
+def _digest(params) -> int:
+  digest = 0
+  for x in jax.tree.leaves(params):
+    digest = zlib.crc32(np.asarray(x).tobytes(), digest)
+  return digest
 
 
 def _tokenizer_checksum(workdir: Path) -> int:
@@ -242,8 +263,8 @@ def check_continues(config: Config, workdir: Path) -> None:
   if not path.is_file():
     return
   defaults = Config(model=ModelConfig(size=""))  # Older files lack newer fields.
-  now, saved = _flat(config.to_dict()), _flat(read_config(path))
-  before = _flat(defaults.to_dict()) | saved
+  now, saved = flat(config.to_dict()), flat(read_config(path))
+  before = flat(defaults.to_dict()) | saved
   if gone := [f"{name}={value!r}" for name, value in saved.items() if name not in now]:
     print(f"{path}: {', '.join(gone)} is ignored: no such field any more.", file=sys.stderr)
   changed = [
@@ -279,16 +300,6 @@ def _same(a, b) -> bool:
 
 def _may_change(name: str) -> bool:
   return name in _MAY_CHANGE or name.partition(".")[0] in _MAY_CHANGE
-
-
-def _flat(config: dict, prefix: str = "") -> dict:
-  flat = {}
-  for name, value in config.items():
-    if isinstance(value, dict):
-      flat |= _flat(value, f"{prefix}{name}.")
-    else:
-      flat[prefix + name] = list(value) if isinstance(value, tuple) else value
-  return flat
 
 
 def _tokenizer(config: Config, builder, workdir: Path) -> Tokenizer:

@@ -289,7 +289,7 @@ class Progress:
     self._lines += 1
     done = self._done
     text = (
-      f"Imported {done.shards:,} of {self._shards:,} shards, {done.images:,} images"
+      f"Importing: {done.shards:,} of {self._shards:,} shards, {done.images:,} images"
       f" ({done.images / seconds:,.0f}/s), skipped {done.skipped:,}"
     )
     if done.bytes:

@@ -100,7 +100,7 @@ def label(files: Files) -> int:
   """
   if "cls" not in files:
     raise Unusable("no label", _there(files))
-  text = "".join(lines(_content(files, "cls")))
+  text = "\n".join(lines(_content(files, "cls")))
   try:
     if not text.removeprefix("-").isdecimal():
       raise ValueError(text)

@@ -89,12 +89,12 @@ class WdsFolder(NamedTuple):
     """
     for shard in self.shards(split):
       for key, files in tar_shards.checked_samples(str(shard), limits.member_bytes):
-        example = self._example(f"{shard}: {key}", files)
+        example = self._example(f"{shard}: {key}", files, limits)
         if self.task == CLASSIFICATION and example["label"] >= len(self.class_names):
           self._refuse_labels(split, limits)
         yield example
 
-  def _example(self, where: str, files: sample.Files) -> dict[str, Any]:
+  def _example(self, where: str, files: sample.Files, limits: Limits) -> dict[str, Any]:
     label, captions = -1, []
     try:
       image = sample.image(files)
@@ -106,13 +106,14 @@ class WdsFolder(NamedTuple):
           raise sample.Unusable("label out of range", str(label))
     except sample.Unusable as error:
       wanted = sample.wanted(self.task == RETRIEVAL, self.task == CLASSIFICATION)
-      raise RunError(f"{where} must have {wanted}: {error}.") from error
+      reason = str(error).replace("data.max_", f"{limits.given_by}max_")
+      raise RunError(f"{where} must have {wanted}: {reason}.") from error
     return {"where": where, "image": image, "captions": captions, "label": label}
 
   def _refuse_labels(self, split: str, limits: Limits) -> None:
     """Raises the RunError of a split with a label beyond the names; counts all labels for it."""
     counts = collections.Counter(
-      self._example(f"{shard}: {key}", files)["label"]
+      self._example(f"{shard}: {key}", files, limits)["label"]
       for shard in self.shards(split)
       for key, files in tar_shards.checked_samples(str(shard), limits.member_bytes)
     )
