@@ -15,6 +15,7 @@ that is too large makes some of them infinite. What is skipped then is the diffe
 """
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,7 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from sbjax.partition import Axes, over_shards
 from sbjax.stable_adamw import leading_axes, states_of
+from sbjax.state_formats import CompressedState, join_details, split_details
 
 
 class LossScaleState(NamedTuple):
@@ -40,17 +43,20 @@ def fixed_loss_scale(
   scale: float = 65_536.0,
   *,
   stacked: Any | Callable[[optax.Params], Any] | None = None,
+  axis_name: Axes | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   """An optimizer of gradients `scale` times too large, which skips tensors that are not finite.
 
-  A skipped tensor has no update and keeps its moments. Counts, and with them bias corrections and
-  schedules, go on. Other tensors are updated as if its gradient were 0.
+  A skipped tensor has no update and keeps its moments; its RMS reads 0. Counts, and with them bias
+  corrections and schedules, go on. Other tensors are updated as if its gradient were 0.
 
   Args:
     optimizer: any optax transformation; what its state has of a parameter, it has in a tree like
       the parameters.
     scale: what the loss was multiplied with; a power of two rounds nothing.
     stacked: how many leading axes of a leaf number tensors of their own; see `stable_adamw`.
+    axis_name: within a `jax.shard_map`, the mesh axes whose devices hold shards of a tensor, which
+      is skipped on all of them; see `stable_adamw`.
 
   Raises:
     ValueError: a scale that is not positive and finite.
@@ -66,7 +72,7 @@ def fixed_loss_scale(
 
   def update(updates, state, params=None, **extra):
     axes = leading_axes(stacked, updates)
-    finite = jax.tree.map(lambda n, g: jnp.all(jnp.isfinite(g), range(n, g.ndim)), axes, updates)
+    finite = jax.tree.map(functools.partial(_are_finite, axis_name), axes, updates)
     zeros = optax.tree.zeros_like(updates)
     gradients = _unscaled(_where(finite, updates, zeros), state.scale)
     updates, inner = optimizer.update(gradients, state.inner_state, params, **extra)
@@ -85,6 +91,7 @@ def dynamic_loss_scale(
   *,
   factor: float = 2.0,
   interval: int = 2000,
+  axis_name: Axes | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   """An optimizer of scaled gradients, which skips steps that are not finite and adapts the scale.
 
@@ -96,6 +103,12 @@ def dynamic_loss_scale(
   >>> optimizer.update(jnp.array([jnp.inf, 1.0]), state)[1].scale
   Array(32768., dtype=float32)
 
+  Args:
+    optimizer: any optax transformation.
+    initial, factor, interval: of the scale.
+    axis_name: within a `jax.shard_map`, the mesh axes whose devices skip a step together; see
+      `stable_adamw`.
+
   Raises:
     ValueError: an initial scale that is not positive and finite, a factor of 1 or less, or an
       interval below 1.
@@ -106,7 +119,8 @@ def dynamic_loss_scale(
   optimizer = optax.with_extra_args_support(optimizer)
 
   def update(updates, state, params=None, **extra):
-    finite = jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(updates)]).all()
+    each = [_are_finite(axis_name, 0, g) for g in jax.tree.leaves(updates)]
+    finite = functools.reduce(jnp.logical_and, each, jnp.bool_(True))
     zeros = optax.tree.zeros_like(updates)
     gradients = _unscaled(optax.tree.where(finite, updates, zeros), state.scale)
     updates, inner = optimizer.update(gradients, state.inner_state, params, **extra)
@@ -119,7 +133,7 @@ def dynamic_loss_scale(
         finite, larger, jnp.maximum(state.scale / factor, jnp.minimum(state.scale, 1.0))
       ),
       finite_steps=jnp.where(grows, 0, steps),
-      skipped=state.skipped + ~finite,
+      skipped=state.skipped + (~finite).astype(jnp.int32),
     )
 
   return optax.GradientTransformationExtraArgs(_init(optimizer, initial), update)
@@ -159,6 +173,12 @@ def _check(name: str, value, above: float) -> None:
   raise ValueError(f"{name}={value!r} must be a finite number above {above} in float32.")
 
 
+def _are_finite(axis_name: Axes | None, axes: int, g) -> jax.Array:
+  """Whether tensors are finite, on all devices that hold shards of them; bool, of g's `axes`."""
+  finite = jnp.all(jnp.isfinite(g), range(axes, g.ndim))
+  return over_shards(jax.lax.pmin, finite.astype(jnp.int32), axis_name) > 0
+
+
 def _unscaled(gradients, scale):
   """Gradients of the loss, in float32: unscaled they may be too small for 16 bits."""
   return jax.tree.map(lambda g: g.astype(jnp.float32) / scale, gradients)
@@ -194,7 +214,13 @@ def _where_like(params, finite, state, other):
       return False
     return all(map(fits, leaves, flags, parts))
 
+  def is_leaf(node):
+    return isinstance(node, CompressedState) or is_like(node)
+
   def select(new, old):
+    if isinstance(new, CompressedState):
+      joined = map(join_details, (new, old))
+      return split_details(_where_like(params, finite, *joined))
     return _where(finite, new, old) if is_like(new) else new
 
-  return jax.tree.map(select, state, other, is_leaf=is_like)
+  return jax.tree.map(select, state, other, is_leaf=is_leaf)

@@ -75,6 +75,32 @@ def is_manual() -> bool:
   return AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
 
 
+# In JAX's explicit mode a reshape states the sharding of its result. Merged axes have all the mesh
+# axes of their parts; nothing moves if only the first part was split.
+
+
+def reshape(x: jax.Array, shape, splits) -> jax.Array:
+  """x reshaped; in explicit mode `splits` are the mesh axes of each new axis."""
+  return jax.lax.reshape(x, shape, out_sharding=P(*splits)) if is_explicit() else x.reshape(shape)
+
+
+def splits_of(x: jax.Array) -> list[tuple[str, ...]]:
+  """The mesh axes that split each axis of x, by its type."""
+  spec = jax.typeof(x).sharding.spec
+  entries = [*spec, *[None] * (x.ndim - len(spec))]
+  return [entry if isinstance(entry, tuple) else (entry,) if entry else () for entry in entries]
+
+
+def merge_splits(splits) -> tuple[str, ...]:
+  """The mesh axes of axes that become one."""
+  return tuple(name for split in splits for name in split)
+
+
+def unmerge_splits(merged, splits):
+  """The mesh axes of axes that were one; none where a product did not keep them."""
+  return splits if merge_splits(splits) == merged else [()] * len(splits)
+
+
 def check_axes(axes: Axes, action: str) -> None:
   """Raises a ValueError unless this code runs over mesh axes of these names (jax.shard_map)."""
   for name in axes if isinstance(axes, tuple) else (axes,):
@@ -82,6 +108,30 @@ def check_axes(axes: Axes, action: str) -> None:
       raise ValueError(
         f"{name!r} is no mesh axis here; {action} within a jax.shard_map over that axis."
       )
+
+
+def over_shards(reduce: Callable, x: jax.Array, axis_name: Axes | None = None) -> jax.Array:
+  """`reduce(x, axes)`, such as `jax.lax.pmean`, over the devices that hold shards of a tensor.
+
+  Args:
+    x: what a device computed from its shard.
+    axis_name: the mesh axes of these devices; () if each device has whole tensors. None: all axes
+      that x varies over in a `jax.shard_map`. If it does not say so (check_vma=False, `jax.pmap`),
+      all of its axes: the mean, the maximum and "all are finite" of equal numbers change nothing.
+  """
+  if axis_name is None:
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    if types_vary(axes):
+      axes = tuple(sorted(_varying([x])))
+  else:
+    check_axes(axis_name, "update shards")
+    axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+  return reduce(x, axes) if axes else x
+
+
+def types_vary(axes: tuple[str, ...]) -> bool:
+  """Whether types say which arrays vary over these axes of a `jax.shard_map`."""
+  return bool(axes) and bool(_varying([jax.lax.axis_index(axes[0])]))
 
 
 def _is_bound(axis_name: str) -> bool:

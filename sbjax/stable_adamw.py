@@ -9,6 +9,7 @@ update clipping of AdaFactor (Shazeer and Stern 2018, https://arxiv.org/abs/1804
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -20,20 +21,23 @@ import optax
 from sbjax.backends import get_backend, has_kernel
 from sbjax.expansion import Coded, decode, encode, in_groups
 from sbjax.formats import floating_dtype
-from sbjax.partition import is_manual
+from sbjax.partition import Axes, is_explicit, is_manual, over_shards
 from sbjax.quantize import as_floating
 
 
 class ScaleByStableAdamState(NamedTuple):
-  """The state of `scale_by_stable_adam`; each tree is like the parameters.
+  """The state of `scale_by_stable_adam`.
 
-  A moment may be in e4m3, a `sbjax.expansion.Coded`, and then so is the new one.
+  Both moments are trees like the parameters. In `update` a moment may be in e4m3, a
+  `sbjax.expansion.Coded`, and then so is the new one.
   """
 
   count: jax.Array  # int32 []: updates made  # pyright: ignore
   mu: optax.Updates  # first moment, debiased; the dtype of the parameter, or `mu_dtype`
   nu: optax.Updates  # second moment, debiased if b2 is a number; float32
-  rms: optax.Updates  # RMS_t of the last update, float32 []; [layers] for a stack of layers
+  # RMS_t of the last update, float32 [tensors]; [1] without tensors, as orbax stores no array of
+  # size 0. A tree like the parameters would give each of these scalars a matrix's sharding.
+  rms: jax.Array
 
 
 def scale_by_stable_adam(
@@ -47,6 +51,7 @@ def scale_by_stable_adam(
   decay_with: Literal["clipped", "plain"] = "clipped",
   clip_threshold: jax.typing.ArrayLike = 1.0,
   stacked: Any | Callable[[optax.Params], Any] | None = None,
+  axis_name: Axes | None = None,
 ) -> optax.GradientTransformation:
   """Rescales updates as StableAdamW does, all but the learning rate; see `stable_adamw`.
 
@@ -66,16 +71,14 @@ def scale_by_stable_adam(
     raise ValueError(f"{decay_with=} is not a rule for weight decay: 'clipped' or 'plain'.")
 
   def init(params):
-    jax.tree.map(functools.partial(as_floating, "a parameter"), params)
+    jax.tree.map(parameter_dtype, params)
+    axes = leading_axes(stacked, params)
+    tensors = jax.tree.map(lambda n, p: math.prod(p.shape[:n]), axes, params)
     return ScaleByStableAdamState(
       count=jnp.zeros([], jnp.int32),
       mu=optax.tree.zeros_like(params, dtype=mu_dtype),
       nu=optax.tree.zeros_like(params, dtype=jnp.float32),
-      rms=jax.tree.map(  # Before the first update: 0 for each tensor.
-        lambda axes, p: jnp.zeros(p.shape[:axes], jnp.float32),
-        leading_axes(stacked, params),
-        params,
-      ),
+      rms=jnp.zeros(max(sum(jax.tree.leaves(tensors)), 1), jnp.float32),
     )
 
   def update(updates, state, params=None):
@@ -83,8 +86,8 @@ def scale_by_stable_adam(
     w1 = _newest_weight(b1, count)
     w2 = _scheduled_weight(b2, state.count) if callable(b2) else _newest_weight(b2, count)
     g = _map(_as_gradient, updates, state.mu)
-    step = functools.partial(_step, w1, w2, jnp.asarray(eps, jnp.float32))
-    stepped = _map(step, g, state.mu, state.nu, state.rms)
+    step = functools.partial(_step, w1, w2, jnp.asarray(eps, jnp.float32), axis_name)
+    stepped = _map(step, g, leading_axes(stacked, g), state.mu, state.nu)
     direction, mu, nu, rms = (_map(lambda g, s, i=i: s[i], g, stepped) for i in range(4))
 
     def clip(tree):
@@ -103,7 +106,7 @@ def scale_by_stable_adam(
 
     direction = clip(decay(direction)) if decay_with == "clipped" else decay(clip(direction))
     updates = _map(lambda x, g: x.astype(g.dtype), direction, updates)
-    return updates, ScaleByStableAdamState(jnp.asarray(count), mu, nu, rms)
+    return updates, ScaleByStableAdamState(jnp.asarray(count), mu, nu, _numbers(rms))
 
   return optax.GradientTransformation(init, update)
 
@@ -120,6 +123,7 @@ def stable_adamw(
   decay_with: Literal["clipped", "plain"] = "clipped",
   clip_threshold: jax.typing.ArrayLike = 1.0,
   stacked: Any | Callable[[optax.Params], Any] | None = None,
+  axis_name: Axes | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   """StableAdamW, Algorithm 2 of Wortsman et al. 2023, https://arxiv.org/abs/2304.13013.
 
@@ -150,6 +154,9 @@ def stable_adamw(
     stacked: how many leading axes of a leaf number tensors of their own rather than belong to
       one, as the layers that `nn.scan` stacks: an int for each leaf (a prefix does, as for
       `mask`) or a function from parameters to these. Each tensor has its own RMS and rate.
+    axis_name: within a `jax.shard_map`, the mesh axes whose devices hold shards of a tensor; the
+      RMS is over all of them. None: all axes that a gradient varies over. Say () if each device has
+      whole tensors of its own, such as the layers of its stage.
 
   `optax.inject_hyperparams` takes functions for schedules, and gives numbers in their place: name
   `b2`, `mask` and `stacked` in its `static_args` where they are functions.
@@ -172,22 +179,44 @@ def stable_adamw(
       decay_with=decay_with,
       clip_threshold=clip_threshold,
       stacked=stacked,
+      axis_name=axis_name,
     ),
     optax.scale_by_learning_rate(learning_rate),
   )
 
 
-def tensor_rms(opt_state) -> dict[str, jax.Array]:
+def tensor_rms(
+  opt_state, stacked: Any | Callable[[optax.Params], Any] | None = None
+) -> dict[str, jax.Array]:
   """RMS_t of the last update by the parameter's path, "visual/patch_embedding/kernel".
 
   The StableAdamW may sit anywhere in `opt_state`, several times too (`optax.multi_transform`);
-  without one the dict is empty. A stack of layers has its RMS in one array, [layers].
+  without one the dict is empty.
+
+  Args:
+    stacked: that of the optimizer. A stack of layers has its RMS in one array, [layers].
+
+  Raises:
+    ValueError: the optimizer has another `stacked`.
   """
-  return {
-    jax.tree_util.keystr(path, simple=True, separator="/"): rms
-    for state in states_of(ScaleByStableAdamState, opt_state)
-    for path, rms in jax.tree_util.tree_leaves_with_path(state.rms)
-  }
+  found = {}
+  for state in states_of(ScaleByStableAdamState, opt_state):
+    named = jax.tree_util.tree_leaves_with_path(state.mu)
+    shapes = [
+      m.shape[:n]
+      for (_, m), n in zip(named, jax.tree.leaves(leading_axes(stacked, state.mu)), strict=True)
+    ]
+    (rms,) = jax.tree.leaves(state.rms)
+    sizes = [math.prod(shape) for shape in shapes]
+    if rms.size != max(sum(sizes), 1):
+      raise ValueError(
+        f"The optimizer has an RMS for each of {rms.size} tensors, and {stacked=} makes"
+        f" {sum(sizes)} of its parameters: give tensor_rms the optimizer's own `stacked`."
+      )
+    for (path, _), shape, size, end in zip(named, shapes, sizes, np.cumsum(sizes), strict=True):
+      name = jax.tree_util.keystr(path, simple=True, separator="/")
+      found[name] = rms[end - size : end].reshape(shape)
+  return found
 
 
 def states_of(kind: type, opt_state) -> list:
@@ -206,6 +235,12 @@ def _check(name: str, value, range_: str, fits: Callable) -> None:
     raise ValueError(f"{name}={value!r} must be a number, {range_}.")
 
 
+def parameter_dtype(p) -> jnp.dtype:
+  """The dtype of a parameter, an array or its shape from `jax.eval_shape`; floating point."""
+  is_shape = isinstance(p, jax.ShapeDtypeStruct)
+  return as_floating("a parameter", np.zeros((), p.dtype) if is_shape else p).dtype
+
+
 def leading_axes(stacked, tree):
   """How many leading axes of each leaf number tensors of their own, by `stable_adamw`'s `stacked`.
 
@@ -218,7 +253,12 @@ def leading_axes(stacked, tree):
       raise ValueError(f"stacked={axes!r} must be a number of leading axes of {x.shape}.")
     return axes
 
-  axes = stacked(tree) if callable(stacked) else 0 if stacked is None else stacked
+  if not jax.tree.leaves(tree):  # An empty group, or what optax.tree_map_params initializes with.
+    return tree
+  if stacked is None:
+    return jax.tree.map(lambda _: 0, tree)
+  leaves = jax.tree.leaves(stacked)  # A module is a tree, and may be callable as well.
+  axes = stacked(tree) if leaves and all(map(callable, leaves)) else stacked
   return jax.tree.map(lambda n, part: jax.tree.map(functools.partial(checked, n), part), axes, tree)
 
 
@@ -244,11 +284,11 @@ def _scheduled_weight(b2, count):
   return 1 - jnp.asarray(b2(count), jnp.float32)
 
 
-def _step(w1, w2, eps, g, mu, nu, rms):
+def _step(w1, w2, eps, axis_name, g, axes, mu, nu):
   """A leaf's unscaled direction, its new moments as they are kept, and its RMS."""
   m = (1 - w1) * _decoded(mu) + w1 * g
   n = (1 - w2) * _decoded(nu) + w2 * g**2
-  rms = _rms(g, n, eps, _own_axes(rms, g))
+  rms = _rms(g, n, eps, axes, axis_name)
   if isinstance(mu, Coded) and isinstance(nu, Coded):
     operands = in_groups(g), *(x._replace(values=in_groups(x.values)) for x in (mu, nu))
     weights = jnp.stack([w1, w2, jnp.asarray(eps, jnp.float32)])
@@ -280,16 +320,28 @@ def _like(old, moment):
   return encode(moment) if isinstance(old, Coded) else moment.astype(old.dtype)
 
 
-def _rms(g, nu, eps, axes):
-  """The paper's sqrt(mean(g^2 / max(u, eps^2))), with the root inside: eps^2 may underflow."""
+def _rms(g, nu, eps, axes: int, axis_name):
+  """The paper's sqrt(mean(g^2 / max(u, eps^2))), with the root inside: eps^2 may underflow.
+
+  g has that number of leading axes, `axes`, which number tensors.
+  """
   if not g.size:
-    return jnp.zeros([n for axis, n in enumerate(g.shape) if axis not in axes], jnp.float32)
-  return jnp.sqrt(jnp.mean((g / jnp.maximum(jnp.sqrt(nu), eps)) ** 2, axes))
+    return jnp.zeros(g.shape[:axes], jnp.float32)
+  squares = jnp.mean((g / jnp.maximum(jnp.sqrt(nu), eps)) ** 2, tuple(range(axes, g.ndim)))
+  return jnp.sqrt(over_shards(jax.lax.pmean, squares, axis_name))  # Shards have equal sizes.
 
 
 def _own_axes(rms, x):
   """The axes of x that belong to one tensor: those after the axes that `rms` has."""
   return tuple(range(rms.ndim, x.ndim))
+
+
+def _numbers(tree) -> jax.Array:
+  """The numbers in a tree as one vector."""
+  parts = [x.reshape(-1) for x in jax.tree.leaves(tree)] or [jnp.zeros(1, jnp.float32)]
+  if is_explicit():
+    parts = [jax.sharding.reshard(x, jax.sharding.PartitionSpec(None)) for x in parts]
+  return jnp.concatenate(parts)
 
 
 def _map(f, tree, *rest):

@@ -13,7 +13,7 @@ instead, where there is one.
   format          bytes   a number is stored as
   FLOAT32         4       itself
   BFLOAT16        2       bfloat16
-  BFLOAT16_PAIR   4       the sum of two bfloat16: 16 bits of its significand
+  BFLOAT16_PAIR   4       the sum of two bfloat16, a float32: 16 bits of its significand
   E4M3_EXPANDED   1.0625  e4m3, after a power that stretches its group of 128 over e4m3's range
   E4M3_SCALED     1       e4m3, times a power of two that its tensor shares
   FLOAT16_SCALED  2       float16, times a power of two that its tensor shares
@@ -36,18 +36,32 @@ import optax
 from sbjax import expansion
 from sbjax.expansion import Coded
 from sbjax.formats import E4M3, max_value
+from sbjax.partition import Axes, over_shards
 from sbjax.quantize import magnitude
 from sbjax.stable_adamw import ScaleByStableAdamState, leading_axes
 
 
 class Format(NamedTuple):
-  """How an array is stored: `decode(encode(x, axes))` is close to x, a float32 array.
+  """How an array is stored: `decode(encode(x, axes, axis_name))` is close to x, a float32 array.
 
   axes: how many leading axes of x number tensors of their own.
+  axis_name: of the shards of a tensor; see `stable_adamw`.
   """
 
-  encode: Callable[[jax.Array, int], Coded]
+  encode: Callable[..., Coded]
   decode: Callable[[Coded], jax.Array]
+
+
+class CompressedState(NamedTuple):
+  """The state of `compress_state`: arrays of the parameters' shapes, and beside them their scales.
+
+  Frameworks shard and store whatever is like the parameters as the parameters. So a stored array is
+  an array in the optimizer's state, and its scales, which have other shapes, are not.
+  """
+
+  inner_state: Any  # the optimizer's, with arrays in the dtypes of their formats
+  # {number of a leaf of inner_state: Coded.details}, for those that have any; a zero if none has.
+  details: Any
 
 
 def compress_state(
@@ -55,6 +69,7 @@ def compress_state(
   *,
   min_size: int = 4096,
   stacked: Any | Callable[[optax.Params], Any] | None = None,
+  axis_name: Axes | None = None,
   **formats: Format,
 ) -> optax.GradientTransformationExtraArgs:
   """An optimizer that keeps the named fields of its state in other formats.
@@ -69,6 +84,8 @@ def compress_state(
     optimizer: any optax transformation.
     min_size: tensors with fewer elements stay as they are: norms, biases, logit scales.
     stacked: how many leading axes of a leaf number tensors of their own; see `stable_adamw`.
+    axis_name: within a `jax.shard_map`, the mesh axes whose devices hold shards of a tensor; see
+      `stable_adamw`.
     **formats: a Format for each name of a field.
 
   Raises:
@@ -84,8 +101,10 @@ def compress_state(
     if not isinstance(one, Format):
       raise ValueError(f"{name}={one!r} is no Format: take one of {', '.join(FORMATS)}.")
   optimizer = optax.with_extra_args_support(optimizer)
+  options = stacked, min_size, axis_name
   decode = functools.partial(_in_fields, formats, _decode)
-  encode = functools.partial(_in_fields, formats, functools.partial(_encode, stacked, min_size))
+  first = functools.partial(_in_fields, formats, functools.partial(_encode_first, *options))
+  encode = functools.partial(_in_fields, formats, functools.partial(_encode, *options))
 
   def init(params):
     state = optimizer.init(params)
@@ -94,33 +113,57 @@ def compress_state(
       if name not in names:
         raise ValueError(f"No state of the optimizer has a field {name!r}: {', '.join(names)}.")
     # The moments are zeros. XLA would encode them while it compiles, number by number.
-    return encode(jax.tree.map(jax.lax.optimization_barrier, state))
+    return split_details(first(jax.tree.map(jax.lax.optimization_barrier, state)))
 
   def update(updates, state, params=None, **extra):
-    updates, state = optimizer.update(updates, decode(state), params, **extra)
-    return updates, encode(state)
+    old = join_details(state)
+    updates, new = optimizer.update(updates, decode(old), params, **extra)
+    return updates, split_details(encode(old, new))
 
   return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _in_fields(formats: dict[str, Format], function: Callable, state):
-  """A state with `function(format, field, node)` for each field of a node that has a format."""
+def join_details(state: CompressedState):
+  """The inner state, with a Coded where an array has details."""
+  details = state.details if isinstance(state.details, dict) else {}
+  leaves, structure = jax.tree.flatten(state.inner_state)
+  return structure.unflatten(
+    Coded(x, details[str(i)]) if str(i) in details else x for i, x in enumerate(leaves)
+  )
+
+
+def split_details(state, nothing: Any = None) -> CompressedState:
+  """What `join_details` joins; `nothing` is for no details at all."""
+  leaves, structure = jax.tree.flatten(state, is_leaf=_is_coded)
+  details = {str(i): x.details for i, x in enumerate(leaves) if _is_coded(x)}
+  arrays = structure.unflatten(x.values if _is_coded(x) else x for x in leaves)
+  # Not an empty dict: optax.tree_map_params compares with the state of no parameters.
+  nothing = jnp.zeros([], jnp.float32) if nothing is None else nothing
+  return CompressedState(arrays, details or nothing)
+
+
+def _in_fields(formats: dict[str, Format], function: Callable, state, *new):
+  """A state with `function(format, node, field)` for each field of a node that has a format.
+
+  With a new state, the new one with `function(format, node, field, new field)`.
+  """
 
   def has_fields(node):
     return not formats.keys().isdisjoint(getattr(node, "_fields", ()))
 
-  def change(node):
+  def change(node, *new):
+    last = (node, *new)[-1]  # A gradient of None leaves None in a new state.
     if not has_fields(node):
-      return node
+      return last
     fields = {
-      name: function(formats[name], field, node)
+      name: function(formats[name], node, *values)
       if name in formats
-      else _in_fields(formats, function, field)
-      for name, field in zip(node._fields, node, strict=True)
+      else _in_fields(formats, function, *values)
+      for name, *values in zip(node._fields, node, *new, strict=True)
     }
-    return node._replace(**fields)
+    return last._replace(**fields)
 
-  return jax.tree.map(change, state, is_leaf=has_fields)
+  return jax.tree.map(change, state, *new, is_leaf=has_fields)
 
 
 def _field_names(state) -> list[str]:
@@ -139,26 +182,61 @@ def _is_coded(x) -> bool:
   return isinstance(x, Coded)
 
 
-def _decode(form: Format, tree, node):
+def _decode(form: Format, node, tree):
   if form == E4M3_EXPANDED and isinstance(node, ScaleByStableAdamState):
     return tree  # It takes coded moments, and returns new ones.
-  return jax.tree.map(lambda x: form.decode(x) if _is_coded(x) else x, tree, is_leaf=_is_coded)
+
+  def decode(x):
+    if _is_coded(x):
+      return form.decode(x)
+    return form.decode(Coded(x, ())) if x.dtype == _dtype_without_details(form) else x
+
+  return jax.tree.map(decode, tree, is_leaf=_is_coded)
 
 
-def _encode(stacked, min_size: int, form: Format, tree, node):
+def _encode_first(stacked, min_size: int, axis_name, form: Format, node, tree):
+  """A field of a new state: in the format where that is smaller."""
   del node
 
   def encode(axes, x):
-    if _is_coded(x):
+    if not (_is_large(x, axes, min_size) and jnp.issubdtype(x.dtype, jnp.floating)):
       return x
-    size = math.prod(x.shape[axes:])
-    if form == FLOAT32 or size < max(min_size, 1) or not jnp.issubdtype(x.dtype, jnp.floating):
-      return x
-    coded = form.encode(x.astype(jnp.float32), axes)
-    return coded if sum(part.nbytes for part in jax.tree.leaves(coded)) <= x.nbytes else x
+    coded = form.encode(x.astype(jnp.float32), axes, axis_name)
+    return _stored(coded) if sum(part.nbytes for part in jax.tree.leaves(coded)) <= x.nbytes else x
 
-  arrays = jax.tree.map(lambda x: x.values if _is_coded(x) else x, tree, is_leaf=_is_coded)
-  return jax.tree.map(encode, leading_axes(stacked, arrays), tree)
+  return jax.tree.map(encode, leading_axes(stacked, tree), tree)
+
+
+def _encode(stacked, min_size: int, axis_name, form: Format, node, old, new):
+  """A field of a state that was updated, as its old one is stored."""
+  del node
+
+  def encode(axes, old, x):
+    if x is None or _is_coded(x):
+      return x
+    if _is_coded(old) or (
+      old.dtype == _dtype_without_details(form) and _is_large(x, axes, min_size)
+    ):
+      return _stored(form.encode(x.astype(jnp.float32), axes, axis_name))
+    return x.astype(old.dtype)
+
+  arrays = jax.tree.map(lambda x: x.values if _is_coded(x) else x, old, is_leaf=_is_coded)
+  return jax.tree.map(encode, leading_axes(stacked, arrays), old, new)
+
+
+def _is_large(x, axes: int, min_size: int) -> bool:
+  return math.prod(x.shape[axes:]) >= max(min_size, 1)
+
+
+def _stored(coded: Coded):
+  return coded if coded.details else coded.values
+
+
+@functools.cache
+def _dtype_without_details(form: Format) -> jnp.dtype | None:
+  """The dtype of arrays in a format that has nothing but values."""
+  coded = jax.eval_shape(lambda x: form.encode(x, 0), jax.ShapeDtypeStruct((1,), jnp.float32))
+  return None if coded.details else coded.values.dtype
 
 
 def _scaled(dtype, limit: float, least: float) -> Format:
@@ -167,9 +245,10 @@ def _scaled(dtype, limit: float, least: float) -> Format:
   least: the magnitude that smaller ones but zero are rounded to.
   """
 
-  def encode(x, axes: int):
+  def encode(x, axes: int, axis_name: Axes | None = None):
     size = magnitude(x)
     absmax = jnp.max(size, range(axes, x.ndim), keepdims=True)
+    absmax = over_shards(jax.lax.pmax, absmax, axis_name)
     power = jnp.floor(jnp.log2(limit / jnp.where(absmax == 0, limit, absmax)))
     power = jnp.clip(power, -126, 126).astype(jnp.int32)
     size = jnp.minimum(size * jnp.ldexp(jnp.float32(1), power), limit)
@@ -180,25 +259,20 @@ def _scaled(dtype, limit: float, least: float) -> Format:
   return Format(encode, lambda coded: coded.values.astype(jnp.float32) * coded.details[0])
 
 
-def _pair(x, axes: int) -> Coded:
-  del axes
+def _pair(x, axes: int, axis_name: Axes | None = None) -> Coded:
   high = jax.lax.reduce_precision(x, 8, 7)  # XLA may drop the rounding of two casts.
-  return Coded(high.astype(jnp.bfloat16), ((x - high).astype(jnp.bfloat16),))
-
-
-def _sum_of_pair(coded: Coded) -> jax.Array:
-  return coded.values.astype(jnp.float32) + coded.details[0].astype(jnp.float32)
+  return Coded(high + jax.lax.reduce_precision(x - high, 8, 7), ())
 
 
 FORMATS = {
-  "FLOAT32": Format(lambda x, axes: Coded(x, ()), lambda coded: coded.values),
+  "FLOAT32": Format(lambda x, axes, axis_name=None: Coded(x, ()), lambda coded: coded.values),
   "BFLOAT16": Format(
-    lambda x, axes: Coded(x.astype(jnp.bfloat16), ()),
+    lambda x, axes, axis_name=None: Coded(x.astype(jnp.bfloat16), ()),
     lambda coded: coded.values.astype(jnp.float32),
   ),
-  "BFLOAT16_PAIR": Format(_pair, _sum_of_pair),
-  # A group never has numbers of two tensors, so axes do not matter.
-  "E4M3_EXPANDED": Format(lambda x, axes: expansion.encode(x), expansion.decode),
+  "BFLOAT16_PAIR": Format(_pair, lambda coded: coded.values),
+  # A group has numbers of one tensor and one device.
+  "E4M3_EXPANDED": Format(lambda x, axes, axis_name=None: expansion.encode(x), expansion.decode),
   "E4M3_SCALED": _scaled(E4M3, max_value(E4M3), least=0.0),
   "FLOAT16_SCALED": _scaled(jnp.float16, 65504.0, least=2.0**-24),
 }

@@ -72,6 +72,7 @@ _PROGRAM = (
   "test_slurm",
   "test_states_benchmark",
   "test_step",
+  "test_stop",
   "test_watch",
   "test_watchdog",
 )

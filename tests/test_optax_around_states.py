@@ -33,8 +33,8 @@ def test_a_field_within_a_state_with_a_named_field_is_coded_too(optimizer, outer
     _, after = optimizer.update(params, state, params)
   for each in (state, after):
     (name,) = outer
-    assert getattr(each, name)["w"].values.dtype == jnp.bfloat16
-    assert inner(each).nu["w"].values.dtype == jnp.float8_e4m3fn
+    assert getattr(each.inner_state, name)["w"].dtype == jnp.bfloat16
+    assert inner(each.inner_state).nu["w"].dtype == jnp.float8_e4m3fn
 
 
 def test_a_mask_or_label_may_stand_for_a_subtree():

@@ -8,7 +8,6 @@ since the same command would meet it again, and else with 75: it may go well the
 
 import contextlib
 import json
-import os
 import secrets
 import socket
 import sys
@@ -21,6 +20,7 @@ import jax
 
 from train.agreement import gather
 from train.processes import listen
+from train.stop import Interrupted, Stopped
 from train.watchdog import EXIT_CODE, end_process, write
 
 _GRACE = 2.0  # seconds for a process to end by itself, with its own message
@@ -41,20 +41,24 @@ def linked() -> Iterator[None]:
     yield
   except BaseException as error:
     reason = f"{links.name(jax.process_index())} ended: {str(error) or type(error).__name__}"
-    links.tell("" if hasattr(error, "signum") else reason)  # All stop together at a signal.
+    code = EXIT_CODE if isinstance(error, Interrupted) else 1
+    links.tell("" if isinstance(error, Stopped) else reason, code)
     raise
   links.tell("")
 
 
-def exit_with(code: int) -> NoReturn:
-  """Ends this process, which raised an error; JAX's own exit would wait for the others."""
-  if not jax.distributed.is_initialized() or code > 128:
+def exit_with(code: int, together: bool = False) -> NoReturn:
+  """Ends this process, which raised an error; JAX's own exit would wait for the others.
+
+  together: all processes end now, and may wait for one another.
+  """
+  if together or (code == 1 and not jax.distributed.is_initialized()):
     sys.exit(code)
   sys.stdout.flush()
   sys.stderr.flush()
-  if jax.process_index() == 0:  # JAX ends the others when this process does.
-    time.sleep(2 * _GRACE)
-  os._exit(code)
+  # JAX ends the others when process 0 does. XLA may be at work: Python's own end could crash.
+  several = jax.distributed.is_initialized() and jax.process_index() == 0
+  end_process(2 * _GRACE if several else 0, code)
 
 
 class _Links:

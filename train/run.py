@@ -7,6 +7,7 @@ import contextlib
 import functools
 import sys
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ from train.config import Config, ModelConfig, flat
 from train.errors import RunError
 from train.finetune import check_init, check_patterns, check_vocabulary, initial_params
 from train.loss import LOSSES
-from train.optimizer import make_optimizer
+from train.optimizer import learning_rates, make_optimizer, warmup_cosine
 from train.sharding import make_mesh, path_name, state_shardings
 from train.step import TrainState, initial_state, make_init
 from train.task import CLIPTask, block_options, clip_config, make_task
@@ -34,9 +35,10 @@ from train.zero_shot import Sample
 # After a change of `accumulate`, patch dropout draws other patches.
 _MAY_CHANGE = {
   "steps", "log_every", "eval_every", "eval_batch_size", "checkpoint_every", "checkpoint_keep",
+  "checkpoint_minutes", "max_hours",
   "wandb_project", "mesh", "accumulate", "data.data_dir", "data.root", "data.prefetch",
   "model.backend", "model.attention_backend", "model.remat", "model.unroll",
-  "data.eval_split", "data.eval_shards",
+  "data.eval_split", "data.eval_shards", "data.eval_data",
   "data.workers", "data.max_member_bytes", "data.max_image_pixels", "data.max_aspect_ratio",
   "data.max_label", "step_timeout_seconds", "pause_timeout_seconds", "profile_steps", "watch",
 }  # fmt: skip
@@ -53,6 +55,7 @@ class Run(NamedTuple):
   schedule: optax.Schedule
   abstract_state: TrainState  # shapes and shardings
   checkpointer: Checkpointer
+  between_batches: Callable[[], None] = lambda: None  # called in an evaluation; may raise
 
   def new_state(self) -> TrainState:
     """The state at step 0, created in its shardings, with the parameters of `init` if given."""
@@ -83,29 +86,48 @@ class Run(NamedTuple):
     return data.to_devices(self.config, self.builder, self.mesh, **self.task.example_sizes)
 
   def evaluate(self, params) -> dict[str, float]:
-    """The scores of parameters on the evaluation split.
+    """The scores of parameters on the evaluation split, and on the folders of data.eval_data.
 
-    If there are several splits, a score's name begins with its split: "classes/zero_shot_top1".
+    A folder's scores begin with its name, and those of a split, if there are several, with the
+    split: "wds_cifar10/zero_shot_top1", "classes/zero_shot_top1".
     """
-    splits = data.eval_splits(self.config)
+    config, splits = self.config, data.eval_splits(self.config)
     scores = {}
     for split in splits:
       prefix = f"{split.partition('[')[0]}/" if len(splits) > 1 else ""
-      found = self._evaluate(params, split)
+      found = self._evaluate(
+        params,
+        self._eval_batches(split),
+        class_names=data.class_names(config, self.builder) or (),
+        templates=config.data.templates,
+        retrieval=bool(config.data.text_key),
+      )
       scores |= {f"{prefix}{name}": score for name, score in found.items()}
+    for folder in data.eval_folders(config):
+      found = self._evaluate(
+        params,
+        data.folder_batches(
+          config,
+          folder,
+          image_size=self.task.example_sizes["image_size"],
+          batch_size=config.eval_batch_size,
+        ),
+        class_names=folder.class_names,
+        templates=folder.templates,
+      )
+      scores |= {f"{folder.path.name}/{name}": score for name, score in found.items()}
     return scores
 
-  def _evaluate(self, params, split: str) -> dict[str, float]:
-    config = self.config
+  def _evaluate(self, params, batches, **classes) -> dict[str, float]:
+    size = self.config.eval_batch_size
     return self.task.evaluate(
       params,
       self.mesh,
+      self.between_batches,
       self._tokenize,
-      self._eval_batches(split),
-      batch_size=config.eval_batch_size,
-      class_names=data.class_names(config, self.builder) or (),
-      templates=config.data.templates,
-      retrieval=bool(config.data.text_key),
+      batches,
+      batch_size=size,
+      **classes,
     )
 
   def restore(self) -> Restored | None:
@@ -120,9 +142,11 @@ class Run(NamedTuple):
     return restored
 
   def samples(self, params) -> list[Sample]:
-    """Images of the first evaluation batch, with their nearest captions."""
-    first = data.eval_splits(self.config)[0]
-    with contextlib.closing(self._eval_batches(first)) as batches:
+    """Images of the first evaluation batch, with their nearest captions; [] without a split."""
+    splits = data.eval_splits(self.config)
+    if not splits:
+      return []
+    with contextlib.closing(self._eval_batches(splits[0])) as batches:
       batch = next(batches)
     return self.task.samples(
       params, self.mesh, self._tokenize, batch, batch_size=self.config.eval_batch_size
@@ -170,6 +194,7 @@ def make_run(config: Config, workdir: Path, read_only: bool = False) -> Run:
   if config.watch:
     init = make_task(config, tokenizer=None).init
     check_watch(config.watch, jax.eval_shape(init, jax.random.key(0)))
+  data.eval_folders(config)
   builder = data.prepare(config.data)
   data.check_split(builder, config.data.train_split)
   data.check_eval_splits(builder, data.eval_splits(config))
@@ -252,6 +277,21 @@ def check_continues(config: Config, workdir: Path) -> None:
       f"{workdir} holds a run with another config ({'; '.join(changed)})."
       " Choose a new --workdir, or go back to that config to continue it."
     )
+  if config.steps != before["steps"] and jax.process_index() == 0:
+    print(_describe_schedules(config, before["steps"], done), flush=True)
+
+
+def _describe_schedules(config: Config, steps_before: int, done: int) -> str:
+  """What another number of steps changes for a run after step `done`."""
+  peak, warmup = config.optimizer.learning_rate, config.optimizer.warmup_steps
+  before, now = (
+    learning_rates(warmup_cosine(peak, warmup, steps)) for steps in (steps_before, config.steps)
+  )
+  return (
+    f"steps={steps_before} -> {config.steps} changes the schedule: the learning rate falls to 0 at"
+    f" step {config.steps} now. Step {done} had {before(done):.3g}; step {done + 1} has"
+    f" {now(done + 1):.3g}, where steps={steps_before} gives {before(done + 1):.3g}."
+  )
 
 
 def _same(a, b) -> bool:

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from sbjax.state_formats import CompressedState, join_details, split_details
 from train.config import MeshConfig
 
 BATCH_AXES = ("data", "fsdp")
@@ -98,9 +99,9 @@ def parameter_specs(params, mesh: Mesh):
 def state_shardings(state, params, mesh: Mesh):
   """Shardings for any tree that holds copies of `params`, such as an optimizer's state.
 
-  A leaf whose path contains a parameter's ("0/mu/image/proj", "0/mu/image/proj/values"), with as
-  many axes as the parameter, is split like the parameter along the axes that have the same size.
-  All other leaves are replicated.
+  A leaf whose path contains a parameter's ("0/mu/image/proj"), with as many axes as the parameter,
+  is split like the parameter along the axes that have the same size, and so are the scales of a
+  `CompressedState`. All other leaves are replicated.
   """
   shardings = parameter_shardings(params, mesh)
   known = {
@@ -123,4 +124,14 @@ def state_shardings(state, params, mesh: Mesh):
     ]
     return NamedSharding(mesh, PartitionSpec(*axes))
 
-  return jax.tree_util.tree_map_with_path(sharding, state)
+  def sharding_of(path, node):
+    if not isinstance(node, CompressedState):
+      return sharding(path, node)
+    joined = jax.tree_util.tree_map_with_path(
+      lambda rest, leaf: sharding((*path, *rest), leaf), join_details(node)
+    )
+    return split_details(joined, replicated(mesh))
+
+  return jax.tree_util.tree_map_with_path(
+    sharding_of, state, is_leaf=lambda x: isinstance(x, CompressedState)
+  )

@@ -15,7 +15,7 @@ from sbjax.models.transformer import quantize_weights
 from sbjax.stable_adamw import tensor_rms
 from train.finetune import stop_gradients
 from train.gather import gather_parameters
-from train.optimizer import cast_matrices
+from train.optimizer import cast_matrices, stacked
 from train.sharding import BATCH_AXES, parameter_specs, path_name
 from train.task import CLIPTask
 from train.watch import tensor_metrics
@@ -100,7 +100,7 @@ def make_train_step(
       # RMS of the patch embedding: it rises 1 to 8 steps before the loss does (the paper's 3.4).
       **{
         f"rms/{name}": rms
-        for name, rms in tensor_rms(opt_state).items()
+        for name, rms in tensor_rms(opt_state, stacked).items()
         if name.endswith("patch_embedding/kernel")
       },
       **{

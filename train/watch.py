@@ -33,7 +33,7 @@ def tensor_metrics(
   """
   if not watch:
     return {}
-  patterns, rms, metrics = _patterns(watch), tensor_rms(opt_state), {}
+  patterns, rms, metrics = _patterns(watch), tensor_rms(opt_state, stacked), {}
   for name, g, layers in _parameters(gradients):
     watched = [i for i, layer in enumerate(layers) if _matches(patterns, name, layer)]
     if not watched:

@@ -85,6 +85,15 @@ def _last_change(folder: Path) -> float:
   return max(times)
 
 
+def check_writable(folder: Path, what: str) -> None:
+  """Raises a RunError if the flag `what` gives a folder that cannot be made or written."""
+  there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+  if not there.is_dir():
+    raise RunError(f"{what}={folder} is no folder: {there} is a file. Give another {what}.")
+  if not os.access(there, os.W_OK | os.X_OK):
+    raise RunError(f"{there} cannot be written. Give another {what}.")
+
+
 def replace_text(path: Path, text: str) -> None:
   """Replaces the file at once, so that it is never partly written."""
   partial = path.with_suffix(".partial")
