@@ -106,9 +106,13 @@ class Slurm:
       return subprocess.Popen(command, env=self.env, stdout=log, stderr=log)
 
   def end(self) -> None:
-    self("scancel", "--full", f"--user={os.getuid()}", check=False)
-    time.sleep(2)
-    self("scancel", "--signal=KILL", "--full", f"--user={os.getuid()}", check=False)
+    user = f"--user={os.getuid()}"
+    for options in (("--full",), ("--full", "--signal=KILL")):
+      self("scancel", *options, user, check=False)
+      time.sleep(2)
+    end = time.monotonic() + 60
+    while self("squeue", "--noheader", check=False).strip() and time.monotonic() < end:
+      time.sleep(0.5)
     for daemon in reversed(self.daemons):
       daemon.terminate()
     for daemon in self.daemons:
