@@ -107,7 +107,7 @@ def test_programs_refuse_a_remote_path_before_they_start(tmp_path, monkeypatch, 
     (spikes.main, ["run", "--out=s3://b.png"]),
     (export.main, ["--workdir=run", "--format=hf", "--out=s3://b"]),
   ],
-  ids=str,
+  ids=lambda value: getattr(value, "__module__", str(value)),
 )
 def test_a_program_ends_with_one_message_for_a_remote_path(
   tmp_path, monkeypatch, capsys, main, flags
