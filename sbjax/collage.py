@@ -89,9 +89,11 @@ def compensated(
   def init(params):
     _check(params)
     wide = jax.tree.map(
-      lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32)
-      if isinstance(p, jax.ShapeDtypeStruct)
-      else p.astype(jnp.float32),
+      lambda p: (
+        jax.ShapeDtypeStruct(p.shape, jnp.float32)
+        if isinstance(p, jax.ShapeDtypeStruct)
+        else p.astype(jnp.float32)
+      ),
       params,
     )
     nothing = residual and jax.tree.map(
