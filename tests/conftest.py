@@ -70,8 +70,10 @@ _PROGRAM = (
   "test_run_end",
   "test_scaling",
   "test_scenes_training",
+  "test_slurm",
   "test_states_benchmark",
   "test_step",
+  "test_stop",
   "test_watch",
   "test_watchdog",
 )
