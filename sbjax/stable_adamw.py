@@ -19,7 +19,7 @@ import numpy as np
 import optax
 
 from sbjax.backends import get_backend, has_kernel
-from sbjax.expansion import Coded, decode, encode, in_groups
+from sbjax.expansion import Coded, decode, encode, in_groups, out_of_groups
 from sbjax.formats import floating_dtype
 from sbjax.partition import Axes, is_explicit, is_manual, over_shards
 from sbjax.quantize import as_floating
@@ -296,8 +296,8 @@ def _step(w1, w2, eps, axis_name, g, axes, mu, nu):
       # The RMS reads nu before the kernel overwrites it: else XLA might copy nu.
       weights, rms = jax.lax.optimization_barrier((weights, rms))
       direction, *new = get_backend().adam_direction(weights, *operands)
-      mu, nu = (x._replace(values=x.values.reshape(g.shape)) for x in new)
-      return direction.reshape(g.shape), mu, nu, rms
+      mu, nu = (x._replace(values=out_of_groups(x.values, g)) for x in new)
+      return out_of_groups(direction, g), mu, nu, rms
   return m / (jnp.sqrt(n) + eps), _like(mu, m), _like(nu, n), rms
 
 
