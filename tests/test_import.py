@@ -1,14 +1,13 @@
 """An import of tar shards: what is named must be there, parts stay, further shards extend it."""
 
 import collections
-import contextlib
 import dataclasses
 import errno
+import fcntl
 import json
 import os
 import re
 import shutil
-import threading
 import time
 
 import numpy as np
@@ -419,51 +418,50 @@ def test_a_long_import_says_each_minute_how_far_it_is(monkeypatch, capsys):
   assert len(lines) == 3 + 4  # after 2, 10 and 30 seconds, then after 60, 120, 180 and 240
 
 
-@contextlib.contextmanager
-def held(config):
-  """The data set's folder, held by another process."""
-  (folder := prepared._data_dir(config) / config.name).mkdir(parents=True)
-  ready, done = threading.Event(), threading.Event()
-
-  def hold():
-    with lock(folder):
-      ready.set()
-      done.wait(60)
-
-  thread = threading.Thread(target=hold)
-  thread.start()
-  ready.wait(60)
-  try:
-    yield folder, done
-  finally:
-    done.set()
-    thread.join()
-
-
-def test_waiting_for_another_import_says_so(config, folder, monkeypatch, capsys):
+def test_an_import_waits_for_another_one(config, folder, monkeypatch):
   write_shard(folder / "a.tar", pairs(2))
-  monkeypatch.setattr(prepared, "_SAY_SECONDS", 0)
-  with held(config) as (_, done):
-
-    def sleep(seconds):
-      done.set()
-
-    monkeypatch.setattr(time, "sleep", sleep)
-    assert numbers(prepare(config)) == [0, 1]
-  assert re.search(
-    rf"data/mine is in use by process {os.getpid()} on .*: waiting for it for 0 minutes\.",
-    capsys.readouterr().out,
+  asked = []
+  monkeypatch.setattr(
+    prepared, "lock", lambda folder, wait: asked.append(wait) or lock(folder, wait)
   )
+  prepare(config)
+  assert asked == [True]
 
 
-def test_waiting_for_an_import_that_writes_nothing_has_a_limit(config, folder, monkeypatch):
+def test_imports_at_the_same_time_without_locks_do_not_disturb_each_other(
+  config, folder, monkeypatch, capsys
+):
   write_shard(folder / "a.tar", pairs(2))
-  with held(config) as (directory, _):
-    for path in (directory, directory / ".lock"):
-      os.utime(path, (0, time.time() - 3600))
-    message = rf"in use by process {os.getpid()} on .*, which has written nothing for 60 minutes"
-    with pytest.raises(RunError, match=message):
-      prepare(config)
+
+  def no_locks(file, how):
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+  monkeypatch.setattr(fcntl, "flock", no_locks)
+  write, others = parts.write, []
+
+  def meanwhile(job, report):
+    if not others:  # Another process begins and ends before this one has its part.
+      others.append(os.getpid())
+      with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: 1)
+        prepare(config)
+    write(job, report)
+
+  monkeypatch.setattr(parts, "write", meanwhile)
+  assert numbers(prepare(config)) == [0, 1]
+  assert set(os.listdir(f"{config.data_dir}/mine")) == {".lock", "1.0.0"}
+
+
+def test_a_file_system_without_links_has_the_files_moved_or_copied(config, folder, monkeypatch):
+  def no_links(source, target):
+    raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+  monkeypatch.setattr(os, "link", no_links)
+  write_shard(folder / "a.tar", pairs(2))
+  before = prepare(config)
+  write_shard(folder / "b.tar", pairs(2, first=5))
+  assert numbers(prepare(config)) == [0, 1, 5, 6]
+  assert numbers(before) == [0, 1]
 
 
 def test_an_import_uses_the_cores_of_its_job(config, folder, monkeypatch):

@@ -294,11 +294,11 @@ def test_a_process_that_waited_for_an_import_uses_it(config, folder, monkeypatch
   alone, runs, run = prepared.lock, [], pool.run
 
   @contextlib.contextmanager
-  def after_another(directory):
+  def after_another(directory, wait):
     with monkeypatch.context() as patch:
       patch.setattr(prepared, "lock", alone)
       prepare(config)
-    yield
+    yield True
 
   monkeypatch.setattr(prepared, "lock", after_another)
   monkeypatch.setattr(pool, "run", lambda *args: runs.append(args) or run(*args))

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from train.machine import cores
+
 
 def prepared(
   examples: Iterable[dict[str, Any]],
@@ -31,7 +33,7 @@ def prepared(
     while group := list(itertools.islice(examples, batch_size)):
       yield [(example, pool.submit(crop, example)) for example in group]
 
-  with ThreadPoolExecutor() as pool:
+  with ThreadPoolExecutor(cores()) as pool:
     ahead = collections.deque()
     for group in itertools.chain(submitted(), [None, None]):
       ahead.append(group)

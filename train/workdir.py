@@ -18,8 +18,8 @@ _MINUTE = 60.0
 
 
 @contextlib.contextmanager
-def lock(folder: Path, wait: bool = False) -> Iterator[None]:
-  """Holds `folder` for this process until it leaves the block or dies.
+def lock(folder: Path, wait: bool = False) -> Iterator[bool]:
+  """Holds `folder` for this process until it leaves the block or dies; False: it has no locks.
 
   wait: until no other process holds it. The wait is said each minute, and ends with an error an
     hour after the last change in the folder.
@@ -28,6 +28,7 @@ def lock(folder: Path, wait: bool = False) -> Iterator[None]:
     RunError: another process holds it.
   """
   with (folder / ".lock").open("a+") as file:
+    held = True
     try:
       if wait:
         _wait(file, folder)
@@ -39,10 +40,11 @@ def lock(folder: Path, wait: bool = False) -> Iterator[None]:
         " folder."
       ) from None
     except OSError as error:  # Some network file systems have no locks.
+      held = False
       print(f"{folder} cannot be locked: {error}. Start nothing else there.", file=sys.stderr)
     file.truncate(0)
     print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
-    yield
+    yield held
 
 
 _AT_ONCE = fcntl.LOCK_EX | fcntl.LOCK_NB

@@ -8,7 +8,6 @@ import pathlib
 import re
 import sys
 import tarfile
-import time
 from collections.abc import Iterator
 
 import tensorflow_datasets as tfds
@@ -26,9 +25,6 @@ from train.paths import local_path
 from train.workdir import lock
 
 _DRAWN = (Shapes.name, scenes.NAME)
-_SAY_SECONDS = 60  # between two lines about another process that is awaited
-_WAIT_SECONDS = 1800  # for another process that writes nothing
-_POLL_SECONDS = 1
 
 
 def prepare(config: DataConfig) -> tfds.core.DatasetBuilder | Scenes:
@@ -65,15 +61,15 @@ def _imported(config: DataConfig) -> WebDataset:
     sizes = ", ".join(f"{split.num_examples:,} {name}" for name, split in splits)
     print(f"Imported before, {builder.info.full_name}: {sizes}.", flush=True)
   else:
-    with _alone(builder):  # One process imports; the others then find its data set.
+    with _alone(builder) as alone:  # One process imports; the others then find its data set.
       builder = _shards_builder(config)
       if not _is_current(builder, config):
         _check_source(builder, config)
         base = None
         if builder.data_path.exists():
           base, builder = builder, _shards_builder(config, next_version(str(builder.version)))
-        builder.plan(base)
-        _build(builder)
+        builder.plan(base, alone)
+        _build(builder, alone)
   return builder
 
 
@@ -107,50 +103,19 @@ def _is_current(builder: WebDataset, config: DataConfig) -> bool:
 def _drawn(config: DataConfig) -> Shapes:
   builder = _shapes_builder(config)
   if not builder.data_path.exists():
-    with _alone(builder):
+    with _alone(builder) as alone:
       if not builder.data_path.exists():
-        _build(builder)
+        _build(builder, alone)
   return builder
 
 
 @contextlib.contextmanager
-def _alone(builder: tfds.core.DatasetBuilder) -> Iterator[None]:
-  """Holds the data set's folder. While another process does, says so each minute.
-
-  Raises:
-    RunError: the other process has written nothing for long.
-  """
+def _alone(builder: tfds.core.DatasetBuilder) -> Iterator[bool]:
+  """Holds the data set's folder; False: there may be others, because it has no locks."""
   folder = pathlib.Path(builder.data_dir).parent
   folder.mkdir(parents=True, exist_ok=True)
-  with contextlib.ExitStack() as stack:
-    start = said = time.monotonic()
-    while True:
-      try:
-        stack.enter_context(lock(folder))
-        break
-      except RunError as error:
-        holder = str(error).partition(". ")[0]
-      idle = time.time() - _last_write(folder)
-      if idle > _WAIT_SECONDS:
-        raise RunError(
-          f"{holder}, which has written nothing for {idle / 60:.0f} minutes. Continue it if it is"
-          " stopped, or end it; then the same command continues."
-        )
-      if time.monotonic() - said >= _SAY_SECONDS:
-        said = time.monotonic()
-        minutes = (said - start) / 60
-        print(f"{holder}: waiting for it for {minutes:.0f} minutes.", flush=True)
-      time.sleep(_POLL_SECONDS)
-    yield
-
-
-def _last_write(folder: pathlib.Path) -> float:
-  """When something in a folder that another process fills has changed."""
-  times = []
-  for path in (folder, folder / ".lock", *folder.glob("incomplete.*/*")):
-    with contextlib.suppress(FileNotFoundError):
-      times.append(path.stat().st_mtime)
-  return max(times)
+  with lock(folder, wait=True) as alone:
+    yield alone
 
 
 def unreadable(what: str, folder: str, error: Exception | str) -> Exception:
@@ -322,9 +287,9 @@ def _find(config: DataConfig) -> tfds.core.DatasetBuilder:
   return builder
 
 
-def _build(builder: tfds.core.DatasetBuilder) -> None:
+def _build(builder: tfds.core.DatasetBuilder, alone: bool) -> None:
   for left_by_a_killed_process in builder.data_path.parent.glob("incomplete.*"):
-    if left_by_a_killed_process.name != PARTS:
+    if alone and left_by_a_killed_process.name != PARTS:
       left_by_a_killed_process.rmtree()
   if not sys.stderr.isatty():
     tfds.disable_progress_bar()

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -183,10 +184,12 @@ class WebDataset(tfds.core.dataset_builder.FileReaderBuilder, skip_registration=
     self._seen[split] = list(found.values())
     return self._seen[split]
 
-  def plan(self, base: "WebDataset | None") -> None:
+  def plan(self, base: "WebDataset | None", alone: bool = True) -> None:
     """Compares what the import needs with what the disk has, before anything is written.
 
-    base: the version whose records this one continues.
+    Args:
+      base: the version whose records this one continues.
+      alone: whether no other process imports it at the same time.
 
     Raises:
       RunError: the disk has less space than the import needs.
@@ -196,7 +199,10 @@ class WebDataset(tfds.core.dataset_builder.FileReaderBuilder, skip_registration=
     if self._labels:
       num_classes = len(self.class_names) or self.limits.label + 1
     names = self._class_file if self.class_names else ""
-    folder, train = self._folder(), next(iter(self.paths))
+    # Without locks each process makes its own parts, and the first one gives them the name.
+    own = "" if alone else f".{socket.gethostname()}-{os.getpid()}"
+    self._folder = folder = Path(self.data_path).parent / f"{PARTS}{own}"
+    train = next(iter(self.paths))
     self._base, self._kept, self._todo = base, [], []
     for split, mine in shards.items():
       options = Options(
@@ -220,12 +226,9 @@ class WebDataset(tfds.core.dataset_builder.FileReaderBuilder, skip_registration=
       return 0
     return int(sum(shard.size for shard in shards) * tar_shards.share_of_images(shards[0].path))
 
-  def _folder(self) -> Path:
-    return Path(self.data_path).parent / PARTS
-
   def build(self) -> None:
     """Imports what `plan` has found. Whatever ends it, the complete parts stay."""
-    folder = self._folder()
+    folder = self._folder
     folder.mkdir(parents=True, exist_ok=True)
     ours = {path for job in self._kept for path in (job.output, f"{job.output}.json")}
     for path in folder.iterdir():
@@ -249,7 +252,7 @@ class WebDataset(tfds.core.dataset_builder.FileReaderBuilder, skip_registration=
 
   def _finish(self) -> None:
     """Gives the parts that are not empty their names, in a folder that is then renamed."""
-    final = self._folder().with_name("incomplete.final")
+    final = self._folder.with_name(self._folder.name.replace(PARTS, "incomplete.final"))
     shutil.rmtree(final, ignore_errors=True)
     final.mkdir()
     found, splits = {}, []
@@ -261,7 +264,12 @@ class WebDataset(tfds.core.dataset_builder.FileReaderBuilder, skip_registration=
     self.info.set_splits(tfds.core.SplitDict(splits))
     self._describe(found, final)
     self.info.write_to_directory(final)
-    final.rename(self.data_path)
+    try:
+      final.rename(self.data_path)
+    except OSError:
+      if not Path(self.data_path).exists():
+        raise
+      shutil.rmtree(final)  # Another process, which no lock kept out, was first.
 
   def _finish_split(
     self, split: str, mine: Sequence, found: Found, final: Path
