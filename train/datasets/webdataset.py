@@ -185,7 +185,7 @@ class WebDataset(tfds.core.dataset_builder.FileReaderBuilder, skip_registration=
     return self._seen[split]
 
   def plan(self, base: "WebDataset | None", alone: bool = True) -> None:
-    """Compares what the import needs with what the disk has, before anything is written.
+    """Finds what is to do, and compares its size with the disk's before anything is written.
 
     Args:
       base: the version whose records this one continues.
@@ -211,6 +211,10 @@ class WebDataset(tfds.core.dataset_builder.FileReaderBuilder, skip_registration=
       kept, todo = parts.plan(split, mine, options, folder)
       self._kept += kept
       self._todo += todo
+    ours = {path for job in self._kept for path in (job.output, f"{job.output}.json")}
+    for path in folder.glob("*"):
+      if str(path) not in ours:  # left by a killed process, or made with other options
+        path.unlink()
     needed = sum(self._needed(split) for split in shards)
     free = shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free
     if needed > free:
@@ -230,10 +234,6 @@ class WebDataset(tfds.core.dataset_builder.FileReaderBuilder, skip_registration=
     """Imports what `plan` has found. Whatever ends it, the complete parts stay."""
     folder = self._folder
     folder.mkdir(parents=True, exist_ok=True)
-    ours = {path for job in self._kept for path in (job.output, f"{job.output}.json")}
-    for path in folder.iterdir():
-      if str(path) not in ours:  # left by a killed process, or made with other options
-        path.unlink()
     shards = sum(len(job.shards) for job in self._todo)
     size = sum(shard.size for job in self._todo for shard in job.shards)
     processes = min(cores(), len(self._todo), 1 + size // _BYTES_PER_PROCESS)
