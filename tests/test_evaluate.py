@@ -188,7 +188,7 @@ def test_pictures_have_the_pixels_that_clip_benchmark_sees(tmp_path):
   (folder / "dataset_type.txt").write_text("retrieval\n")
   seen = []
   model = types.SimpleNamespace(**vars(MODEL))
-  model.embed_pixels = lambda pixels: (seen.append(pixels), unit(pixels.mean(axis=(1, 2))))[1]
+  model.embed_pixels = lambda pixels, _: (seen.append(pixels), unit(pixels.mean(axis=(1, 2))))[1]
   evaluate_folder(model, open_folder(folder))
   for got, (_, content) in zip(np.concatenate(seen), pictures, strict=True):
     image = Image.open(io.BytesIO(content)).convert("RGB")

@@ -31,7 +31,13 @@ from train.linear_probe import predict, train_probe
 from train.paths import local_path
 from train.run import make_run
 from train.workdir import check_writable, newest_step, write_json
-from train.zero_shot import label_ranks, recall, top_k_accuracy, zero_shot_classifier
+from train.zero_shot import (
+  check_finite,
+  label_ranks,
+  recall,
+  top_k_accuracy,
+  zero_shot_classifier,
+)
 
 PROBE = "linear_probe"
 
@@ -66,7 +72,9 @@ def evaluate_folder(
     return classification_scores(images @ classifier.T, labels)
   owners = np.repeat(np.arange(len(images)), [len(texts) for texts in captions])
   texts = [text for texts in captions for text in texts]
-  scores = recall(images, model.embed_texts(texts), owners)
+  features = model.embed_texts(texts)
+  check_finite("text", features, texts)
+  scores = recall(images, features, owners)
   return {
     f"{name}_retrieval_recall@{k}": scores[f"{way}_recall@{k}"]
     for name, way in (("image", "text_to_image"), ("text", "image_to_text"))

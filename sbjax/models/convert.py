@@ -6,6 +6,7 @@ else differs, so a round trip is exact.
 """
 
 import dataclasses
+import functools
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -294,6 +295,11 @@ def _options(layer_scale: bool, logit_bias: bool) -> dict:
 
 def _shapes(config: CLIPConfig, options: dict) -> dict[tuple[str, ...], tuple[int, ...]]:
   """The shapes of a CLIP's stacked parameters, by path."""
+  return dict(_traced_shapes(config, **options))
+
+
+@functools.cache
+def _traced_shapes(config: CLIPConfig, **options) -> dict[tuple[str, ...], tuple[int, ...]]:
   model = CLIP(config, **options)
   size = config.vision.image_size
   image = jax.ShapeDtypeStruct((1, size, size, 3), jnp.float32)
