@@ -73,9 +73,8 @@ def loop(layer, name):
   return lambda x, w: jnp.stack([layer(one, w, name) for one in x])
 
 
-def assert_close(
-  actual, expected, rtol=1e-3
-):  # A sum in another order moves a few values by a step.
+def assert_close(actual, expected, rtol=1e-3):
+  """Programs that XLA fuses in other ways round a few values to the neighbouring step."""
   assert np.linalg.norm(actual - expected) <= rtol * np.linalg.norm(expected)
 
 
