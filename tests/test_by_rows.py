@@ -226,11 +226,11 @@ def test_more_rows_than_an_int8_sum_can_take_are_not_folded():
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_on_a_mesh_examples_that_are_split_over_devices_stay_there(kind):
   mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
-  alone = value_and_gradients(of_examples(mlp, "switchback"), X, W)
+  alone = value_and_gradients(of_examples(norm_dense, "switchback"), X, W)
   with jax.set_mesh(mesh):
     x = jax.device_put(X, NamedSharding(mesh, P("data")))
     w = jax.device_put(W, NamedSharding(mesh, P()))
-    split = value_and_gradients(of_examples(mlp, "switchback"), x, w)
+    split = value_and_gradients(of_examples(norm_dense, "switchback"), x, w)
   for actual, expected in zip(split, alone, strict=True):
     assert_close(actual, expected)
   assert split[0].sharding.spec[0] == "data"
