@@ -219,7 +219,7 @@ def cotangent_like(array, gradient):
 
 def split_as(sharding, gradient):
   """The gradient with that sharding, which counts in explicit mode."""
-  return reshard(gradient, sharding) if is_explicit() else gradient
+  return reshard(gradient, sharding) if is_explicit() and not sharding.mesh.empty else gradient
 
 
 def dgrad(ops: Backend, recipe: Recipe, dy, w, dtype, out_sharding, multiplier=1.0):

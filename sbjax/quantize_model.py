@@ -49,7 +49,8 @@ def quantize_model(
   with `jnp.einsum` or `@`; and convolutions whose windows do not overlap, such as a patch
   embedding. Leaves other convolutions, weights that are computed (weight normalisation), functions
   with derivatives of their own (`jax.custom_vjp`, Pallas), and a product for which the model asks a
-  precision. Each gradient is the recipe's. A call is traced, as by `jax.jit`.
+  precision. Each gradient is the recipe's. A call is traced, as by `jax.jit`. It warns of a weight
+  with a recipe that may be multiplied within a function or a primitive that is left.
 
   Args:
     model: a linen module or class of modules; an nnx module, of which a copy is returned with the
@@ -67,6 +68,7 @@ def quantize_model(
   Raises:
     ValueError: no model, a linen module that is bound, an unknown recipe or backend; and, when the
       model is called, a pattern that fits no parameter.
+    NotImplementedError: when the model is called, the backend does not run here.
 
   >>> dense = quantize_model(nn.Dense(16), "switchback")
   >>> params = dense.init(jax.random.key(0), jnp.ones((4, 32)))
