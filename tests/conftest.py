@@ -33,6 +33,7 @@ _STANDARD_PROMOTION = (
   "test_stable_adamw",
   "test_loss_scale",
   "test_compress_state",
+  "test_dither",
   "test_collage",
   "test_optimizer",
   "test_figures",
