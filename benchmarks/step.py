@@ -232,7 +232,7 @@ def draw(config: CLIPConfig, batch_size: int):
   text = jax.random.randint(keys[1], (batch_size, length), 1, vocabulary - 2, jnp.int32)
   return {
     "image": jax.random.randint(keys[0], (batch_size, side, side, 3), 0, 255, jnp.uint8),
-    "text": text.at[:, -1].set(config.text.eot_id),
+    "text": text.at[:, -1].set(config.text.end_id),
   }
 
 

@@ -149,8 +149,8 @@ def open_clip_steps(
   )
   side, length = config.vision.image_size, config.text.context_length
   images = torch.rand(batch_size, 3, side, side, device=platform)
-  texts = torch.randint(1, config.text.eot_id - 1, (batch_size, length), device=platform)
-  texts[:, -1] = config.text.eot_id
+  texts = torch.randint(1, config.text.end_id - 1, (batch_size, length), device=platform)
+  texts[:, -1] = config.text.end_id
 
   def run() -> None:
     for _ in range(STEPS):

@@ -1,5 +1,6 @@
 """sbjax: 8-bit training of vision-language models in JAX."""
 
+import sbjax.serialization  # noqa: F401  Names our containers to Flax and JAX.
 from sbjax.attention import attention
 from sbjax.collage import compensated
 from sbjax.dot_general import quantized_dot_general

@@ -9,6 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from sbjax.attention_ops import split_qkv
 from sbjax.backends import get_backend, runs
+from sbjax.by_rows import by_rows
 from sbjax.device import compute_capability, target
 from sbjax.partition import vary_alike
 
@@ -71,7 +72,9 @@ def attention(
     return _by_cudnn(*split_qkv(qkv), causal=causal, length=length)
   if name not in BACKENDS:
     raise ValueError(f"Unknown backend {name!r}; there are {', '.join(map(repr, BACKENDS))}.")
-  return _by_operations(name, causal, length, *vary_alike(*qkv))
+  layer = functools.partial(_by_operations, name, causal, length)
+  qkv = vary_alike(*qkv)
+  return by_rows(layer, qkv, (True,) * len(qkv))  # Examples are its rows.
 
 
 def _arrays(q, k, v) -> tuple[jax.Array, ...]:

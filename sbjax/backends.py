@@ -57,12 +57,20 @@ def get_backend(name: str | None = None) -> Backend:
   """
   if name is None:
     return _default_backend(target())
-  if not isinstance(name, str) or name not in NAMES:
-    offered = ", ".join(repr(known) for known in NAMES)
-    raise ValueError(f"Unknown backend {name!r}; there are {offered}; None chooses.")
+  check_name(name)
   if reason := _unsupported_reason(name, target()):
     raise NotImplementedError(f"backend={name!r} {reason}")
   return _XLA if name == "xla" else _by_kernels(name, target(), falls_back=False)
+
+
+def check_name(name: str | None) -> None:
+  """Raises the ValueError of `get_backend`, without a look at the devices, which starts JAX's own.
+
+  Layers and models are described before `jax.distributed.initialize`.
+  """
+  if name is not None and (not isinstance(name, str) or name not in NAMES):
+    offered = ", ".join(repr(known) for known in NAMES)
+    raise ValueError(f"Unknown backend {name!r}; there are {offered}; None chooses.")
 
 
 def runs(name: str) -> bool:

@@ -32,8 +32,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from sbjax.quantize import as_floating
-from sbjax.stable_adamw import states_of
+from sbjax.partition import over_shards, types_vary
+from sbjax.stable_adamw import parameter_dtype, states_of
 
 BFLOAT16 = jnp.dtype(jnp.bfloat16)
 
@@ -42,7 +42,9 @@ class CompensatedState(NamedTuple):
   """The state of `compensated`."""
 
   inner: Any  # the state of the inner optimizer, for float32 parameters
-  residual: Any  # a tree like the parameters: bfloat16 or int16; None for those without
+  # A tree like the parameters: bfloat16, or int16 if "exact". int8 zeros for those in float32: a
+  # tree with holes would not be like the parameters. None: there is no residual.
+  residual: Any
   quality: Any  # float32 []: EDQ of the last update; None: not measured
   lost: Any  # float32 []: the share of the numbers that it left as they were
 
@@ -86,23 +88,33 @@ def compensated(
 
   def init(params):
     _check(params)
-    nothing = jax.tree.map(lambda p: _split(jnp.zeros_like(p, jnp.float32), p, residual)[1], params)
-    inner = optimizer.init(jax.tree.map(_sum, params, nothing))
+    wide = jax.tree.map(
+      lambda p: (
+        jax.ShapeDtypeStruct(p.shape, jnp.float32)
+        if isinstance(p, jax.ShapeDtypeStruct)
+        else p.astype(jnp.float32)
+      ),
+      params,
+    )
+    nothing = residual and jax.tree.map(
+      lambda p: jnp.zeros_like(p, _residual_dtype(p, residual)), params
+    )
     measured = (jnp.float32(1), jnp.float32(0)) if measure else (None, None)
-    return CompensatedState(inner, nothing, *measured)
+    return CompensatedState(optimizer.init(wide), nothing, *measured)
 
   def update(updates, state, params=None, **extra):
     if params is None:
       raise ValueError("compensated needs the parameters: update(gradients, state, params).")
     _check(params)
-    value = jax.tree.map(_sum, params, state.residual)
+    value = _sums(params, state.residual)
     gradients = optax.tree.cast(updates, jnp.float32)
     steps, inner = optimizer.update(gradients, state.inner, value, **extra)
     halves = jax.tree.map(lambda p, v, d: _split(v + d, p, residual), params, value, steps)
     high, low = (jax.tree.map(lambda _, half, i=i: half[i], params, halves) for i in (0, 1))
+    low = residual and low
     # p + (hi - p) rounds to hi.
     updates = jax.tree.map(lambda p, hi: hi - p.astype(jnp.float32), params, high)
-    measured = _quality(steps, value, jax.tree.map(_sum, high, low)) if measure else (None, None)
+    measured = _quality(steps, value, _sums(high, low)) if measure else (None, None)
     return updates, CompensatedState(inner, low, *measured)
 
   return optax.GradientTransformationExtraArgs(init, update)
@@ -133,9 +145,7 @@ def summed_parameters(params, opt_state):
   """
   params = optax.tree.cast(params, jnp.float32)
   for state in states_of(CompensatedState, opt_state):
-    params = _map_residual(
-      lambda low, p: _sum(p, low) if hasattr(low, "dtype") else p, state.residual, params
-    )
+    params = _sums(params, state.residual)
   return params
 
 
@@ -158,7 +168,7 @@ def split_parameters(values, params, opt_state):
   """
 
   def halves(low, value, p):
-    if not hasattr(low, "dtype"):
+    if not _is_residual(low):
       return p, low
     high, low = _split(value, p, "exact" if low.dtype == jnp.int16 else True)
     return high.astype(p.dtype), low
@@ -189,7 +199,7 @@ def _map_residual(function: Callable, residual, *trees):
 
 def _check(params) -> None:
   """Raises a ValueError unless some parameters are bfloat16, and the others float32."""
-  dtypes = {as_floating("a parameter", p).dtype for p in jax.tree.leaves(params)}
+  dtypes = set(map(parameter_dtype, jax.tree.leaves(params)))
   if others := dtypes - {BFLOAT16, jnp.dtype(jnp.float32)}:
     raise ValueError(
       f"Parameters are {', '.join(sorted(d.name for d in others))}: compensated takes bfloat16, and"
@@ -208,7 +218,7 @@ def _split(total, like, residual) -> tuple[jax.Array, jax.Array | None]:
   Rounds by `reduce_precision`, since XLA may drop a cast to bfloat16 and back.
   """
   if like.dtype != BFLOAT16:
-    return total, None
+    return total, jnp.zeros_like(total, jnp.int8)
   if residual == "exact":
     return _split_bits(total)
   high = jax.lax.reduce_precision(total, 8, 7)
@@ -230,11 +240,28 @@ def _split_bits(total) -> tuple[jax.Array, jax.Array]:
   return jnp.where(jnp.isfinite(total), high, total), low.astype(jnp.int16)
 
 
+def _residual_dtype(p, residual) -> jnp.dtype:
+  if p.dtype != BFLOAT16:
+    return jnp.dtype(jnp.int8)
+  return jnp.dtype(jnp.int16) if residual == "exact" else BFLOAT16
+
+
+def _is_residual(low) -> bool:
+  return hasattr(low, "dtype") and low.dtype != jnp.int8
+
+
+def _sums(params, residual):
+  """hi + lo in float32; hi where there is no lo."""
+
+  def add(low, p):
+    # None and a MaskedNode stand for a subtree.
+    return _sum(p, low) if _is_residual(low) else optax.tree.cast(p, jnp.float32)
+
+  return _map_residual(add, residual, params)
+
+
 def _sum(p, low) -> jax.Array:
-  """hi + lo in float32; hi if there is no lo."""
   high = p.astype(jnp.float32)
-  if not hasattr(low, "dtype"):
-    return high
   if low.dtype != jnp.int16:
     return high + low.astype(jnp.float32)
   bits = jax.lax.bitcast_convert_type(high, jnp.int32) + low.astype(jnp.int32)
@@ -243,11 +270,19 @@ def _sum(p, low) -> jax.Array:
 
 def _quality(steps, before, after) -> tuple[jax.Array, jax.Array]:
   """EDQ, and the share of the numbers that their update did not change."""
-  moved = jax.tree.map(jnp.subtract, after, before)
-  pairs = list(zip(*map(jax.tree.leaves, (steps, moved)), strict=True))
-  zero = jnp.float32(0)
-  wanted = sum((jnp.sum(d * d) for d, _ in pairs), zero)
-  made = sum((jnp.sum(d * m) for d, m in pairs), zero)
-  still = sum((jnp.sum((d != 0) & (m == 0), dtype=jnp.float32) for d, m in pairs), zero)
-  count = sum(d.size for d, _ in pairs)
-  return jnp.where(wanted == 0, 1.0, made / wanted), still / max(count, 1)
+  axes = jax.sharding.get_abstract_mesh().manual_axes
+  if axes and not types_vary(axes):
+    raise NotImplementedError(
+      "measure=True sums over the shards of a jax.shard_map, and check_vma=False hides which"
+      " parameters are shards: take check_vma=True, or measure=False."
+    )
+
+  def sums(d, was, now):
+    m = now - was
+    still = jnp.sum((d != 0) & (m == 0), dtype=jnp.float32)
+    each = jnp.stack([jnp.sum(d * d), jnp.sum(d * m), still, jnp.float32(d.size)])
+    return over_shards(jax.lax.psum, each)
+
+  leaves = jax.tree.leaves(jax.tree.map(sums, steps, before, after))
+  wanted, made, still, count = sum(leaves, jnp.zeros(4, jnp.float32))
+  return jnp.where(wanted == 0, 1.0, made / wanted), still / jnp.maximum(count, 1)

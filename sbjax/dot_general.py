@@ -8,10 +8,11 @@ import operator
 import jax
 import jax.numpy as jnp
 
-from sbjax.backends import get_backend
+from sbjax.backends import check_name
 from sbjax.formats import floating_dtype
+from sbjax.partition import merge_splits, reshape, splits_of, unmerge_splits
 from sbjax.quantize import as_floating
-from sbjax.quantized_dot import merge_splits, quantized_dot, reshape, splits_of, unmerge_splits
+from sbjax.quantized_dot import quantized_dot
 from sbjax.recipes import Recipe, as_recipe
 
 
@@ -42,7 +43,7 @@ class DotGeneral:
   backend: str | None
 
   def __post_init__(self):
-    get_backend(self.backend)  # An error belongs here rather than in a layer.
+    check_name(self.backend)
 
   def __call__(
     self,

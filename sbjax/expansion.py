@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from sbjax.dither import halves_swapped, hashed, round_by_chance
 from sbjax.formats import E4M3, max_value
+from sbjax.partition import is_explicit
 from sbjax.quantize import group_size, magnitude
 
 GROUP = 128  # The most numbers that share two float32.
@@ -36,7 +37,19 @@ def in_groups(x: jax.Array) -> jax.Array:
   """x [..., n] as [..., n / g, g], g the largest divisor of n up to 128."""
   n = x.shape[-1] if x.ndim else 1
   group = group_size(n, GROUP)
+  if is_explicit() and x.ndim:
+    spec = jax.typeof(x).sharding.spec
+    axes = spec[-1] if isinstance(spec[-1], tuple) else (spec[-1],)
+    sizes = jax.sharding.get_abstract_mesh().shape
+    if n // group % math.prod(sizes[axis] for axis in axes if axis):  # A group must be whole.
+      x = jax.sharding.reshard(x, jax.sharding.PartitionSpec(*spec[:-1], None))
   return x.reshape(*x.shape[:-1], n // group, group)
+
+
+def out_of_groups(groups: jax.Array, like: jax.Array) -> jax.Array:
+  """What `in_groups` made of an array like that one."""
+  x = groups.reshape(like.shape)
+  return jax.sharding.reshard(x, jax.typeof(like).sharding.spec) if is_explicit() else x
 
 
 def _power(x, exponent) -> jax.Array:
@@ -79,13 +92,13 @@ def contract(coded: Coded) -> jax.Array:
 def encode(x: jax.Array, chance: jax.Array | None = None) -> Coded:
   """x [..., n] in e4m3; details are [..., n / g]. For chance [..., n] see `expand`."""
   coded = expand(in_groups(x), None if chance is None else in_groups(chance))
-  return coded._replace(values=coded.values.reshape(x.shape))
+  return coded._replace(values=out_of_groups(coded.values, x))
 
 
 def decode(coded: Coded) -> jax.Array:
   """The array that `encode` coded, in float32."""
   groups = contract(coded._replace(values=in_groups(coded.values)))
-  return groups.reshape(coded.shape)
+  return out_of_groups(groups, coded.values)
 
 
 def without_dust(m: jax.Array, n: jax.Array) -> jax.Array:

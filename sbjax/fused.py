@@ -8,13 +8,13 @@ computes again: its operation reads the input in any case.
 """
 
 import functools
-from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from sbjax import linear
 from sbjax.backends import get_backend
+from sbjax.by_rows import by_rows
 from sbjax.fused_ops import ACTIVATIONS, NORM_EPSILON, LayerNormParams
 from sbjax.grouped import check_keep, kept, restored
 from sbjax.linear import QuantizedWeight
@@ -79,8 +79,10 @@ def layer_norm_dense(
     raise ValueError(f"{num_outputs=} must divide the {columns} columns of w.")
   x_rows, norm, w, bias = vary_alike(as_rows(x), norm, w, bias)
   how = recipe, backend, num_outputs or 1, _as_epsilon(epsilon), check_keep(keep)
-  results: Any = _layer_norm_dense(*how, x_rows, norm, w, bias)
-  x_rows, ys = results
+  layer = functools.partial(_layer_norm_dense, *how)
+  shared = False, False, False
+  operands = x_rows, norm, w, bias
+  x_rows, ys = by_rows(layer, operands, (True, *shared), linear.most_rows(recipe))
   ys = tuple(named_dot(y, x) for y in ys)
   return from_rows(x_rows, x), ys if num_outputs else ys[0]
 
@@ -135,8 +137,9 @@ def layer_norm_mlp(
     raise ValueError(f"{activation=} must be one of {', '.join(ACTIVATIONS)}.")
   x_rows, norm, w1, b1, w2, b2 = vary_alike(as_rows(x), norm, w1, b1, w2, b2)
   how = recipes, backend, add_residual, activation, _as_epsilon(epsilon), check_keep(keep)
-  results: Any = _layer_norm_mlp(*how, x_rows, norm, w1, b1, w2, b2)
-  x_rows, y = results
+  layer = functools.partial(_layer_norm_mlp, *how)
+  operands = x_rows, norm, w1, b1, w2, b2
+  x_rows, y = by_rows(layer, operands, (True, *(False,) * 5), linear.most_rows(*recipes))
   return named_dot(y, x) if add_residual else (from_rows(x_rows, x), named_dot(y, x))
 
 
@@ -180,7 +183,7 @@ def _layer_norm_dense_bwd(recipe, backend, num_outputs, epsilon, keep, saved, gr
   x, norm, w, bias = saved
   dx, dys = gradients
   x = restored(x, dx.dtype)
-  dy, dy_q, d_bias = linear.quantize_output_grad(ops, recipe, dys, bias)
+  dy, dy_q, d_bias = linear.quantize_output_grad(ops, recipe, dys, bias, w)
   dn = linear.dgrad(ops, recipe, dy_q, w, dy.dtype, jax.typeof(x).sharding)
   dx, d_norm, n = ops.norm_backward(x, norm, dn, dx, epsilon=epsilon)
   dw = linear.wgrad(ops, recipe, n, dy, w)
@@ -222,9 +225,11 @@ def _layer_norm_mlp_bwd(
   x, h = restored(x, dy.dtype), restored(h, dy.dtype)
   dx = linear.cotangent_like(x, dy) if add_residual else dx
   h_sharding = jax.typeof(jax.tree.leaves(h)[0]).sharding
-  dy, dy_q, db2 = linear.quantize_output_grad(ops, second, (dy,), b2)
+  dy, dy_q, db2 = linear.quantize_output_grad(ops, second, (dy,), b2, w2)
   dg = linear.dgrad(ops, second, dy_q, w2, dy.dtype, h_sharding)
-  dh, dh_q, db1, g = ops.gelu_backward(h, dg, _spec(first.dgrad), activation=activation)
+  dh, dh_q, db1, g = ops.gelu_backward(
+    h, dg, linear.output_grad_spec(first, w1), activation=activation
+  )
   dw2 = linear.wgrad(ops, second, g, dy, w2)
   dn = linear.dgrad(ops, first, dh if dh_q is None else dh_q, w1, dy.dtype, jax.typeof(x).sharding)
   dx, d_norm, n = ops.norm_backward(x, norm, dn, dx, epsilon=epsilon)

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from sbjax.formats import E4M3, max_value
+from sbjax.partition import reshape, splits_of
 from sbjax.quantize import Quantized, group_size, magnitude
-from sbjax.quantized_dot import RESIDUAL_NAME, reshape, splits_of
+from sbjax.quantized_dot import RESIDUAL_NAME
 
 GROUP = 16  # The most numbers that share a scale.
 KEEPS = ("original", "grouped")

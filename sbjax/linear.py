@@ -9,13 +9,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import reshard
 
 from sbjax import fp4_ops
 from sbjax.backends import Backend, get_backend
-from sbjax.matmul import full_dot, wide, with_added
+from sbjax.by_rows import by_rows
+from sbjax.formats import INT8
+from sbjax.matmul import MAX_INT8_CONTRACTION, full_dot, wide, with_added
 from sbjax.partition import is_explicit
-from sbjax.quantize import Quantized, as_floating
+from sbjax.quantize import Quantized, Spec, as_floating, dequantize
 from sbjax.recipes import Recipe, as_recipe
 from sbjax.split_k_matmul import split_k_matmul
 
@@ -23,7 +26,7 @@ from sbjax.split_k_matmul import split_k_matmul
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class NoMaster:
-  """Stands for a master that is not there: the weight serves the forward pass only."""
+  """Stands for a master that is not there: the weight is frozen in 8 bits."""
 
   shape: tuple[int, ...]  # of w [K, N]
   dtype = jnp.dtype(jnp.float32)
@@ -65,7 +68,10 @@ def quantize_weight(
 
 
 def serving_weight(w: Quantized) -> QuantizedWeight:
-  """A kernel of which only the 8 bits for the forward pass [N, K] are there: no gradients."""
+  """A frozen kernel: only its 8 bits for the forward pass [N, K] are there.
+
+  The gradient of the input comes from the same 8 bits; the kernel itself has none.
+  """
   return QuantizedWeight(NoMaster(w.values.shape[::-1]), w, None)
 
 
@@ -85,8 +91,13 @@ def forward(ops: Backend, recipe: Recipe, x, w, bias, dtype, residual=None, mult
   x may be quantized, w a QuantizedWeight.
   """
   if recipe.fp4 is not None:
-    total = times(fp4_ops.product(x, master_weight(w), recipe.fp4), multiplier)
-    return with_added(total, dtype, bias, residual)
+
+    def multiply(x, w, bias, residual):
+      total = times(fp4_ops.product(x, w, recipe.fp4), multiplier)
+      return with_added(total, dtype, bias, residual)
+
+    operands = x, master_weight(w), bias, residual
+    return _as_dot(by_rows(multiply, operands, (True, False, False, True)))
   if recipe.fwd is None:
     y = times(full_dot(x, master_weight(w).astype(x.dtype), ((1,), (0,)), dtype), multiplier)
     y = y if bias is None else y + bias.astype(dtype)[None, :]
@@ -94,7 +105,40 @@ def forward(ops: Backend, recipe: Recipe, x, w, bias, dtype, residual=None, mult
   x_spec, w_spec = recipe.fwd
   x_q = x if isinstance(x, Quantized) else ops.quantize(x, x_spec)
   w_q = w.fwd if isinstance(w, QuantizedWeight) else ops.quantize_transposed(w, w_spec)
-  return ops.scaled_matmul(x_q, times(w_q, multiplier), dtype, bias=bias, residual=residual)
+  return _as_dot(_scaled_matmul(ops, x_q, times(w_q, multiplier), dtype, None, bias, residual))
+
+
+def _scaled_matmul(ops, lhs, rhs, dtype, out_sharding=None, bias=None, residual=None) -> jax.Array:
+  """`ops.scaled_matmul` in one equation: int32 sums are nothing to save for the backward pass."""
+
+  def multiply(lhs, rhs, bias, residual):
+    return ops.scaled_matmul(
+      lhs, rhs, dtype, out_sharding=out_sharding, bias=bias, residual=residual
+    )
+
+  lhs_rows = Quantized(True, lhs.spec.is_rowwise, lhs.spec)  # pyright: ignore[reportArgumentType]
+  return by_rows(multiply, (lhs, rhs, bias, residual), (lhs_rows, False, False, True))
+
+
+def _as_dot(y: jax.Array) -> jax.Array:
+  """y as a product with the number 1, which XLA drops.
+
+  Policies such as `jax.checkpoint_policies.dots_saveable` save what a `dot_general` returns.
+  """
+  return full_dot(y, np.ones((), y.dtype), ((), ()), y.dtype)
+
+
+def most_rows(*recipes: Recipe) -> int | None:
+  """`by_rows`'s `most` for layers of these recipes.
+
+  Examples keep their own y and dx; so none of their scales may be shared by rows. The gradient of
+  a weight that they share is one product over all of their rows, and so are its scales.
+  """
+  specs = [pair[0] for recipe in recipes for pair in (recipe.fwd, recipe.dgrad) if pair]
+  if any(not spec.is_rowwise and spec.takes_absmax for spec in specs):
+    return 0
+  sums_int8 = any(recipe.wgrad and recipe.wgrad[0].dtype == INT8 for recipe in recipes)
+  return MAX_INT8_CONTRACTION if sums_int8 else None
 
 
 def times(x, multiplier: float) -> Any:
@@ -133,16 +177,33 @@ def _columns_of(w: QuantizedWeight, columns: slice) -> QuantizedWeight:
 
 def saved_weight(w):
   """The part of w that is saved for the backward pass; of a QuantizedWeight only the 8 bits."""
-  if not isinstance(w, QuantizedWeight):
+  if not isinstance(w, QuantizedWeight) or _is_frozen(w):
     return w
   like = w.master if w.dgrad is None else jnp.zeros((0,), w.master.dtype)
   return QuantizedWeight(like, None, w.dgrad)
 
 
-def quantize_output_grad(ops: Backend, recipe: Recipe, dys, bias):
+def _is_frozen(w) -> bool:
+  return isinstance(master_weight(w), NoMaster)
+
+
+def output_grad_spec(recipe: Recipe, w) -> Spec | None:
+  """How dy is rounded before `dgrad`; None: not, or there, once it has the scales of a frozen w."""
+  if recipe.dgrad is None or (_is_frozen(w) and not _shares_scale(recipe, w)):
+    return None
+  return recipe.dgrad[0]
+
+
+def _shares_scale(recipe: Recipe, w: QuantizedWeight) -> bool:
+  """Whether the 8 bits of a frozen w for the forward pass, transposed, are those for `dgrad`."""
+  return not w.fwd.spec.is_rowwise and (recipe.dgrad[1].dtype == INT8) == (w.fwd.spec.dtype == INT8)
+
+
+def quantize_output_grad(ops: Backend, recipe: Recipe, dys, bias, w):
   """dy [M, N], of parts `dys`; dy as `dgrad` takes it; and the gradient of bias [N] or None."""
-  if bias is not None and recipe.dgrad is not None:
-    dy, dy_q, summed = ops.quantize_sum(dys, recipe.dgrad[0])
+  spec = output_grad_spec(recipe, w)
+  if bias is not None and spec is not None:
+    dy, dy_q, summed = ops.quantize_sum(dys, spec)
     return dy, dy_q, cotangent_like(bias, summed)
   dy = jnp.concatenate(dys, axis=1)
   d_bias = None
@@ -166,10 +227,8 @@ def dgrad(ops: Backend, recipe: Recipe, dy, w, dtype, out_sharding, multiplier=1
 
   dy may be quantized already, w is its `saved_weight`.
   """
-  if isinstance(master_weight(w), NoMaster):
-    raise NotImplementedError(
-      "Parameters of `serving_params` have no gradients: train with the float parameters."
-    )
+  if _is_frozen(w):
+    return _frozen_dgrad(ops, recipe, dy, w, dtype, out_sharding, multiplier)
   if recipe.dgrad is None:
     w = master_weight(w)
     w = fp4_ops.rounded_weight(w, dy.dtype) if recipe.fp4 else w.astype(dy.dtype)
@@ -177,11 +236,28 @@ def dgrad(ops: Backend, recipe: Recipe, dy, w, dtype, out_sharding, multiplier=1
   dy_spec, w_spec = recipe.dgrad
   dy_q = dy if isinstance(dy, Quantized) else ops.quantize(dy, dy_spec)
   w_q = w.dgrad if isinstance(w, QuantizedWeight) else ops.quantize(w, w_spec)
-  return ops.scaled_matmul(dy_q, times(w_q, multiplier), dtype, out_sharding=out_sharding)
+  return _scaled_matmul(ops, dy_q, times(w_q, multiplier), dtype, out_sharding)
+
+
+def _frozen_dgrad(ops: Backend, recipe: Recipe, dy, w, dtype, out_sharding, multiplier):
+  """`dgrad` by the 8 bits [N, K] of the forward pass, which are not rounded again."""
+  w_q = w.fwd
+  if recipe.dgrad is None or (recipe.dgrad[0].dtype == INT8) != (w_q.spec.dtype == INT8):
+    kernel = dequantize(w_q, dy.dtype)
+    return times(full_dot(dy, kernel, ((1,), (0,)), dtype, out_sharding), multiplier)
+  if _shares_scale(recipe, w):
+    dy_q = dy if isinstance(dy, Quantized) else ops.quantize(dy, recipe.dgrad[0])
+    return _scaled_matmul(ops, dy_q, times(w_q.T, multiplier), dtype, out_sharding)
+  # The scale of an output is summed over here, so dy takes it before it is rounded.
+  dy_q = ops.quantize(wide(dy) * w_q.scale.T, recipe.dgrad[0])
+  ones = Quantized(w_q.values.T, jnp.ones((1, 1)), Spec(w_q.spec.dtype, "tensorwise"))
+  return _scaled_matmul(ops, dy_q, times(ones, multiplier), dtype, out_sharding)
 
 
 def wgrad(ops: Backend, recipe: Recipe, x, dy, w, multiplier=1.0):
-  """`multiplier * x.T @ dy` [K, N] in the dtype of w, which is its `saved_weight`."""
+  """`multiplier * x.T @ dy` [K, N] in the dtype of w, its `saved_weight`; None if w is frozen."""
+  if _is_frozen(w):
+    return None
   values = (
     w.dgrad.values if isinstance(w, QuantizedWeight) and w.dgrad is not None else master_weight(w)
   )

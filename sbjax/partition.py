@@ -75,6 +75,32 @@ def is_manual() -> bool:
   return AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
 
 
+# In JAX's explicit mode a reshape states the sharding of its result. Merged axes have all the mesh
+# axes of their parts; nothing moves if only the first part was split.
+
+
+def reshape(x: jax.Array, shape, splits) -> jax.Array:
+  """x reshaped; in explicit mode `splits` are the mesh axes of each new axis."""
+  return jax.lax.reshape(x, shape, out_sharding=P(*splits)) if is_explicit() else x.reshape(shape)
+
+
+def splits_of(x: jax.Array) -> list[tuple[str, ...]]:
+  """The mesh axes that split each axis of x, by its type."""
+  spec = jax.typeof(x).sharding.spec
+  entries = [*spec, *[None] * (x.ndim - len(spec))]
+  return [entry if isinstance(entry, tuple) else (entry,) if entry else () for entry in entries]
+
+
+def merge_splits(splits) -> tuple[str, ...]:
+  """The mesh axes of axes that become one."""
+  return tuple(name for split in splits for name in split)
+
+
+def unmerge_splits(merged, splits):
+  """The mesh axes of axes that were one; none where a product did not keep them."""
+  return splits if merge_splits(splits) == merged else [()] * len(splits)
+
+
 def check_axes(axes: Axes, action: str) -> None:
   """Raises a ValueError unless this code runs over mesh axes of these names (jax.shard_map)."""
   for name in axes if isinstance(axes, tuple) else (axes,):

@@ -2,14 +2,14 @@
 
 import dataclasses
 import fnmatch
+import warnings
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from sbjax.dot_general import DotGeneral
-from sbjax.partition import is_explicit
-from sbjax.quantized_dot import reshape, splits_of
+from sbjax.partition import is_explicit, reshape, splits_of
 from sbjax.recipes import FP4_RECIPES, RECIPES, Recipe
 from sbjax.rewrite import Weight
 
@@ -70,13 +70,23 @@ class Products:
   def __call__(self, eqn, operands, weights):
     name = eqn.primitive.name
     for weight in filter(None, weights):
-      is_bias = name == "add" and weight.master.size < eqn.outvars[0].aval.size
+      # Shapes, not sizes: an exported batch may be of any size.
+      is_bias = name == "add" and weight.master.shape != eqn.outvars[0].aval.shape
       self.uses.setdefault(weight.path, set()).add("bias" if is_bias else name)
     if name == "dot_general":
       return self._dot(eqn, operands, weights)
     if name == "conv_general_dilated" and weights[1]:
       return self._conv(eqn, operands[0], operands[1], weights[1])
     return None
+
+  def left(self, eqn, weight: Weight) -> None:
+    recipe, _ = self.conversion.recipe_at(weight.path)
+    if recipe and recipe.rounds:
+      warnings.warn(
+        f"quantize_model leaves the products of {weight.path} within {eqn.primitive.name} as they"
+        f" are. If they may stay, begin the rules with ({weight.path!r}, None).",
+        stacklevel=2,
+      )
 
   def _dot(self, eqn, operands, weights: list[Weight | None]):
     side = 1 if weights[1] or not weights[0] else 0  # x @ w where both are parameters.

@@ -20,7 +20,7 @@ from flax.core import lift
 from flax.linen.transforms import lift_transform
 from flax.nnx.transforms.general import merge_inputs, split_inputs
 
-from sbjax.backends import get_backend
+from sbjax.backends import check_name
 from sbjax.products import Conversion, Products, fits
 from sbjax.recipes import Recipe, RecipeRules, as_recipe
 from sbjax.rewrite import rewritten
@@ -74,7 +74,7 @@ def quantize_model(
   (4, 16)
   """
   activations = None if activations is None else as_recipe(activations)
-  get_backend(backend)  # An error belongs here rather than in a call.
+  check_name(backend)
   conversion = Conversion(_pairs(rules), activations, backend, verbose)
   if isinstance(model, nnx.Module):
     model = nnx.clone(model)
@@ -182,7 +182,11 @@ def _linen_module(module: nn.Module, conversion: Conversion) -> nn.Module:
 
 @functools.cache
 def _linen_class(cls: type[nn.Module], conversion: Conversion) -> type[nn.Module]:
-  """A subclass whose methods are lifted as those of `nn.remat`."""
+  """A subclass whose methods are lifted as those of `nn.remat`, and `apply` is converted whole.
+
+  So whatever `apply` is told to call is converted. Lifted methods serve a module within another
+  one, and a bound one.
+  """
 
   def transform(function):
     def inner(scope_fn, repack_fn, variables, rngs, *args, **kwargs):
@@ -190,8 +194,8 @@ def _linen_class(cls: type[nn.Module], conversion: Conversion) -> type[nn.Module
         scopes = scope_fn(variables, rngs)
         return function(scopes, *args, **kwargs), repack_fn(scopes)
 
-      has_params = any(_linen_name(keys) for keys, _ in jax.tree.leaves_with_path(variables))
-      if _converting.get() or not has_params:  # Without parameters they are being initialised.
+      # Without parameters they are being initialised.
+      if _converting.get() or not _has_params(variables):
         return call(variables)
       return _convert(conversion, call, variables, _linen_name)
 
@@ -201,15 +205,32 @@ def _linen_class(cls: type[nn.Module], conversion: Conversion) -> type[nn.Module
   lifted: Any = lift_transform(transform, cls, methods=list(methods))
   for name, method in methods.items():
     setattr(lifted, name, _if_bound(getattr(lifted, name), method))
+
+  @functools.wraps(cls.apply)
+  def apply(self, variables, *args, **kwargs):
+    def call(variables):
+      return cls.apply(self, variables, *args, **kwargs)
+
+    if _converting.get() or not _has_params(variables):
+      return call(variables)
+    return _convert(conversion, call, variables, _linen_name)
+
+  lifted.apply = apply
   return _renamed(lifted, cls)
 
 
 def _if_bound(lifted, method):
   @functools.wraps(method)
-  def run(self, *args, **kwargs):  # Only a bound module has variables to lift.
-    return (method if self.scope is None else lifted)(self, *args, **kwargs)
+  def run(self, *args, **kwargs):
+    # Only a bound module has variables to lift, and none while `setup` makes its layers.
+    plain = self.scope is None or self._state.in_setup or _converting.get()
+    return (method if plain else lifted)(self, *args, **kwargs)
 
   return run
+
+
+def _has_params(variables) -> bool:
+  return any(_linen_name(keys) for keys, _ in jax.tree.leaves_with_path(variables))
 
 
 def _linen_name(keys) -> str | None:
@@ -259,12 +280,12 @@ def _nnx_names(arguments) -> dict[tuple, str]:
 
 
 def _methods(cls, base) -> dict[str, Callable]:
-  """The methods that a model adds to its library's class: `__call__` and other public ones."""
+  """The methods that a model adds to its library's class: `__call__`, public and private ones."""
   found = {}
   for parent in reversed(cls.__mro__):
-    if issubclass(parent, base) and parent is not base:
+    if parent not in base.__mro__:
       found.update((n, f) for n, f in vars(parent).items() if inspect.isfunction(f))
-  hidden = {name for name in found if name.startswith("_") or hasattr(base, name)} - {"__call__"}
+  hidden = {n for n in found if n.startswith("__") or hasattr(base, n)} - {"__call__"}
   return {
     name: method
     for name, method in found.items()

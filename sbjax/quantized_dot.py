@@ -11,13 +11,13 @@ import math
 import jax
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec as P
 
 from sbjax import linear
 from sbjax.backends import get_backend
+from sbjax.by_rows import by_rows
 from sbjax.linear import QuantizedWeight
 from sbjax.matmul import check_residual
-from sbjax.partition import is_explicit, vary_alike
+from sbjax.partition import merge_splits, reshape, splits_of, unmerge_splits, vary_alike
 from sbjax.quantize import Quantized, as_floating, dequantize
 from sbjax.recipes import Recipe, as_recipe
 
@@ -70,10 +70,15 @@ def quantized_dot(
   residual = None if residual is None else as_floating("residual", residual)
   check_residual(residual, (*x.shape[:-1], linear.master_weight(w).shape[1]), x.dtype)
   residual = None if residual is None else as_rows(residual)
-  residual_sharding = None if residual is None else jax.typeof(residual).sharding
+  multiplier = as_multiplier(multiplier)
+
+  def dot(x, w, bias, residual):
+    residual_sharding = None if residual is None else jax.typeof(residual).sharding
+    return _dot(recipe, backend, x.dtype, residual_sharding, multiplier, x, w, bias, residual)
+
   operands = vary_alike(as_rows(x), w, bias, residual)
-  how = recipe, backend, x.dtype, residual_sharding, as_multiplier(multiplier)
-  return named_dot(_dot(*how, *operands), x)
+  y = by_rows(dot, operands, (True, False, False, True), linear.most_rows(recipe))
+  return named_dot(y, x)
 
 
 def as_multiplier(multiplier) -> float:
@@ -110,32 +115,6 @@ def from_rows(y: jax.Array, x: jax.Array) -> jax.Array:
 def named_dot(y: jax.Array, x: jax.Array) -> jax.Array:
   """Restores x's leading axes and names y for checkpoint policies."""
   return checkpoint_name(from_rows(y, x), DOT_NAME)
-
-
-# In JAX's explicit mode a reshape states the sharding of its result. Merged axes have all the mesh
-# axes of their parts; nothing moves if only the first part was split.
-
-
-def reshape(x: jax.Array, shape, splits) -> jax.Array:
-  """x reshaped; in explicit mode `splits` are the mesh axes of each new axis."""
-  return jax.lax.reshape(x, shape, out_sharding=P(*splits)) if is_explicit() else x.reshape(shape)
-
-
-def splits_of(x: jax.Array) -> list[tuple[str, ...]]:
-  """The mesh axes that split each axis of x, by its type."""
-  spec = jax.typeof(x).sharding.spec
-  entries = [*spec, *[None] * (x.ndim - len(spec))]
-  return [entry if isinstance(entry, tuple) else (entry,) if entry else () for entry in entries]
-
-
-def merge_splits(splits) -> tuple[str, ...]:
-  """The mesh axes of axes that become one."""
-  return tuple(name for split in splits for name in split)
-
-
-def unmerge_splits(merged, splits):
-  """The mesh axes of axes that were one; none where a product did not keep them."""
-  return splits if merge_splits(splits) == merged else [()] * len(splits)
 
 
 def prepared(name: str, w, x_shape, recipe: Recipe, backend: str | None):
@@ -204,7 +183,7 @@ def _dot_bwd(recipe, backend, dtype, residual_sharding, multiplier, saved, dy):
   x_sharding = jax.typeof(x.values if isinstance(x, Quantized) else x).sharding
   x = dequantize(x, dtype) if isinstance(x, Quantized) else x
   d_residual = None if residual_sharding is None else linear.split_as(residual_sharding, dy)
-  dy, dy_q, d_bias = linear.quantize_output_grad(ops, recipe, (dy,), bias)
+  dy, dy_q, d_bias = linear.quantize_output_grad(ops, recipe, (dy,), bias, w)
   dx = linear.dgrad(ops, recipe, dy_q, w, dtype, x_sharding, multiplier)
   dw = linear.wgrad(ops, recipe, x, dy, w, multiplier)
   return linear.gradients((dx, linear.cotangent(w, dw), d_bias, d_residual), recipe)

@@ -3,7 +3,8 @@
 A *weight* is a parameter as it is stored, up to layout: cast, transposed, reshaped, sliced,
 gathered from devices. The jaxpr says which operand of a product is one, and of which parameter,
 whatever the function called: a layer, `jnp.einsum`, `@`. Loops, branches, `jax.checkpoint` and
-`jax.shard_map` are entered; functions with their own derivative rules are not.
+`jax.shard_map` are entered; functions with rules of their own (derivatives, batching) are not.
+`Replace` is told of a weight that is multiplied where nobody looks.
 """
 
 import math
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, jaxprs_in_params
 
 
 class Weight(NamedTuple):
@@ -39,6 +40,9 @@ class Replace(Protocol):
   def __call__(self, eqn, operands: list, weights: list[Weight | None]) -> list | None:
     """The results of another computation of eqn, or None to leave it."""
 
+  def left(self, eqn, weight: Weight) -> None:
+    """Hears of a weight that eqn may multiply, where it is not replaced."""
+
 
 def rewritten(function: Callable, paths: Sequence[str | None], replace: Replace) -> Callable:
   """A function of the same arguments, arrays, whose products went through `replace`.
@@ -51,7 +55,9 @@ def rewritten(function: Callable, paths: Sequence[str | None], replace: Replace)
     jaxpr, rebuild = _traced(function, args)
     named = zip(paths, args, strict=True)
     weights = [None if path is None else Weight(path, arg) for path, arg in named]
-    return rebuild(_evaluate(jaxpr, args, weights, replace))
+    results, _ = _evaluate(jaxpr, args, weights, replace)
+    # Literals and constants are numpy's, which `+=` would change in place.
+    return rebuild([r if isinstance(r, jax.Array) else jnp.asarray(r) for r in results])
 
   return run
 
@@ -78,7 +84,8 @@ def _traced(function, args):
   return jaxpr, rebuild
 
 
-def _evaluate(closed: ClosedJaxpr, args, weights, replace: Replace) -> list:
+def _evaluate(closed: ClosedJaxpr, args, weights, replace: Replace) -> tuple[list, list]:
+  """The results, and which of them are weights."""
   jaxpr = closed.jaxpr
   values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args], strict=True))
   known = {v: weight for v, weight in zip(jaxpr.invars, weights, strict=True) if weight}
@@ -86,65 +93,141 @@ def _evaluate(closed: ClosedJaxpr, args, weights, replace: Replace) -> list:
   def read(var):
     return var.val if isinstance(var, Literal) else values[var]
 
+  def weight_of(var):
+    return None if isinstance(var, Literal) else known.get(var)
+
   for eqn in jaxpr.eqns:
-    operands = [read(v) for v in eqn.invars]
-    operand_weights = [None if isinstance(v, Literal) else known.get(v) for v in eqn.invars]
+    operands, operand_weights = map(read, eqn.invars), map(weight_of, eqn.invars)
     with jax.named_scope(str(eqn.source_info.name_stack)), eqn.ctx.manager:
-      results, result_weights = _equation(eqn, operands, operand_weights, replace)
+      results, result_weights = _equation(eqn, list(operands), list(operand_weights), replace)
     values.update(zip(eqn.outvars, results, strict=True))
     known.update((v, w) for v, w in zip(eqn.outvars, result_weights, strict=True) if w)
-  return [read(v) for v in jaxpr.outvars]
+  return [read(v) for v in jaxpr.outvars], [weight_of(v) for v in jaxpr.outvars]
 
 
-def _equation(eqn, operands, weights, replace: Replace):
+def _equation(eqn, operands, weights, replace: Replace) -> tuple[list, list]:
   """An equation's results, and which of them are weights."""
   none = [None] * len(eqn.outvars)
-  enter = _ENTERED.get(eqn.primitive.name)
-  if enter and (replace.enters_all or any(weights)):
-    return enter(eqn.params, operands, weights, replace), none
-  first = weights[0] if weights else None
-  if first and _keeps_values(eqn):
-    results = _bind(eqn, operands)
-    masters = results
-    if eqn.primitive.name == "convert_element_type":
-      masters = [first.master if _narrows(eqn, first.master) else results[0]]
-    elif first.master is not operands[0]:
-      masters = _bind(eqn, [first.master, *operands[1:]])
-    return results, [Weight(first.path, master) for master in masters]
+  if replace.enters_all or any(weights):
+    if enter := _ENTERED.get(_name(eqn)):
+      results = enter(eqn, operands, weights, replace)
+      return results if isinstance(results, tuple) else (results, none)
+    if inner := _called(eqn):
+      return _call(eqn, inner, operands, weights, replace), none
+  if any(weights) and _keeps_values(eqn):
+    return _in_layout(eqn, operands, weights)
+  for weight in filter(None, weights if may_multiply(eqn, weights) else ()):
+    replace.left(eqn, weight)
   results = replace(eqn, operands, weights)
   return (_bind(eqn, operands) if results is None else results), none
 
 
-def _bind(eqn, operands) -> list:
-  results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+def _in_layout(eqn, operands, weights) -> tuple[list, list]:
+  """The results of an equation that keeps values, and the weights that they are."""
+  results, masters = _bind(eqn, operands), [w.master if w else None for w in weights]
+  if eqn.primitive.name == "convert_element_type":
+    masters = [masters[0] if _narrows(eqn, masters[0]) else results[0]]
+  elif any(m is not None and m is not x for m, x in zip(masters, operands, strict=True)):
+    masters = _bind(eqn, [x if m is None else m for m, x in zip(masters, operands, strict=True)])
+  else:
+    masters = results
+  # Of several operands each has a result; the only one may have several, its parts.
+  sources = weights if _name(eqn) in _EACH else weights[:1] * len(results)
+  return results, [w and Weight(w.path, m) for w, m in zip(sources, masters, strict=True)]
+
+
+def _bind(eqn, operands, changed=None) -> list:
+  """The equation's results for other operands, and params where some are changed."""
+  params = eqn.primitive.get_bind_params(eqn.params | (changed or {}))
+  results = eqn.primitive.bind(*operands, **params)
   return list(results) if eqn.primitive.multiple_results else [results]
 
 
+def _name(eqn) -> str:
+  """The primitive's name; of a primitive that is an object (jax.experimental.hijax) its class's."""
+  return type(eqn.params["_prim"]).__name__ if "_prim" in eqn.params else eqn.primitive.name
+
+
+_EACH = {"optimization_barrier", "device_put", "pvary", "pcast"}  # A result for each operand.
 _LAYOUT = {
-  *("reshape", "transpose", "squeeze", "slice", "split", "dynamic_slice", "copy", "name"),
-  *("sharding_constraint", "reshard", "all_gather", "all_gather_invariant", "pvary", "pcast"),
+  *("reshape", "transpose", "squeeze", "slice", "split", "dynamic_slice", "copy", "rev", "unstack"),
+  *("name", "CheckpointName", "stop_gradient"),
+  *("sharding_constraint", "reshard", "all_gather", "all_gather_invariant", "all_to_all"),
+  *("ppermute", *_EACH),
 }
 
 
 def _keeps_values(eqn) -> bool:
-  """Whether the first operand's values are those of the results, in some layout or dtype."""
-  before, after = eqn.invars[0].aval, eqn.outvars[0].aval
+  """Whether values of the operands are those of the results, in some layout or dtype."""
+  avals = [v.aval for v in (*eqn.invars[:1], *eqn.outvars[:1])]
   match eqn.primitive.name:
     case "convert_element_type":
-      return all(jnp.issubdtype(a.dtype, jnp.floating) for a in (before, after))
+      return all(jnp.issubdtype(a.dtype, jnp.floating) for a in avals)
     case "broadcast_in_dim":  # Also adds axes of size 1; a repeated row is no weight.
-      return math.prod(before.shape) == math.prod(after.shape)
-    case "optimization_barrier":
-      return len(eqn.outvars) == 1
-    case name:
-      return name in _LAYOUT
+      before, after = (math.prod(a.shape) for a in avals)
+      return before == after
+    case _:
+      return _name(eqn) in _LAYOUT
 
 
 def _narrows(eqn, master) -> bool:
   return eqn.outvars[0].aval.dtype.itemsize < master.dtype.itemsize
 
 
-# Each takes an equation's params, operands and weights, and evaluates the jaxprs in the params.
+# ---- Products where nobody looks
+
+_PRODUCTS = {"dot_general", "conv_general_dilated"}
+_ENTERED_IN_LAX = {"scan", "while", "cond", "custom_linear_solve", "ragged_dot_general"}
+# What is known to multiply by no matrix: JAX's own elementwise operations, sums and the like.
+_NO_PRODUCTS = {
+  *(p.name for p in (*vars(jax.lax).values(), *vars(jax.lax.linalg).values())
+    if isinstance(p, Primitive) and p.name not in _ENTERED_IN_LAX),
+  *("add_any", "reduce_scatter", "psum_invariant", "debug_callback", "debug_print"),
+}  # fmt: skip
+
+
+def may_multiply(eqn, weights) -> bool:
+  """Whether an equation that is not replaced may multiply by a weight that enters it."""
+  name, entering = _name(eqn), [bool(w) for w in weights]
+  if not any(entering) or name in _NO_PRODUCTS | _LAYOUT:
+    return False
+  inner = list(jaxprs_in_params(eqn.params))
+  return not inner or any(_multiplies(jaxpr, entering) for jaxpr in inner)
+
+
+def _multiplies(jaxpr: Jaxpr, entering: list[bool]) -> bool:
+  """Whether a jaxpr may multiply by those of the operands, of which the last are its own."""
+  if len(jaxpr.invars) > len(entering):
+    return True  # A kernel's: its references are not followed.
+  entering = entering[len(entering) - len(jaxpr.invars) :]
+  known = {v for v, enters in zip(jaxpr.invars, entering, strict=True) if enters}
+  for eqn in jaxpr.eqns:
+    enters = [not isinstance(v, Literal) and v in known for v in eqn.invars]
+    if any(enters) and (eqn.primitive.name in _PRODUCTS or may_multiply(eqn, enters)):
+      return True
+    if any(enters) and _keeps_values(eqn):
+      known.update(eqn.outvars)
+  return False
+
+
+# ---- Equations that hold jaxprs: each is evaluated, with the weights that its operands are
+
+
+def _called(eqn) -> str | None:
+  """The param that is a jaxpr of this equation's operands, where that is all that it computes."""
+  jaxprs = [name for name, value in eqn.params.items() if isinstance(value, ClosedJaxpr)]
+  others = len(list(jaxprs_in_params(eqn.params))) - len(jaxprs)
+  has_rules = any(map(callable, eqn.params.values())) or _name(eqn).startswith("custom_")
+  if len(jaxprs) != 1 or others or has_rules:
+    return None
+  inner, avals = eqn.params[jaxprs[0]], [v.aval for v in eqn.invars]
+  return jaxprs[0] if list(inner.in_avals) == avals else None
+
+
+def _call(eqn, name: str, operands, weights, replace):
+  """An equation that calls a jaxpr, as it is but for the jaxpr."""
+  function = _inner(eqn.params[name], weights, replace)
+  return _bind(eqn, operands, {name: jax.make_jaxpr(function)(*operands)})
 
 
 def _inner(closed: ClosedJaxpr, weights, replace: Replace):
@@ -152,35 +235,42 @@ def _inner(closed: ClosedJaxpr, weights, replace: Replace):
 
   def function(*args):
     own = [weight and Weight(weight.path, a) for weight, a in zip(weights, args, strict=True)]
-    return _evaluate(closed, args, own, replace)
+    return _evaluate(closed, args, own, replace)[0]
 
   return function
 
 
-def _jit(params, operands, weights, replace):
-  function = _inner(params["jaxpr"], weights, replace)
-  shardings = {name: params[name] for name in ("in_shardings", "out_shardings")}
+def _jit(eqn, operands, weights, replace):
+  function = _inner(eqn.params["jaxpr"], weights, replace)
+  shardings = {name: eqn.params[name] for name in ("in_shardings", "out_shardings")}
   if any(isinstance(s, jax.sharding.Sharding) for given in shardings.values() for s in given):
     return jax.jit(function, **shardings)(*operands)
-  return _evaluate(params["jaxpr"], operands, weights, replace)
+  return _evaluate(eqn.params["jaxpr"], operands, weights, replace)
 
 
-def _checkpoint(params, operands, weights, replace):
-  function = _inner(ClosedJaxpr(params["jaxpr"], ()), weights, replace)
-  options = {name: params[name] for name in ("prevent_cse", "policy")}
+def _checkpoint(eqn, operands, weights, replace):
+  function = _inner(ClosedJaxpr(eqn.params["jaxpr"], ()), weights, replace)
+  options = {name: eqn.params[name] for name in ("prevent_cse", "policy")}
   return jax.checkpoint(function, **options)(*operands)
 
 
-def _scan(params, operands, weights, replace):
+def _checkpoint3(eqn, operands, weights, replace):
+  """`jax.checkpoint` under the option jax_remat3."""
+  traced = eqn.params["_prim"]
+  function = _inner(traced.jaxpr, weights, replace)
+  return jax.checkpoint(function, policy=traced.policy)(*operands)
+
+
+def _scan(eqn, operands, weights, replace):
+  params = eqn.params
   if "ft_in" in params:  # jax >= 0.11
     num_consts, num_carry, _ = map(len, params["ft_in"].unpack())
   else:
     num_consts, num_carry = params["num_consts"], params["num_carry"]
   consts, carry = operands[:num_consts], operands[num_consts : num_consts + num_carry]
   xs = operands[num_consts + num_carry :]
-  of_consts, of_xs = weights[:num_consts], weights[num_consts + num_carry :]
-  # A weight in the carry may be another one in the next step.
-  function = _inner(params["jaxpr"], [*of_consts, *[None] * num_carry, *of_xs], replace)
+  weights = _without_changing(eqn, params["jaxpr"], weights, num_consts, num_carry, replace)
+  function = _inner(params["jaxpr"], weights, replace)
 
   def step(carry, xs):
     results = function(*consts, *carry, *xs)
@@ -191,11 +281,29 @@ def _scan(params, operands, weights, replace):
   return [*carry, *ys]
 
 
-def _while(params, operands, weights, replace):
+def _without_changing(eqn, body: ClosedJaxpr, weights, num_consts, num_carry, replace) -> list:
+  """The weights of a loop's body, without those in the carry that may be others in the next step.
+
+  weights: of the body's arguments: constants, the carry, and more.
+  """
+  jaxpr, weights = body.jaxpr, list(weights)
+  for i in range(num_consts, num_consts + num_carry):
+    weight = weights[i]
+    if weight and jaxpr.outvars[i - num_consts] is not jaxpr.invars[i]:
+      weights[i] = None
+      if _multiplies(jaxpr, [j == i for j in range(len(weights))]):
+        replace.left(eqn, weight)
+  return weights
+
+
+def _while(eqn, operands, weights, replace):
+  params = eqn.params
   split, carried = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
   cond_consts, body_consts = operands[:split], operands[split:carried]
   carry = operands[carried:]
-  body_weights = [*weights[split:carried], *[None] * len(carry)]
+  body_weights = _without_changing(
+    eqn, params["body_jaxpr"], weights[split:], carried - split, len(carry), replace
+  )
   body = _inner(params["body_jaxpr"], body_weights, replace)
   condition = _inner(params["cond_jaxpr"], [None] * (split + len(carry)), replace)
   return jax.lax.while_loop(
@@ -205,12 +313,13 @@ def _while(params, operands, weights, replace):
   )
 
 
-def _cond(params, operands, weights, replace):
-  branches = [_inner(branch, weights[1:], replace) for branch in params["branches"]]
+def _cond(eqn, operands, weights, replace):
+  branches = [_inner(branch, weights[1:], replace) for branch in eqn.params["branches"]]
   return jax.lax.switch(operands[0], branches, *operands[1:])
 
 
-def _shard_map(params, operands, weights, replace):
+def _shard_map(eqn, operands, weights, replace):
+  params = eqn.params
   function = _inner(ClosedJaxpr(params["jaxpr"], ()), weights, replace)
   options = {name: params[name] for name in ("mesh", "in_specs", "out_specs", "check_vma")}
   names = params["newly_manual_axes"]
@@ -222,6 +331,7 @@ def _shard_map(params, operands, weights, replace):
 _ENTERED = {
   "jit": _jit,
   "remat2": _checkpoint,
+  "RematTraced": _checkpoint3,
   "scan": _scan,
   "while": _while,
   "cond": _cond,

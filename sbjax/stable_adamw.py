@@ -20,7 +20,7 @@ import optax
 
 from sbjax.backends import get_backend, has_kernel
 from sbjax.dither import halves_swapped, hashed, positions
-from sbjax.expansion import Coded, decode, encode, in_groups, without_dust
+from sbjax.expansion import Coded, decode, encode, in_groups, out_of_groups, without_dust
 from sbjax.formats import floating_dtype
 from sbjax.partition import Axes, is_explicit, is_manual, over_shards
 from sbjax.quantize import as_floating
@@ -36,8 +36,8 @@ class ScaleByStableAdamState(NamedTuple):
   count: jax.Array  # int32 []: updates made  # pyright: ignore
   mu: optax.Updates  # first moment, debiased; the dtype of the parameter, or `mu_dtype`
   nu: optax.Updates  # second moment, debiased if b2 is a number; float32
-  # RMS_t of the last update, float32 [tensors]; `tensor_rms` gives them by name. No tree like the
-  # parameters: that would give a scalar a matrix's sharding.
+  # RMS_t of the last update, float32 [tensors]; [1] without tensors, as orbax stores no array of
+  # size 0. A tree like the parameters would give each of these scalars a matrix's sharding.
   rms: jax.Array
 
 
@@ -72,16 +72,14 @@ def scale_by_stable_adam(
     raise ValueError(f"{decay_with=} is not a rule for weight decay: 'clipped' or 'plain'.")
 
   def init(params):
-    for p in jax.tree.leaves(params):
-      is_shape = isinstance(p, jax.ShapeDtypeStruct)  # From `jax.eval_shape`.
-      as_floating("a parameter", np.zeros((), p.dtype) if is_shape else p)
+    jax.tree.map(parameter_dtype, params)
     axes = leading_axes(stacked, params)
     tensors = jax.tree.map(lambda n, p: math.prod(p.shape[:n]), axes, params)
     return ScaleByStableAdamState(
       count=jnp.zeros([], jnp.int32),
       mu=optax.tree.zeros_like(params, dtype=mu_dtype),
       nu=optax.tree.zeros_like(params, dtype=jnp.float32),
-      rms=jnp.zeros(sum(jax.tree.leaves(tensors)), jnp.float32),  # Before the first update.
+      rms=jnp.zeros(max(sum(jax.tree.leaves(tensors)), 1), jnp.float32),
     )
 
   def update(updates, state, params=None):
@@ -157,8 +155,8 @@ def stable_adamw(
     stacked: how many leading axes of a leaf number tensors of their own rather than belong to
       one, as the layers that `nn.scan` stacks: an int for each leaf (a prefix does, as for
       `mask`) or a function from parameters to these. Each tensor has its own RMS and rate.
-    axis_name: within a `jax.shard_map`, the mesh axes whose devices hold shards of a tensor; the RMS
-      is over all of them. None: all axes that a gradient varies over. Say () if each device has
+    axis_name: within a `jax.shard_map`, the mesh axes whose devices hold shards of a tensor; the
+      RMS is over all of them. None: all axes that a gradient varies over. Say () if each device has
       whole tensors of its own, such as the layers of its stage.
 
   `optax.inject_hyperparams` takes functions for schedules, and gives numbers in their place: name
@@ -210,15 +208,15 @@ def tensor_rms(
       for (_, m), n in zip(named, jax.tree.leaves(leading_axes(stacked, state.mu)), strict=True)
     ]
     (rms,) = jax.tree.leaves(state.rms)
-    ends = np.cumsum([math.prod(shape) for shape in shapes], dtype=int)
-    if rms.size != (ends[-1] if named else 0):
+    sizes = [math.prod(shape) for shape in shapes]
+    if rms.size != max(sum(sizes), 1):
       raise ValueError(
-        f"The optimizer's state has an RMS for {rms.size} tensors, and {stacked=} says"
-        f" {ends[-1] if named else 0}: give tensor_rms the optimizer's own `stacked`."
+        f"The optimizer has an RMS for each of {rms.size} tensors, and {stacked=} makes"
+        f" {sum(sizes)} of its parameters: give tensor_rms the optimizer's own `stacked`."
       )
-    for (path, _), shape, end in zip(named, shapes, ends, strict=True):
+    for (path, _), shape, size, end in zip(named, shapes, sizes, np.cumsum(sizes), strict=True):
       name = jax.tree_util.keystr(path, simple=True, separator="/")
-      found[name] = rms[end - math.prod(shape) : end].reshape(shape)
+      found[name] = rms[end - size : end].reshape(shape)
   return found
 
 
@@ -236,6 +234,12 @@ def _check(name: str, value, range_: str, fits: Callable) -> None:
   is_number = isinstance(value, int | float | np.number) and not isinstance(value, complex)
   if not isinstance(value, jax.Array | np.ndarray) and not (is_number and fits(value)):
     raise ValueError(f"{name}={value!r} must be a number, {range_}.")
+
+
+def parameter_dtype(p) -> jnp.dtype:
+  """The dtype of a parameter, an array or its shape from `jax.eval_shape`; floating point."""
+  is_shape = isinstance(p, jax.ShapeDtypeStruct)
+  return as_floating("a parameter", np.zeros((), p.dtype) if is_shape else p).dtype
 
 
 def leading_axes(stacked, tree):
@@ -294,8 +298,8 @@ def _step(count, w1, w2, eps, axis_name, g, axes, mu, nu):
       # The RMS reads nu before the kernel overwrites it: else XLA might copy nu.
       weights, rms = jax.lax.optimization_barrier((weights, rms))
       direction, *new = get_backend().adam_direction(weights, *operands)
-      mu, nu = (x._replace(values=x.values.reshape(g.shape)) for x in new)
-      return direction.reshape(g.shape), mu, nu, rms
+      mu, nu = (x._replace(values=out_of_groups(x.values, g)) for x in new)
+      return out_of_groups(direction, g), mu, nu, rms
   direction = m / (jnp.sqrt(n) + eps)
   chance = hashed(positions(count, g.shape, axes))
   m = without_dust(m, n) if isinstance(mu, Coded) else m
@@ -339,10 +343,10 @@ def _own_axes(rms, x):
 
 def _numbers(tree) -> jax.Array:
   """The numbers in a tree as one vector."""
-  parts = [x.reshape(-1) for x in jax.tree.leaves(tree)]
+  parts = [x.reshape(-1) for x in jax.tree.leaves(tree)] or [jnp.zeros(1, jnp.float32)]
   if is_explicit():
     parts = [jax.sharding.reshard(x, jax.sharding.PartitionSpec(None)) for x in parts]
-  return jnp.concatenate([jnp.zeros(0, jnp.float32), *parts])
+  return jnp.concatenate(parts)
 
 
 def _map(f, tree, *rest):

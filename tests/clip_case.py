@@ -30,8 +30,8 @@ def pairs(batch=4, config=MICRO):
   """Images, and texts that end at their fifth token."""
   size, text = config.vision.image_size, config.text
   image = jax.random.normal(jax.random.key(1), (batch, size, size, 3))
-  ids = jax.random.randint(jax.random.key(2), (batch, text.context_length), 2, text.eot_id)
-  return image, ids.at[:, 4].set(text.eot_id)
+  ids = jax.random.randint(jax.random.key(2), (batch, text.context_length), 2, text.end_id)
+  return image, ids.at[:, 4].set(text.end_id)
 
 
 @functools.cache

@@ -31,6 +31,7 @@ os.environ["XLA_FLAGS"] += f" {QUICK}"
 # optax mixes integer steps with floating-point rates.
 _STANDARD_PROMOTION = (
   "test_stable_adamw",
+  "test_optimizers_everywhere",
   "test_loss_scale",
   "test_compress_state",
   "test_dither",
@@ -70,8 +71,10 @@ _PROGRAM = (
   "test_run_end",
   "test_scaling",
   "test_scenes_training",
+  "test_slurm",
   "test_states_benchmark",
   "test_step",
+  "test_stop",
   "test_watch",
   "test_watchdog",
 )

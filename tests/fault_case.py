@@ -23,7 +23,7 @@ import orbax.checkpoint as ocp
 from train.datasets.shapes import Shapes
 
 ROOT = Path(__file__).parents[1]
-STEPS = 24
+STEPS, EVAL_EVERY = 24, 8
 OPTIONS = {
   "data.name": "drawn",
   "data.train_shards": "train-*.tar",
@@ -37,7 +37,7 @@ OPTIONS = {
   "steps": STEPS,
   "optimizer.warmup_steps": 2,
   "log_every": 1,
-  "eval_every": 0,
+  "eval_every": EVAL_EVERY,
   "eval_batch_size": 32,
   "checkpoint_every": 4,
 }

@@ -32,7 +32,7 @@ import threading
 import time
 from pathlib import Path
 
-from tests.fault_case import STEPS, Case, Damage, Lost, Start, Truth, remove
+from tests.fault_case import EVAL_EVERY, STEPS, Case, Damage, Lost, Start, Truth, remove
 
 OUTCOMES = ("equal", "refused", "lost")
 _DISK_BYTES = 80 * 2**20  # A run takes 30 MB.
@@ -60,12 +60,58 @@ def recompile(case: Case, rng: random.Random) -> None:
   case.cached = False
 
 
+def _announce(case: Case, send) -> None:
+  """The program ends on its own after `send(program)`, with all steps saved that it has printed."""
+  program = case.program
+  if not program:
+    return
+  case.excused, step = True, program.step()
+  send(program)
+  case.settle()
+  code = program.process.returncode
+  if code < 0:
+    raise Lost(f"the signal killed it (code {code})")
+  if code > 128 and max(case.good_steps(), default=0) < step:
+    raise Lost(f"code {code}, but step {step} is not saved: {case.good_steps()}")
+
+
 def terminate(case: Case, rng: random.Random) -> None:
   """SIGTERM."""
+  _announce(case, lambda program: program.signal(signal.SIGTERM))
+
+
+def warn(case: Case, rng: random.Random) -> None:
+  """SIGHUP, SIGUSR1, SIGUSR2 or Ctrl-C."""
+  signum = rng.choice((signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT))
+  _announce(case, lambda program: program.signal(signum))
+
+
+def terminate_twice(case: Case, rng: random.Random) -> None:
+  """A second SIGTERM up to 20 ms after the first."""
+  delay = 0.02 * rng.random()
+
+  def send(program):
+    program.signal(signal.SIGTERM)
+    time.sleep(delay)
+    program.signal(signal.SIGTERM)
+
+  _announce(case, send)
+
+
+def terminate_group(case: Case, rng: random.Random) -> None:
+  """SIGTERM or SIGUSR1 to the process group, with a data worker in it."""
+  signum = rng.choice((signal.SIGTERM, signal.SIGUSR1))
+  _announce(case, lambda program: os.killpg(program.process.pid, signum))
+
+
+def terminate_in_evaluation(case: Case, rng: random.Random) -> None:
+  """SIGTERM up to a third of a second after the step of the next evaluation."""
+  delay = rng.random() / 3
   if case.program:
-    case.excused = True
-    case.program.signal(signal.SIGTERM)
-    case.settle()
+    due = (case.program.step() // EVAL_EVERY + 1) * EVAL_EVERY
+    case.program.wait(case.limit, lambda: case.program.step() >= min(due, STEPS))
+    time.sleep(delay)
+  _announce(case, lambda program: program.signal(signal.SIGTERM))
 
 
 def stop(case: Case, rng: random.Random) -> None:
@@ -241,7 +287,8 @@ def _damage(case: Case, path: Path, rng: random.Random) -> bool:
 FAULTS = {
   fault.__name__: fault
   for fault in (
-    *(kill, kill_in_save, recompile, terminate, stop, fill, second_program, evaluate),
+    *(kill, kill_in_save, recompile, stop, fill, second_program, evaluate),
+    *(terminate, warn, terminate_twice, terminate_group, terminate_in_evaluation),
     *(
       kill_worker,
       kill_import,
@@ -267,7 +314,7 @@ def draw(seed: int, truth: Truth, shared: Path, limit: float) -> dict:
   faults, started, reason = plan(seed), time.monotonic(), ""
   names = [name for _, name in faults]
   case = Case(shared / f"draw-{seed}", shared, limit)
-  case.workers = int("kill_worker" in names)
+  case.workers = int(not {"kill_worker", "terminate_group"}.isdisjoint(names))
   mounted = "fill" in names and can_mount(case.disk)
   try:
     shutil.copytree(truth.data, case.data)
@@ -337,8 +384,11 @@ def run_draws(options: argparse.Namespace, shared: Path) -> list[dict]:
   """The rows of the draws, `options.jobs` at a time, each printed when it ends."""
   last_start = time.monotonic() + options.seconds
   print("Training without faults.", flush=True)
-  truth = Truth(shared, options.limit)
-  truth.resume()
+  try:
+    truth = Truth(shared, 3 * options.limit)
+    truth.resume()
+  except Lost as error:
+    sys.exit(f"The run without faults is lost: {error}. A slow machine needs a larger --limit.")
   seeds = itertools.count(options.seed)
   if options.draws is not None:
     seeds = iter(range(options.seed, options.seed + options.draws))
@@ -378,9 +428,9 @@ def table(rows: list[dict]) -> str:
     for row in rows
     for name in {fault.partition(" ")[0] for fault in row["faults"]}
   )
-  lines = [f"{'':20}{''.join(f'{outcome:>9}' for outcome in OUTCOMES)}"]
+  lines = [f"{'':24}{''.join(f'{outcome:>9}' for outcome in OUTCOMES)}"]
   for name in FAULTS:
-    lines.append(f"{name:20}{''.join(f'{counts[name, outcome]:9}' for outcome in OUTCOMES)}")
+    lines.append(f"{name:24}{''.join(f'{counts[name, outcome]:9}' for outcome in OUTCOMES)}")
   return "\n".join(lines)
 
 

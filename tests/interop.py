@@ -38,8 +38,8 @@ def assert_same_features(torch_model, params, config, **options):
   rng = np.random.default_rng(1)
   vision, text = config.vision, config.text
   image = rng.standard_normal((2, vision.image_size, vision.image_size, 3), np.float32)
-  ids = rng.integers(1, text.eot_id, (2, text.context_length), np.int32)
-  ids[0, 3], ids[1, -1] = text.eot_id, text.eot_id
+  ids = rng.integers(1, text.end_id, (2, text.context_length), np.int32)
+  ids[0, 3], ids[1, -1] = text.end_id, text.end_id
   with torch.no_grad():
     want = torch_model(torch.from_numpy(image.transpose(0, 3, 1, 2)), torch.from_numpy(ids).long())
   want_image, want_text, want_scale = (tensor.numpy() for tensor in want[:3])

@@ -5,6 +5,7 @@ import logging
 import types
 import warnings
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -79,7 +80,9 @@ def test_a_backend_that_does_not_run_here_says_why(name):
   with pytest.raises(NotImplementedError, match=why):
     quantized_dot(jnp.ones((2, 4)), jnp.ones((4, 3)), "switchback", backend=name)
   with pytest.raises(NotImplementedError, match=why):
-    quantized_dot_general("switchback", backend=name)
+    nn.Dense(3, dot_general=quantized_dot_general("switchback", backend=name)).init(
+      jax.random.key(0), jnp.ones((2, 4))
+    )
 
 
 def test_an_abstract_device_has_the_compute_capability_of_a_local_device_of_its_kind(monkeypatch):

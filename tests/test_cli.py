@@ -100,6 +100,7 @@ def test_a_wrong_flag_is_named_with_what_would_be_right(argument, message):
     ("\ndef get_config():\n  return siez\n", "config.py, line 3: NameError: name 'siez'"),
     ("import train.none_such\n", "config.py, line 1: ModuleNotFoundError: No module named"),
     (None, "There is no config file "),
+    ("x = 1\0", "config.py"),
   ],
 )
 def test_a_wrong_config_file_is_one_message_with_its_line(tmp_path, text, message):
@@ -134,13 +135,46 @@ def program(*arguments, module="train.main"):
   )
 
 
-def test_help_lists_the_flags_and_the_fields():
-  run = program("--help")
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_lists_the_flags_and_the_fields(flag):
+  run = program(flag)
   assert run.returncode == 0, run.stderr
   for words in ("--config=", "--workdir=", "--distributed", "--debug", "--config.optimizer."):
     assert words in run.stdout
   assert config_flags.describe() in run.stdout
   assert max(map(len, run.stdout.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+  ("module", "words"),
+  [
+    ("train.evaluate", "--config.data."),
+    ("train.embed", "--texts"),
+    ("train.export", "--format"),
+    ("train.spikes", "--window"),
+    ("tests.faults", "--draws"),
+  ],
+)
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_every_program_has_help(module, words, flag):
+  run = program(flag, module=module)
+  assert run.returncode == 0, run.stderr
+  assert words in run.stdout and not run.stderr
+
+
+def test_the_help_of_an_evaluation_of_folders_is_after_its_flag():
+  run = program("--checkpoint=x", "-h", module="train.evaluate")
+  assert run.returncode == 0 and "--max_aspect_ratio" in run.stdout
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8", "latin-1"])
+def test_a_name_in_any_encoding_can_be_printed(encoding):
+  code = "from train import cli\nwith cli.explained(): print('caf\\udce9 \\u732b')"
+  environment = {**os.environ, "PYTHONIOENCODING": f"{encoding}:strict", "JAX_PLATFORMS": "cpu"}
+  run = subprocess.run(
+    [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, timeout=300
+  )
+  assert run.returncode == 0 and b"caf\\udce9 " in run.stdout, run.stderr
 
 
 def started(monkeypatch, capsys, *arguments, job=lambda config, workdir: None):

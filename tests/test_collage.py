@@ -249,7 +249,7 @@ def test_float32_parameters_train_as_without(residual):
   params, state = train(compensated(adamw(), residual), parameters(), 5)
   plain, _ = train(adamw(), parameters(jnp.float32), 5)
   np.testing.assert_array_equal(params["b"], plain["b"])
-  assert state.residual["b"] is None
+  assert residual is None or not np.any(state.residual["b"])
 
 
 def test_the_inner_optimizer_sees_float32_sums_and_gradients():
@@ -316,7 +316,8 @@ def test_a_loss_scale_skips_a_tensor_with_its_residual(residual, value):
   bad = gradients(3) | {"w": gradients(3)["w"].at[1, 2].set(value)}
   after, state = step(optimizer, params, bad, before)
   np.testing.assert_array_equal(after["w"], params["w"])
-  assert_equal(state.inner_state.residual["w"], before.inner_state.residual["w"])
+  if residual:
+    assert_equal(state.inner_state.residual["w"], before.inner_state.residual["w"])
   assert np.any(after["b"] != params["b"]) and state.skipped == 1
   again, _ = step(optimizer, after, gradients(4), state)
   assert np.isfinite(np.float32(again["w"])).all()

@@ -2,6 +2,7 @@ import dataclasses
 import functools
 import json
 import pickle
+import re
 import types
 from pathlib import Path
 
@@ -281,7 +282,7 @@ def test_an_unknown_suffix_error_lists_the_known_ones(use, tmp_path):
 def test_a_missing_folder_is_named_as_one(tmp_path):
   with pytest.raises(ValueError, match=r"There is no folder .*/exported; a file ends in one of"):
     load_weights(tmp_path / "exported", MICRO)
-  with pytest.raises(ValueError, match=r"model.bin \(shards are not read\)\."):
+  with pytest.raises(ValueError, match=r"has no weights: expected open_clip_model\.safetensors, "):
     load_weights(tmp_path, MICRO)
 
 
@@ -299,6 +300,148 @@ def test_what_is_no_state_dict_is_named(monkeypatch, tmp_path, state, message):
   (tmp_path / "clip.pt").touch()
   with pytest.raises(ValueError, match=message):
     load_weights(tmp_path / "clip.pt", MICRO)
+
+
+def renamed(change):
+  return {change(name): tensor for name, tensor in state_dict(random_params(), MICRO).items()}
+
+
+def inside(wrapper):
+  """A name with what a wrapper of each block and of an inner module adds to it."""
+  return lambda name: re.sub(r"(mlp|visual)\.", rf"{wrapper}.\1.", name)
+
+
+WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+PREFIXES = (
+  *("_orig_mod.", "module.", "module._orig_mod.", "_fsdp_wrapped_module.", "model.", "clip."),
+  *("model.module.", "_forward_module.module.", "ema_model.", "ema.module."),
+)
+
+
+@pytest.mark.parametrize(
+  "state",
+  [
+    *(renamed(lambda name, p=prefix: p + name) for prefix in PREFIXES),
+    *(renamed(inside(wrapper)) for wrapper in WRAPPERS),
+    {"state_dict": renamed(lambda name: f"model.{name}"), "optimizer_states": [{}], "epoch": 3},
+    {"model": renamed(str), "optimizer": {"logit_scale": np.ones(())}, "step": 3},
+    {"checkpoint": {"module": renamed(str)}},
+    {"shadow": renamed(str), "decay": 0.999},
+    renamed(lambda name: f"module.{name}") | {"n_averaged": np.int64(7)},
+  ],
+)
+def test_what_wrappers_and_checkpoints_add_to_names_is_left_out(state):
+  jax.tree.map(np.testing.assert_array_equal, load_weights(state, MICRO), random_params())
+
+
+EMA = {name: tensor + 1 for name, tensor in renamed(str).items()}
+
+
+@pytest.mark.parametrize(
+  ("state", "places"),
+  [
+    (renamed(str) | {f"ema.{n}": x for n, x in EMA.items()}, "the top, ema"),
+    ({"state_dict": renamed(str), "state_dict_ema": EMA}, "state_dict, state_dict_ema"),
+    ({"model": renamed(str), "ema": {"module": EMA}}, "model, ema.module"),
+    (
+      renamed(lambda n: f"model.{n}") | {f"model_ema.module.{n}": x for n, x in EMA.items()},
+      "model, model_ema",
+    ),
+    ({**renamed(str), "ema": EMA}, "the top, ema"),
+    (
+      {"state_dict": renamed(lambda n: f"teacher.{n}") | renamed(lambda n: f"student.{n}")},
+      "state_dict.teacher, state_dict.student",
+    ),
+  ],
+)
+def test_of_several_models_none_is_taken_silently(state, places):
+  with pytest.raises(ValueError, match=f"holds 2 models: at {places}. Pass the one that you want"):
+    load_weights(state, MICRO)
+
+
+def test_tensors_beside_a_model_and_names_that_collide_are_refused():
+  state = renamed(lambda name: f"model.{name}")
+  with pytest.raises(ValueError, match=r"Unexpected: ema.visual.proj, head.weight\."):
+    load_weights(state | {"ema.visual.proj": EMA["visual.proj"], "head.weight": np.ones(3)}, MICRO)
+  twice = renamed(str) | {"module.visual.proj": EMA["visual.proj"]}
+  with pytest.raises(ValueError, match=r"visual\.proj twice: once as module\.visual"):
+    load_weights(twice, MICRO)
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 1)])
+def test_a_logit_scale_of_another_shape_of_one_number_is_a_scalar(shape):
+  state = state_dict(random_params(), MICRO)
+  params = load_weights(state | {"logit_scale": state["logit_scale"].reshape(shape)}, MICRO)
+  assert params["logit_scale"].shape == ()
+  assert params["logit_scale"] == state["logit_scale"]
+  with pytest.raises(ValueError, match=r"logit_scale is \(2,\), not \(\)"):
+    load_weights(state | {"logit_scale": np.ones(2, np.float32)}, MICRO)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "bool", "float8_e4m3fn", "complex64"])
+@pytest.mark.parametrize("name", ["visual.transformer.resblocks.0.mlp.c_fc.weight", "logit_scale"])
+def test_integers_and_8_bit_floats_are_no_weights(dtype, name):
+  """Their scales may be anywhere, or nowhere."""
+  state = state_dict(random_params(), MICRO)
+  state[name] = state[name].astype(jnp.dtype(dtype))
+  with pytest.raises(
+    ValueError, match=rf"The state dict has {name} \({dtype}\): expected .*float32"
+  ):
+    load_weights(state, MICRO)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_other_floats_are_weights(dtype):
+  state = {n: x.astype(jnp.dtype(dtype)) for n, x in state_dict(random_params(), MICRO).items()}
+  rounded = jax.tree.map(lambda x: np.float32(x.astype(jnp.dtype(dtype))), random_params())
+  jax.tree.map(np.testing.assert_array_equal, load_weights(state, MICRO), rounded)
+
+
+@pytest.fixture
+def shards(tmp_path, monkeypatch):
+  """A folder with an index and two shards, which a fake of safetensors reads."""
+  state = state_dict(random_params(), MICRO)
+  names, files = list(state), {}
+  weight_map = {name: f"model-{i % 2}.safetensors" for i, name in enumerate(names)}
+  for file in {*weight_map.values()}:
+    (tmp_path / file).touch()
+    files[file] = {name: state[name] for name in names if weight_map[name] == file}
+  index = tmp_path / "model.safetensors.index.json"
+  index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+  fake = types.SimpleNamespace(load_file=lambda path: files[path.name])
+  monkeypatch.setattr(weight_files, "import_package", lambda name: fake)
+  return index, files
+
+
+def test_shards_are_read_by_their_index(shards):
+  index, _ = shards
+  for source in (index, str(index.parent)):
+    jax.tree.map(np.testing.assert_array_equal, load_weights(source, MICRO), random_params())
+
+
+def test_an_incomplete_index_names_what_is_missing(shards):
+  index, files = shards
+  files["model-1.safetensors"].popitem()
+  with pytest.raises(
+    ValueError, match=r"model-1.safetensors lacks .*, which model.safetensors.ind"
+  ):
+    load_weights(index, MICRO)
+  (index.parent / "model-0.safetensors").unlink()
+  with pytest.raises(ValueError, match=r"names model-0\.safetensors, which is not beside it: c"):
+    load_weights(index, MICRO)
+  for text, message in {
+    '{"weight_map": {"a": "../b.safetensors"}}': "names the shard '../b.safetensors'",
+    '{"weight_map": {"a": 5}}': "names the shard 5: expected a file beside it",
+    '{"weight_map": [1]}': "is no index of shards: expected a weight_map in JSON",
+    "[]": "is no index of shards",
+    "{": "is no index of shards",
+  }.items():
+    index.write_text(text)
+    with pytest.raises(ValueError, match=message):
+      load_weights(index, MICRO)
+  index.unlink()
+  with pytest.raises(ValueError, match=r"There is no file .*json: expected an index of shards"):
+    load_weights(index, MICRO)
 
 
 @pytest.mark.parametrize("error", [pickle.UnpicklingError("Weights only load failed."), EOFError()])

@@ -1,6 +1,8 @@
 """Pictures and texts become numbered files of unit vectors, which a later start continues."""
 
 import json
+import math
+import os
 import re
 import types
 
@@ -29,16 +31,19 @@ class FakeModel:
     config = types.SimpleNamespace(embed_dim=3)
     self.task = types.SimpleNamespace(model=types.SimpleNamespace(config=config, options=options))
     self.crop, self.batch_size, self.step, self.size = CentreCrop(16), 2, 7, "tiny"
-    self.squash = False
+    self.squash, self.weights = False, "a"
     self.images = self.texts = 0
 
-  def embed_pixels(self, pixels):
+  def fingerprint(self):
+    return {"weights": self.weights}
+
+  def embed_pixels(self, pixels, names):
     self.images += len(pixels)
     return unit(pixels.mean(axis=(1, 2)))
 
   def embed_texts(self, texts):
     self.texts += len(texts)
-    return unit([COLOURS[int(text)] for text in texts])
+    return unit([COLOURS[int(text or 0)] for text in texts])
 
 
 @pytest.fixture
@@ -89,6 +94,23 @@ def test_each_picture_of_a_folder_has_its_vector(model, photos, tmp_path, capsys
   assert "skipped 1" in capsys.readouterr().out
 
 
+def test_linked_folders_are_followed_and_loops_are_not(tmp_path):
+  def picture(path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(image_bytes("png"))
+
+  photos, real = tmp_path / "photos", tmp_path / "real"
+  for path in (photos / "b" / "same.png", real / "same.png", real / "deep" / "UP.JPEG"):
+    picture(path)
+  (photos / "a").symlink_to(real)
+  (photos / "b" / "up").symlink_to(photos)
+  (real / "deep" / "again").symlink_to(real)
+  (photos / "file.jpg").symlink_to(real / "same.png")
+  (photos / "gone.jpg").symlink_to(tmp_path / "none")
+  names = [path.removeprefix(f"{photos}/") for path in embed.sources([str(photos)])]
+  assert names == ["a/deep/UP.JPEG", "a/same.png", "b/same.png", "file.jpg"]
+
+
 def test_shards_and_folders_embed_alike(model, photos, tmp_path):
   shards = tmp_path / "shards"
   shards.mkdir()
@@ -136,22 +158,200 @@ def test_a_second_start_embeds_only_what_is_missing(model, photos, tmp_path, kin
   np.testing.assert_array_equal(again[2], whole[2])
 
 
-def test_other_data_or_another_model_is_refused(model, photos, tmp_path):
+def short(names):
+  return [re.sub(".*/", "", name) for name in names]
+
+
+def test_an_index_knows_its_model_by_contents(model, photos, tmp_path):
+  """A checkpoint may be replaced by one of the same name, size and step."""
+  (tmp_path / "texts.txt").write_text("1")
+  commands = [f"--data={photos}"], [f"--texts={tmp_path / 'texts.txt'}"], ["--query", "2"]
+  for arguments in commands:
+    run(tmp_path / "out", *arguments)
+  for field, value, message in [
+    ("weights", "b", "weights: 'a' -> 'b'"),
+    ("step", 8, "step: 7 -> 8"),
+  ]:
+    before = getattr(model, field)
+    setattr(model, field, value)
+    for arguments in commands:
+      with pytest.raises(RunError, match=rf"holds other embeddings \({message}\)"):
+        run(tmp_path / "out", "--debug", *arguments)
+    setattr(model, field, before)
+  count = model.images
+  embed.main(["--checkpoint=moved", f"--out={tmp_path / 'out'}", f"--data={photos}"])
+  assert model.images == count
+  (tmp_path / "out" / "images.json").write_text('{"step": 7}')  # Of an earlier version.
+  with pytest.raises(RunError, match="weights: None -> 'a'"):
+    run(tmp_path / "out", "--debug", data=photos)
+
+
+def test_pictures_that_come_later_are_embedded_beside_the_others(model, photos, tmp_path, capsys):
+  out = tmp_path / "out"
+  run(out, data=photos)
+  (photos / "a" / "0a.png").write_bytes(image_bytes("png", COLOURS[2]))
+  (photos / "b" / "3a.jpg").write_bytes(image_bytes("jpeg", COLOURS[4]))  # It was broken.
+  (photos / "a" / "1.png").unlink()
+  count = model.images
+  run(out, data=photos)
+  assert model.images == count + 2
+  names, skipped, vectors = results(out)
+  assert short(names) == [*(f"{i}.png" for i in range(6)), "0a.png", "3a.jpg"]
+  assert short(name for name, _ in skipped) == ["3a.jpg"]
+  np.testing.assert_allclose(vectors[:7], unit(COLOURS + COLOURS[2:3]), atol=1e-6)
+  for _ in range(2):  # Further folders are growth; without one of them, it is another index.
+    embed.main(["--checkpoint=some", f"--out={out}", "--data", str(photos), str(photos / "a")])
+  assert model.images == count + 2
+  with pytest.raises(RunError, match=r"holds other embeddings \(without --data=.*photos/a\)"):
+    run(out, "--debug", data=photos)
+
+
+def replace(path, content, same_size=True):
+  """Another content, and the old times."""
+  status = path.stat()
+  assert (path.stat().st_size == len(content)) == same_size
+  path.write_bytes(content)
+  os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def bitmap(colour):
+  return image_bytes("bmp", colour)
+
+
+def test_a_picture_that_was_replaced_is_named(model, tmp_path):
+  """Its size and times may be the same."""
+  photo = tmp_path / "photos" / "0.bmp"
+  photo.parent.mkdir()
+  photo.write_bytes(bitmap(COLOURS[0]))
+  run(tmp_path / "out", data=photo.parent)
+  photo.touch()
+  run(tmp_path / "out", data=photo.parent)  # The time is another, the bytes are the same.
+  assert model.images == 1
+  replace(photo, bitmap(COLOURS[1]))
+  with pytest.raises(
+    RunError, match=r"photos/0.bmp has changed since it was embedded into .*out\."
+  ):
+    run(tmp_path / "out", "--debug", data=photo.parent)
+
+
+def shard_of(path, colours):
+  write_shard(path, [(f"{i}.bmp", bitmap(colour)) for i, colour in enumerate(colours)])
+
+
+@pytest.mark.parametrize("shard_size", [1, 2, 10])
+def test_a_shard_may_grow_and_must_not_change(model, tmp_path, shard_size):
+  shard, out = tmp_path / "a.tar", tmp_path / "out"
+
+  def again(colours):
+    shard_of(shard, colours)
+    embed.main(
+      [
+        "--checkpoint=some",
+        "--debug",
+        f"--out={out}",
+        f"--data={shard}",
+        f"--shard_size={shard_size}",
+      ]
+    )
+
+  again(COLOURS[:3])
+  again(COLOURS[:3])
+  assert model.images == 3
+  again(COLOURS)
+  assert model.images == 6
+  names, _, vectors = results(out)
+  assert names == [f"{shard}:{i}" for i in range(6)]
+  np.testing.assert_allclose(vectors, unit(COLOURS), atol=1e-6)
+  for other in (COLOURS[:5], [*COLOURS[:4], COLOURS[0], COLOURS[5]], COLOURS[::-1]):
+    with pytest.raises(RunError, match=r"a.tar has changed since it was embedded into"):
+      again(other)
+  assert model.images == 6
+
+
+def test_an_interrupted_shard_continues_where_it_was(model, tmp_path):
+  shard_of(tmp_path / "a.tar", COLOURS)
+  run(tmp_path / "out", data=tmp_path / "a.tar")
+  whole = results(tmp_path / "out")
+  (tmp_path / "out" / "images-00001.npy").unlink()
+  count = model.images
+  run(tmp_path / "out", data=tmp_path / "a.tar")
+  assert model.images == count + 3
+  np.testing.assert_array_equal(results(tmp_path / "out")[2], whole[2])
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_a_picture_that_vanishes_is_listed_and_the_rest_embedded(
+  model, photos, tmp_path, monkeypatch, link
+):
+  start, gone = embed.embed_images, photos / "a" / "1.png"
+
+  def late(*args):
+    gone.unlink(missing_ok=True)
+    return start(*args)
+
+  if link:
+    gone.unlink()
+    gone.symlink_to(tmp_path / "nothing")
+  else:
+    monkeypatch.setattr(embed, "embed_images", late)
+  out = tmp_path / "out"
+  for _ in range(2):
+    run(out, data=photos)
+    names, skipped, vectors = results(out)
+    assert short(names) == ["0.png", *(f"{i}.png" for i in range(2, 6))]
+    assert (short(skipped[0])[0], skipped[0][1]) == ("1.png", "it is not there any more")
+    assert len(vectors) == 5
+  monkeypatch.setattr(embed, "embed_images", start)
+  gone.unlink(missing_ok=True)
+  gone.write_bytes(image_bytes("png", COLOURS[1]))  # It is there again.
+  run(out, data=photos)
+  assert short(results(out)[0])[5:] == ["1.png"]
+
+
+def test_an_error_of_the_system_ends_the_program_as_itself(model, photos, tmp_path, monkeypatch):
+  def denied(path):
+    raise PermissionError(13, "Permission denied", str(path))
+
+  monkeypatch.setattr(embed.Path, "read_bytes", denied)
+  with pytest.raises(PermissionError):
+    run(tmp_path / "out", "--debug", data=photos)
+  assert not list((tmp_path / "out").glob("images-*"))
+
+
+def test_linked_folders_are_followed_but_not_in_circles(model, photos, tmp_path):
+  (photos / "c").symlink_to(photos / "a")
+  (photos / "a" / "round").symlink_to(photos)
   run(tmp_path / "out", data=photos)
-  (photos / "a" / "0a.png").write_bytes(image_bytes("png"))
-  with pytest.raises(RunError, match=r"holds other embeddings \(images: 7 -> 8; paths: "):
-    run(tmp_path / "out", "--debug", data=photos)
-  (photos / "a" / "0a.png").unlink()
-  model.step = 8
-  with pytest.raises(RunError, match=r"holds other embeddings \(step: 7 -> 8\)"):
-    run(tmp_path / "out", "--debug", data=photos)
-  with pytest.raises(RunError, match=r"holds other embeddings \(step: 7 -> 8\)"):
-    run(tmp_path / "out", "--debug", "--query", "2")
-  model.step = 7
-  replaced = photos / "a" / "0.png"
-  replaced.write_bytes(replaced.read_bytes() + b"another")
-  with pytest.raises(RunError, match=r"holds other embeddings \(paths: "):
-    run(tmp_path / "out", "--debug", data=photos)
+  assert short(results(tmp_path / "out")[0]) == [f"{i}.png" for i in (0, 1, 2, 3, 4, 5, 0, 1, 2)]
+
+
+def test_files_that_are_no_pictures_are_counted(model, photos, tmp_path, capsys):
+  run(tmp_path / "out", data=photos)
+  assert "1 other files in --data are no pictures (.txt: 1)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["file", "shard"])
+def test_each_limit_has_a_flag(model, tmp_path, kind):
+  data = tmp_path / "data"
+  data.mkdir()
+  content = image_bytes("png", COLOURS[0], (400, 2))
+  if kind == "file":
+    (data / "0.png").write_bytes(content)
+  else:
+    write_shard(data / "0.tar", [("0.png", content)])
+  for flag, words in {
+    "--max_aspect_ratio=199": "a ratio of sides above --max_aspect_ratio=199",
+    "--max_image_pixels=799": "more pixels than --max_image_pixels=799",
+    "--max_member_bytes=9": "max_member_bytes=9",
+  }.items():
+    out = tmp_path / flag
+    run(out, flag, "--max_aspect_ratio=200" if "ratio" not in flag else flag, data=data)
+    [(_, reason)] = results(out)[1]
+    assert words in reason
+    with pytest.raises(RunError, match=rf"{flag[2:].partition('=')[0]}: .* -> "):
+      run(out, "--debug", "--max_aspect_ratio=201", "--max_image_pixels=9999", data=data)
+  run(tmp_path / "all", "--max_aspect_ratio=200", "--query=0", data=data)
+  assert len(results(tmp_path / "all")[0]) == 1 and not results(tmp_path / "all")[1]
 
 
 def test_squashed_and_cropped_pictures_do_not_share_a_folder(model, photos, tmp_path):
@@ -159,13 +359,9 @@ def test_squashed_and_cropped_pictures_do_not_share_a_folder(model, photos, tmp_
   out = tmp_path / "out"
   run(out, data=photos)
   model.squash = True
-  with pytest.raises(RunError, match=r"holds other embeddings \(squash: False -> True\)"):
-    run(out, "--debug", data=photos)
-  old = json.loads((out / "images.json").read_text())
-  del old["squash"]  # As earlier versions wrote it, which cropped.
-  (out / "images.json").write_text(json.dumps(old))
-  with pytest.raises(RunError, match=r"holds other embeddings \(squash: False -> True\)"):
-    run(out, "--debug", data=photos)
+  for arguments in ([f"--data={photos}"], ["--query=2"]):
+    with pytest.raises(RunError, match=r"holds other embeddings \(squash: False -> True\)"):
+      run(out, "--debug", *arguments)
   model.squash = False
   run(out, data=photos)
 
@@ -176,13 +372,38 @@ def test_the_pictures_that_it_drew_are_no_data(model, photos):
     assert len(results(photos / "out")[0]) == 6
 
 
-def test_texts_are_embedded_line_by_line(model, tmp_path):
+def test_row_i_of_the_texts_is_line_i(model, tmp_path, capsys):
+  """Also after empty lines, and in a file with a byte-order mark."""
   file = tmp_path / "texts.txt"
-  file.write_text("3\n\n1\n 4 \n0\n")
+  file.write_bytes(b"\xef\xbb\xbf3\n\n1\r\n 4 \n  \n0\n\n")
   run(tmp_path / "out", f"--texts={file}")
   names, _, vectors = results(tmp_path / "out", "texts")
-  assert names == ["3", "1", "4", "0"]
-  np.testing.assert_allclose(vectors, unit([COLOURS[i] for i in (3, 1, 4, 0)]), atol=1e-6)
+  assert names == ["3", "", "1", "4", "", "0", ""]
+  np.testing.assert_allclose(vectors, unit([COLOURS[int(n or 0)] for n in names]), atol=1e-6)
+  assert "embedded 7 texts" in (said := capsys.readouterr().out) and "3 of them are empty" in said
+
+
+def test_a_file_of_texts_may_grow_and_must_not_change(model, tmp_path):
+  file, out = tmp_path / "texts.txt", tmp_path / "out"
+  file.write_text("0\n1\n2\n3")
+  run(out, f"--texts={file}")
+  file.write_text("0\n1\n2\n3\n4\n5\n")
+  run(out, f"--texts={file}")
+  assert results(out, "texts")[0] == list("012345") and model.texts == 6
+  for text, message in {
+    "0\n1\n5\n3\n4\n5": "line 3 was '2' and is '5'",
+    "0\n1": "line 3 was '2' and is not there",
+    "\n0\n1\n2\n3\n4\n5": "line 1 was '0' and is ''",
+  }.items():
+    file.write_text(text)
+    with pytest.raises(RunError, match=f"holds other texts: {message}. Choose another --out"):
+      run(out, "--debug", f"--texts={file}")
+
+
+def test_a_line_that_is_not_utf_8_is_named(model, tmp_path):
+  (tmp_path / "texts.txt").write_bytes("1\n2\ncaf\xe9\n".encode("latin-1"))
+  with pytest.raises(RunError, match=r"texts.txt, line 3: b'caf.xe9' is not UTF-8"):
+    run(tmp_path / "out", "--debug", f"--texts={tmp_path / 'texts.txt'}")
 
 
 def test_a_query_prints_and_draws_the_nearest_pictures(model, photos, tmp_path, capsys):
@@ -220,7 +441,26 @@ def test_what_cannot_be_embedded_is_one_message(model, tmp_path, monkeypatch, ar
 def test_only_line_breaks_end_a_text(tmp_path):
   file = tmp_path / "texts.txt"
   file.write_bytes("a dog\u2028on grass\r\n\n cat\x0b two\n".encode())
-  assert embed._texts(str(file)) == ["a dog\u2028on grass", "cat\x0b two"]
+  assert embed._texts(str(file)) == ["a dog\u2028on grass", "", "cat\x0b two"]
+
+
+def test_vectors_that_are_not_finite_are_not_searched(tmp_path):
+  np.save(tmp_path / "images-00000.npy", np.full((1, 4), math.nan, np.float32))
+  with pytest.raises(RunError, match=r"images-00000.npy has vectors that are not finite"):
+    embed.nearest(tmp_path, np.ones((1, 4), np.float32), 2)
+
+
+def test_a_picture_that_is_gone_or_another_is_not_drawn(model, photos, tmp_path):
+  out = tmp_path / "out"
+  run(out, data=photos)
+  run(out, "--query", "2", "4", "--nearest=1")
+  sheet = np.asarray(Image.open(out / "nearest.png"))
+  assert (sheet[22, 3] != 255).any() and (sheet[168 + 22, 3] != 255).any()
+  (photos / "a" / "2.png").unlink()
+  (photos / "b" / "4.png").write_bytes(image_bytes("png", COLOURS[0]))
+  run(out, "--query", "2", "4", "--nearest=1")
+  sheet = np.asarray(Image.open(out / "nearest.png"))
+  assert (sheet[22, 3] == 255).all() and (sheet[168 + 22, 3] == 255).all()
 
 
 def test_a_query_among_no_pictures_is_one_message(tmp_path):

@@ -16,6 +16,7 @@ from train.augment import CentreCrop
 from train.datasets.wds_folder import CLASSIFICATION, RETRIEVAL, open_folder
 from train.errors import RunError
 from train.evaluate import classification_scores, evaluate_folder, probe_folder
+from train.zero_shot import check_finite
 
 COLOURS = {"red": (220, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 220),
            "white": (250, 250, 250), "black": (5, 5, 5), "grey": (120, 120, 120)}  # fmt: skip
@@ -84,7 +85,7 @@ MODEL = types.SimpleNamespace(  # Sees mean colours, and reads the last word.
   batch_size=4,
   size="tiny",
   step=7,
-  embed_pixels=lambda pixels: unit(pixels.mean(axis=(1, 2))),
+  embed_pixels=lambda pixels, names: unit(pixels.mean(axis=(1, 2))),
   embed_texts=lambda texts: unit([COLOURS[text.split()[-1]] for text in texts]),
 )
 
@@ -149,9 +150,90 @@ def test_an_example_without_finite_logits_is_wrong(colours):
   scores = classification_scores(logits, np.array([3, 0]))
   assert scores["acc1"] == scores["acc5"] == scores["mean_per_class_recall"] == 0
   broken = types.SimpleNamespace(**vars(MODEL))
-  broken.embed_pixels = lambda pixels: np.full((len(pixels), 3), np.nan, np.float32)
-  with pytest.raises(RunError, match=r"features of 18 images of .* are not finite"):
+  broken.embed_pixels = lambda pixels, names: check_finite("image", np.nan * pixels[:, 0, 0], names)
+  with pytest.raises(RunError, match=r"image tower gives 4 of 4 images .* 's?.*0.tar: s0000'"):
     evaluate_folder(broken, open_folder(colours))
+
+
+@pytest.mark.parametrize("task", ["colours", "captioned"])
+def test_texts_whose_features_are_not_finite_are_no_scores(task, request):
+  broken = types.SimpleNamespace(**vars(MODEL))
+  broken.embed_texts = lambda texts: np.full((len(texts), 3), np.nan, np.float32)
+  with pytest.raises(RunError, match=r"The text tower gives 12 of 12 texts .* of them 'red'"):
+    evaluate_folder(broken, open_folder(request.getfixturevalue(task)))
+
+
+def encoded(image, kind, **options):
+  file = io.BytesIO()
+  image.save(file, kind, **options)
+  return file.getvalue()
+
+
+def test_pictures_have_the_pixels_that_clip_benchmark_sees(tmp_path):
+  """Its reader opens them and converts them to RGB: no more."""
+  noise = np.random.default_rng(0).integers(0, 256, (40, 60, 4), np.uint8)
+  turned = Image.Exif()
+  turned[0x112] = 6
+  plain = Image.fromarray(noise[..., :3])
+  pictures = [
+    ("jpg", encoded(plain, "jpeg", exif=turned)),
+    ("png", encoded(Image.fromarray(noise), "png")),
+    ("png", encoded(Image.fromarray(noise[..., 0].astype(np.uint16) * 200), "png")),
+    ("png", encoded(plain.convert("P"), "png", transparency=3)),
+    ("png", encoded(Image.fromarray(noise[..., :2], "LA"), "png")),
+    ("jpg", encoded(plain.convert("CMYK"), "jpeg")),
+  ]
+  folder = tmp_path / "wds_x"
+  write_split(folder / "test", [[[picture, ("txt", b"red")] for picture in pictures]])
+  (folder / "dataset_type.txt").write_text("retrieval\n")
+  seen = []
+  model = types.SimpleNamespace(**vars(MODEL))
+  model.embed_pixels = lambda pixels: (seen.append(pixels), unit(pixels.mean(axis=(1, 2))))[1]
+  evaluate_folder(model, open_folder(folder))
+  for got, (_, content) in zip(np.concatenate(seen), pictures, strict=True):
+    image = Image.open(io.BytesIO(content)).convert("RGB")
+    image = image.resize((48, 32), Image.Resampling.BICUBIC).crop((8, 0, 40, 32))
+    np.testing.assert_array_equal(got, np.asarray(image))
+
+
+def test_each_limit_on_pictures_is_a_flag(tmp_path, monkeypatch, capsys):
+  thin = encoded(Image.new("RGB", (505, 5), "red"), "png")
+  folder = tmp_path / "wds_x"
+  write_split(folder / "test", [[[("png", thin), ("txt", b"red")]]])
+  (folder / "dataset_type.txt").write_text("retrieval\n")
+  monkeypatch.setattr(inference, "load", lambda path, batch_size, **options: MODEL)
+  flags = ["--checkpoint=some.pt", f"--data={folder}", f"--out={tmp_path}/out"]
+  for flag, wider in (
+    ("--max_aspect_ratio=100", "--max_aspect_ratio=101"),
+    ("--max_image_pixels=2524", "--max_image_pixels=2525"),
+    (f"--max_member_bytes={len(thin) - 1}", f"--max_member_bytes={len(thin)}"),
+  ):
+    with pytest.raises(SystemExit):
+      evaluate.main([*flags, "--max_aspect_ratio=101", flag])
+    assert flag in capsys.readouterr().err
+    evaluate.main([*flags, "--max_aspect_ratio=101", wider])
+  with pytest.raises(SystemExit):
+    evaluate.main([*flags, "--max_aspect_ratio=0.5"])
+
+
+def test_a_folder_that_cannot_be_written_is_named_before_anything_is_computed(
+  colours, tmp_path, monkeypatch, capsys
+):
+  monkeypatch.setattr(inference, "load", None)
+  (tmp_path / "file").write_text("")
+  flags = ["--checkpoint=some.pt", f"--data={colours}"]
+  for out, message in (("file/out", "is a file. Give another --out"), ("new", "cannot be written")):
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # Root may write everywhere.
+    with pytest.raises(SystemExit):
+      evaluate.main([*flags, f"--out={tmp_path}/{out}"])
+    assert message in capsys.readouterr().err
+  assert not (tmp_path / "new").exists()
+
+
+def test_names_of_any_encoding_are_in_the_table(tmp_path):
+  row = {"model": "m", "pretrained": "caf\udce9.pt", "metrics": {}, "dataset": "wds/\udcff"}
+  evaluate.write_csv(tmp_path / "a.csv", [row])
+  assert "caf\\udce9.pt" in (tmp_path / "a.csv").read_text(encoding="utf-8")
 
 
 def test_the_program_writes_json_and_a_csv_of_all_sets(
@@ -197,6 +279,11 @@ def replace_sample(*sample):
   return lambda folder: write_shard(folder / "test" / "1.tar", [(f"a.{e}", c) for e, c in sample])
 
 
+def renumber(folder):
+  (folder / "test" / "nshards.txt").unlink()
+  (folder / "test" / "1.tar").rename(folder / "test" / "2.tar")
+
+
 @pytest.mark.parametrize(
   ("spoil", "message"),
   [
@@ -209,8 +296,11 @@ def replace_sample(*sample):
     (write("zeroshot_classification_templates.txt", "a photo"), r"'a photo' has no \{c\}"),
     (write("dataset_type.txt", "multilabel"), "holds 'multilabel': only 'classification' and"),
     (write("test/nshards.txt", "3"), r"test/2.tar is missing: .* has test, train"),
+    (write("test/nshards.txt", "1"), r"test/1.tar is one of 2 shards, and .*nshards.txt says that"),
+    (write("test/0.tar.gz", ""), r"test/0.tar and 0.tar.gz are both there"),
+    (renumber, r"test/1.tar is missing"),
     (write("test/nshards.txt", "many"), "'many': it should hold the number of shards"),
-    (write("classnames.txt", "a\nb"), r"has the label '2': it should be a number below 2"),
+    (write("classnames.txt", "a\nb"), "10 samples have a label beyond the 2 names of .* as 2"),
     (replace_sample(("cls", b"1")), r"1.tar: a must have an image .* and a cls"),
     (replace_sample(("png", image_bytes("png"))), r"1.tar: a must have an image .* and a cls"),
     (write("test/1.tar", "no tar"), r"1.tar: file could not be .* damaged: copy it again"),

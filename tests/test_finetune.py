@@ -26,7 +26,6 @@ from train.finetune import (
   scale_by_path,
   stop_gradients,
 )
-from train.images import MEAN, STD
 from train.inference import load
 from train.loop import jit_train_step
 from train.optimizer import cast_matrices, make_optimizer, matrix_dtype
@@ -238,19 +237,41 @@ def test_an_init_of_another_activation_or_width_is_refused(tmp_path, file):
     ("open_clip_config.json", {"preprocess_cfg": {"mean": [0.5, 0.5, 0.5]}}, "mean"),
     ("open_clip_config.json", {"preprocess_cfg": {"std": 0.5}}, "std"),
     ("preprocessor_config.json", {"image_std": [0.5, 0.5, 0.5]}, "image_std"),
+    ("processor_config.json", {"image_processor": {"resample": 2}}, "resample"),
   ],
 )
-def test_an_init_with_another_normalization_of_images_is_refused(tmp_path, file, values, field):
+def test_an_init_whose_images_are_prepared_otherwise_is_refused(tmp_path, file, values, field):
   folder = export(tmp_path)
-  path, own = folder / file, {"mean": MEAN.tolist(), "std": STD.tolist()}
+  path = folder / file
   given = json.loads(path.read_text()) if path.exists() else {}
-  path.write_text(json.dumps({**given, "preprocess_cfg": own, "image_std": own["std"]}))
   check_init(config(init=str(folder)), MICRO)
   path.write_text(json.dumps({**given, **values}))
   with pytest.raises(
-    ValueError, match=rf" {field}=(\[0.5, 0.5, 0.5\]|0.5) \({file}\), and this program"
+    ValueError, match=rf" {field}=(\[0.5, 0.5, 0.5\]|0.5|2) \({file}\), and this program"
   ):
     check_init(config(init=str(folder)), MICRO)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "pytorch_model.bin.index.json"])
+def test_an_init_may_be_an_index_of_shards(tmp_path, weights, name):
+  folder = export(tmp_path)
+  (folder / "open_clip_model.safetensors").rename(folder / name)
+  for init in (folder, folder / name):
+    run = config(init=str(init))
+    check_init(run, MICRO)
+    got = initial_params(run, MICRO, random_params())
+    jax.tree.map(np.testing.assert_array_equal, state_dict(got, MICRO), weights)
+
+
+def test_a_run_says_that_it_crops_what_its_init_squashed(tmp_path, capsys):
+  folder = export(tmp_path)
+  path = folder / "open_clip_config.json"
+  check_init(config(init=str(folder)), MICRO)
+  assert capsys.readouterr().err == ""
+  squash = {"preprocess_cfg": {"resize_mode": "squash"}}
+  path.write_text(json.dumps(json.loads(path.read_text()) | squash))
+  check_init(config(init=str(folder)), MICRO)
+  assert "images were squashed to squares. This run crops them" in capsys.readouterr().err
 
 
 @pytest.mark.program

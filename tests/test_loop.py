@@ -18,15 +18,17 @@ import loop_case
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from shards_case import image_bytes, write_shard
 
 from train import loop, processes
 from train.config import Config, ModelConfig
 from train.errors import RunError
-from train.run import _MAY_CHANGE, check_continues
+from train.run import _MAY_CHANGE, Run, check_continues
 from train.task import CLIPTask
 from train.watchdog import EXIT_CODE
 
 ROOT = Path(__file__).parents[1]
+EVALUATE = Run.evaluate  # The fixture replaces it.
 HANGING = """
 import pathlib, sys, threading, time
 import loop_case
@@ -200,8 +202,8 @@ def test_the_loop_announces_each_wait_to_the_watchdog(train, tmp_path, monkeypat
     ("the result of step 2", "step"),
     ("all processes to end step 3", "step"),
     ("the result of step 3", "step"),
-    ("the evaluation after step 3", "pause"),
     ("the checkpoint of step 3", "pause"),
+    ("the evaluation after step 3", "pause"),
     ("the last checkpoint", "pause"),
   ]
 
@@ -331,6 +333,54 @@ def test_fewer_steps_than_a_run_has_taken_are_refused_and_change_nothing(train, 
   with pytest.raises(RunError, match="holds a run after step 4, and steps=2 is before it"):
     train(tmp_path, steps=2)
   assert before == [(tmp_path / name).read_text() for name in ("config.json", "result.json")]
+
+
+def test_more_steps_of_a_run_say_how_the_learning_rate_changes(train, tmp_path, capsys):
+  train(tmp_path, steps=4)
+  assert "changes the schedule" not in capsys.readouterr().out
+  records = train(tmp_path, steps=8)
+  said = capsys.readouterr().out
+  rates = {r["step"]: r["learning_rate"] for r in records if "learning_rate" in r}
+  assert "steps=4 -> 8 changes the schedule: the learning rate falls to 0 at step 8" in said
+  assert f"Step 4 had {rates[4]:.3g}; step 5 has {rates[5]:.3g}, where steps=4 gives 0." in said
+  assert rates[5] > rates[4]
+
+
+def test_a_run_without_a_split_to_evaluate_is_not_evaluated(data_dir, tmp_path, capsys, train):
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(Run, "evaluate", EVALUATE)
+    records = train(tmp_path, **{"data.eval_split": "", "eval_every": 2})
+  assert not [name for r in records for name in r if name.startswith("eval/")]
+  assert "Finished after step 4: not evaluated" in capsys.readouterr().out
+  assert json.loads((tmp_path / "result.json").read_text())["eval"] == {}
+
+
+def test_folders_of_clip_benchmark_are_scored_beside_a_split(train, tmp_path):
+  root = tmp_path / "root"
+  for name, ending in (("wds_classes", "cls"), ("wds_texts", "txt")):
+    (root / name / "test").mkdir(parents=True)
+    members = [
+      (f"{i}.{kind}", content)
+      for i in range(3)
+      for kind, content in (("png", image_bytes("png")), (ending, str(i).encode()))
+    ]
+    write_shard(root / name / "test" / "0.tar", members)
+  (root / "wds_classes" / "classnames.txt").write_text("0\n1\n2\n")
+  (root / "wds_classes" / "zeroshot_classification_templates.txt").write_text("a {c}\n")
+  (root / "wds_texts" / "dataset_type.txt").write_text("retrieval")
+  folders = {"data.root": str(root), "data.eval_data": ("wds_classes", "wds_texts")}
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(Run, "evaluate", EVALUATE)
+    records = train(tmp_path / "run", **{"data.eval_split": "", "eval_every": 2, **folders})
+    scored = {r["step"]: r for r in records if "eval/wds_classes/zero_shot_top1" in r}
+    assert set(scored) == {2, 4}
+    assert scored[4]["eval/wds_texts/text_to_image_recall@10"] == 1  # Of three.
+    (root / "wds_texts" / "dataset_type.txt").write_text("multilabel")
+    with pytest.raises(RunError, match="holds 'multilabel'"):
+      train(tmp_path / "other", steps=4, **folders)
+    (root / "wds_texts" / "dataset_type.txt").write_text("retrieval")
+    with pytest.raises(RunError, match="the folders need names of their own"):
+      train(tmp_path / "other", **folders | {"data.eval_data": ("wds_texts", "./wds_texts")})
 
 
 def test_a_second_run_in_a_workdir_is_refused_and_changes_nothing(train, tmp_path):

@@ -89,6 +89,20 @@ def test_any_prepared_data_set_is_found_by_name(tmp_path, text_key, expected):
   assert sorted({text.split()[0] for texts in batch["captions"] for text in texts}) == expected
 
 
+def test_the_identity_of_a_data_set_tells_other_records_apart(tmp_path):
+  def identity():
+    builder = prepare(DataConfig(name="shapes/tiny", data_dir=str(tmp_path)))
+    return builder.info.splits["train"].filepaths[0], data.identity(builder)
+
+  path, before = identity()
+  assert identity()[1] == before
+  records = bytearray(pathlib.Path(path).read_bytes())
+  records[2000] ^= 1  # As many bytes.
+  pathlib.Path(path).write_bytes(records)
+  differs = {name for name, value in identity()[1].items() if value != before[name]}
+  assert differs == {"its split train (examples, files, bytes, digest)"}
+
+
 def test_a_data_set_in_another_format_is_refused(tmp_path):
   made = Labelled(data_dir=tmp_path)
   made.download_and_prepare(file_format="array_record")

@@ -10,11 +10,11 @@ import pytest
 
 from train import processes
 from train.errors import RunError
-from train.processes import Process, assign_gpus, meet, slurm_gpus
+from train.processes import Process, assign_gpus, listen, meet, slurm_gpus
 
 
-def process(index, count=2, host="a", visible=(), chosen=None):
-  return Process(index, count, host, list(visible), chosen)
+def process(index, count=2, host="a", visible=(), chosen=None, **described):
+  return Process(index, count, host, list(visible), chosen, described)
 
 
 @pytest.fixture
@@ -86,6 +86,7 @@ def test_a_missing_or_shared_gpu_is_named(group, message):
     ([process(0, 2), process(2, 3)], "Process 0 has JAX_NUM_PROCESSES=2, process 2 on a has 3"),
     ([process(0, 3), process(1, 3), process(1, 3)], "JAX_PROCESS_ID=1 came twice, from a and a"),
     ([process(i, visible="0") for i in range(2)], "both take GPU 0"),
+    ([process(i, 3, seed=i // 2) for i in range(3)], "seed: 0 in processes 0 to 1; 1 in process 2"),
   ],
 )
 def test_processes_that_disagree_all_get_the_reason(address, group, message):
@@ -96,14 +97,34 @@ def test_processes_that_disagree_all_get_the_reason(address, group, message):
 def test_a_missing_process_is_named_to_all_others(address):
   told = all_meet(address, [process(0, 4), process(2, 4)], patience=0.5)
   for text in told:
-    assert "Of JAX_NUM_PROCESSES=4 processes 2 came" in text
-    assert "JAX_PROCESS_ID=1, 3 did not" in text
+    assert "Of 4 processes 2 came in time" in text
+    assert "index 1, 3 (JAX_PROCESS_ID, SLURM_PROCID) did not" in text
 
 
 def test_an_unreachable_coordinator_is_named(address):
   (told,) = all_meet(address, [process(1)], patience=0.5)
-  assert f"nobody answers at {address} (JAX_COORDINATOR_ADDRESS)" in told
+  assert f"nobody answers at {address}, the address of process 0 (JAX_COORDINATOR_ADDRESS)" in told
   assert "refused" in told
+
+
+@pytest.mark.parametrize("host", ["", "127.0.0.1", "::1"])
+def test_a_port_that_is_taken_is_named_before_jax_takes_it(address, host):
+  port = int(address.rpartition(":")[2])
+  family = socket.AF_INET6 if ":" in host else socket.AF_INET
+  try:
+    other = socket.create_server((host, port), family=family, reuse_port=True)
+  except OSError as error:
+    pytest.skip(f"no such address here: {error}")
+  with other, pytest.raises(RunError, match=f"port {port}, .* in use.* JAX_COORDINATOR_PORT"):
+    meet(address, process(0), 0.5)
+
+
+def test_waiting_for_a_process_is_said_each_minute(address, monkeypatch, capfd):
+  monkeypatch.setattr(processes, "_MINUTE", 0.1)
+  all_meet(address, [process(0, 3), process(2, 3)], patience=0.5)
+  assert "Process 0 of 3 waits for 1, for " in capfd.readouterr().err
+  all_meet(address, [process(1)], patience=0.8)
+  assert f"Process 1 tries to reach {address}" in capfd.readouterr().err
 
 
 def test_foreign_connections_to_the_port_are_ignored(address):
@@ -145,7 +166,7 @@ def test_foreign_connections_to_the_port_are_ignored(address):
 )  # fmt: skip
 def test_a_wrong_variable_is_named(environment, message):
   with pytest.raises(RunError, match=re.escape(message)):
-    processes._from_environment(environment)
+    processes._from_environment(environment, {})
 
 
 def slurm(task, tasks_per_node, on_node):
@@ -175,13 +196,34 @@ def test_a_slurm_task_without_a_gpu_is_an_error(task, visible, on_node):
     slurm_gpus(slurm(task, "3", on_node), list(visible))
 
 
+def test_slurm_s_processes_meet_at_the_port_that_jax_will_take(monkeypatch):
+  job = 4703
+  environment = slurm(0, "2", 0) | {
+    "SLURM_JOB_ID": str(job),
+    "SLURM_STEP_NODELIST": "localhost",
+    "SLURM_NTASKS": "2",
+    "SLURM_STEP_NUM_NODES": "1",
+    "SLURM_PROCID": "0",
+  }
+  monkeypatch.setattr(processes, "PATIENCE", 0.5)
+  for name, value in environment.items():
+    monkeypatch.setenv(name, value)
+  with pytest.raises(RunError, match=r"1 came in time to port 62047 .* index 1 "):
+    processes._from_environment(environment, {})
+  with listen(61440 + job % 4096), pytest.raises(RunError, match=r"port 62047, .* in use"):
+    processes._from_environment(environment, {})
+  monkeypatch.setenv("JAX_COORDINATOR_PORT", "62048")
+  with pytest.raises(RunError, match="to port 62048 of"):
+    processes._from_environment(environment, {})
+
+
 def test_jax_variables_override_slurm_s(address):
   environment = slurm(0, "1", 1) | {
     "JAX_COORDINATOR_ADDRESS": address,
     "JAX_NUM_PROCESSES": "1",
     "JAX_PROCESS_ID": "0",
   }
-  given = processes._from_environment(environment)
+  given = processes._from_environment(environment, {})
   assert given["cluster_detection_method"] == "deactivate"
   assert given["local_device_ids"] is None
 

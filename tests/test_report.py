@@ -3,6 +3,8 @@
 import json
 
 import numpy as np
+import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 
 from train import report
@@ -37,6 +39,29 @@ def test_a_report_is_drawn_from_the_metrics_and_samples(tmp_path, capsys):
   write_report(workdir, TITLE)
   assert taller > height(workdir / "report.png") > 0
   assert not list(workdir.glob("*.partial"))
+
+
+@pytest.mark.parametrize("folders", [0, 1, 9])
+def test_each_legend_is_whole(tmp_path, monkeypatch, folders):
+  ways = ("image_to_text_recall@1", "text_to_image_recall@10", "zero_shot_top1")
+  names = [*ways, *(f"wds_{'long_' * i * i}/{way}" for i in range(folders) for way in ways)]
+  scores = {f"eval/{name}": 0.5 for name in names}
+  blocks = {
+    f"mean_abs_feature/{tower}_block_{i}": 1.0 for tower in ("image", "text") for i in (0, 9)
+  }
+  workdir_with(tmp_path, [*RECORDS, {"step": 2} | scores, {"step": 2} | blocks])
+  figures = []
+  save = Figure.savefig
+  monkeypatch.setattr(Figure, "savefig", lambda f, *a, **k: (figures.append(f), save(f, *a, **k)))
+  write_report(tmp_path, TITLE)
+  (figure,) = figures
+  legends = [axis.get_legend() for axis in figure.axes if axis.get_legend()]
+  assert [len(legend.get_texts()) for legend in legends] == [len(names), 4]
+  axes = [axis.get_window_extent() for axis in figure.axes]
+  for legend, panel in zip(legends, (axes[1], axes[5]), strict=True):
+    box = legend.get_window_extent()
+    assert panel.x1 <= box.x0 and box.x1 <= figure.bbox.x1
+    assert box.y0 >= panel.y0 - panel.height / 4  # Above the next one.
 
 
 def test_the_blocks_are_the_first_to_the_last_in_number():

@@ -3,6 +3,7 @@
 import functools
 import sys
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,15 +11,23 @@ import orbax.checkpoint as ocp
 import pytest
 from clip_case import MICRO, clip, compiled, pairs, random_params
 from flax.traverse_util import flatten_dict, unflatten_dict
+from flax_case import normal
 from pairwise import mainly
 
-from sbjax import SwitchBackDense, dequantize, quantized_dot
+from sbjax import (
+  LayerNormParams,
+  SwitchBackDense,
+  dequantize,
+  layer_norm_dense,
+  layer_norm_mlp,
+  quantized_dot,
+)
 from sbjax.linear import serving_weight
 from sbjax.models.clip import CLIP
 from sbjax.models.serving import load_serving, save_serving, serving_params, size_of
 from sbjax.models.sizes import SIZES
 from sbjax.quantize import Quantized, Spec, quantize
-from sbjax.recipes import Recipe
+from sbjax.recipes import RECIPES, Recipe
 
 TABLE = ("text", "token_embedding", "embedding")
 INT8_FORWARD = Recipe(
@@ -98,11 +107,89 @@ def test_the_size_is_that_of_all_arrays():
   assert size_of(params) == 4 * 8 + 4 * 4 + 3 * 4
 
 
-def test_gradients_of_serving_parameters_are_refused():
-  w = serving_weight(quantize(jnp.ones((16, 32)), Spec(jnp.int8, "rowwise")))
-  for recipe in ("switchback_q", INT8_FORWARD):
-    with pytest.raises(NotImplementedError, match="`serving_params` have no gradients"):
-      jax.grad(lambda x, recipe=recipe: quantized_dot(x, w, recipe).sum())(jnp.ones((4, 32)))
+# ---- A frozen base: only its input and what is beside it have gradients
+
+FP8_BACKWARD = Recipe(
+  fwd=INT8_FORWARD.fwd, dgrad=RECIPES["fp8_switchback"].dgrad, wgrad=None
+)  # No matmul takes int8 with fp8.
+X, DY = normal((6, 32)), normal((6, 16), seed=1) * np.float32(1e-3)
+W = normal((32, 16), seed=2) * np.exp(normal((1, 16), seed=3))  # Columns of other magnitudes.
+
+
+def frozen(recipe):
+  return serving_weight(quantize(jnp.asarray(W.T), recipe.fwd[1]))
+
+
+def input_gradient(w, recipe):
+  return jax.vjp(lambda x: quantized_dot(x, w, recipe), X)[1](DY)[0]
+
+
+@pytest.mark.parametrize("name", ["switchback", "switchback_m", "fp8_switchback", "fp8_static"])
+def test_a_frozen_kernel_of_one_scale_gives_the_input_gradient_of_its_floats(name):
+  recipe = RECIPES[name]
+  expected = input_gradient(jnp.asarray(W), recipe)
+  np.testing.assert_array_equal(input_gradient(frozen(recipe), recipe), expected)
+
+
+@pytest.mark.parametrize(
+  ("recipe", "bound"),
+  [
+    (RECIPES["switchback_q"], 0.02),
+    (RECIPES["llm_int8"], 0.02),
+    (RECIPES["fp8_dinov3"], 0.05),
+    (INT8_FORWARD, 1e-5),
+    (FP8_BACKWARD, 1e-5),
+  ],
+)
+def test_a_frozen_kernel_with_a_scale_for_each_output_is_not_rounded_again(recipe, bound):
+  kernel = frozen(recipe)
+  expected = DY @ np.asarray(dequantize(kernel.fwd))
+  actual = input_gradient(kernel, recipe)
+  assert np.linalg.norm(actual - expected) < bound * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("name", ["switchback", "switchback_q"])
+def test_the_fused_layers_have_input_gradients_on_frozen_kernels(name):
+  kernels = W, W.T.copy()
+  bits = [serving_weight(quantize(jnp.asarray(w.T), RECIPES[name].fwd[1])) for w in kernels]
+  floats = [jnp.asarray(w) for w in kernels]
+  norm, b1, b2 = LayerNormParams(jnp.ones(32), jnp.zeros(32)), jnp.ones(16), jnp.ones(32)
+
+  def gradients(w1, w2):
+    def loss(x, b1, b2):
+      x, y = layer_norm_dense(x, norm, w1, name, bias=b1)
+      z = layer_norm_mlp(x, norm, w1, b1, w2, b2, name, add_residual=True)
+      return jnp.sum(jnp.sin(y)) + jnp.sum(jnp.sin(z))
+
+    return jax.grad(loss, (0, 1, 2))(X, b1, b2)
+
+  for actual, expected in zip(gradients(*bits), gradients(*floats), strict=True):
+    assert np.linalg.norm(actual - expected) < 0.03 * np.linalg.norm(expected)
+
+
+def test_an_adapter_on_a_frozen_layer_learns_and_the_layer_does_not():
+  class Adapted(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      y = SwitchBackDense(16, recipe="switchback_q", name="first")(x)
+      y += nn.Dense(16, use_bias=False, name="up")(nn.Dense(2, use_bias=False, name="down")(x))
+      return SwitchBackDense(16, recipe="switchback", name="last")(jnp.tanh(y))
+
+  model = Adapted()
+  params = model.init(jax.random.key(0), X)["params"]
+  for layer, scaling in (("first", "rowwise"), ("last", "tensorwise")):
+    kernel = params[layer]["kernel"]
+    params[layer]["kernel"] = quantize(kernel.T, Spec(jnp.int8, scaling))
+
+  def loss(params):
+    return jnp.sum(jnp.sin(model.apply({"params": params}, X)))
+
+  gradient = jax.jit(jax.grad(loss, allow_int=True))(params)
+  assert all(np.any(gradient[name]["kernel"] != 0) for name in ("up", "down"))
+  for layer in ("first", "last"):
+    assert np.all(gradient[layer]["kernel"].scale == 0)
+    assert gradient[layer]["kernel"].values.dtype == jax.dtypes.float0
+    assert np.any(gradient[layer]["bias"] != 0)
 
 
 def test_kernels_of_another_recipe_or_size_are_refused():

@@ -3,6 +3,7 @@
 import ast
 import graphlib
 import pathlib
+import socket
 import subprocess
 import sys
 
@@ -16,6 +17,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 ORDER = [
   ["sbjax.formats", "sbjax.device", "sbjax.dither"],
   ["sbjax.quantize", "sbjax.partition"],
+  ["sbjax.by_rows"],
   [
     "sbjax.recipes",
     "sbjax.exchange",
@@ -35,6 +37,7 @@ ORDER = [
   ["sbjax.stable_adamw"],
   ["sbjax.state_formats", "sbjax.collage"],
   ["sbjax.loss_scale"],
+  ["sbjax.serialization"],
   ["sbjax.models"],
   ["sbjax"],
   ["train"],
@@ -145,6 +148,45 @@ def test_public_names_exist_and_are_in_all():
   assert set(PUBLIC) <= set(sbjax.__all__)
   assert len(sbjax.__all__) == len(set(sbjax.__all__))
   assert all(hasattr(sbjax, name) for name in sbjax.__all__)
+
+
+DESCRIBED = """
+import flax.linen as nn, jax, optax
+from flax import nnx
+from sbjax import *
+from sbjax.models.clip import CLIP, BlockOptions
+from sbjax.models.sizes import SIZES
+from sbjax.state_formats import Format
+
+dot_general = quantized_dot_general("switchback", backend="triton")
+nn.MultiHeadDotProductAttention(8, qkv_dot_general=dot_general, out_dot_general=dot_general)
+for layer in (SwitchBackDense, LayerNormDense, LayerNormMLP):
+  layer(8, recipe="switchback", backend="mosaic")
+LayerScale()
+RecipeRules.of({"*/fc1": "full", "*": RECIPES["switchback"]}), fp8_cscale(3), Spec(INT8, "rowwise")
+for model in (nn.Dense(8), nn.Dense, lambda params: params):
+  quantize_model(model, {"*": "switchback"}, activations="switchback_q", backend="mosaic")
+CLIP(SIZES["B/32"], BlockOptions(recipe="switchback", parametrization="unit"))
+optimizer = stable_adamw(1e-3, weight_decay=0.1)
+for wrap in (compress_state, compensated, dynamic_loss_scale, fixed_loss_scale):
+  wrap(optimizer), wrap(optax.adamw(1e-3)), scale_by_stable_adam()
+nnx.eval_shape(lambda: SwitchBackLinear(4, 4, rngs=nnx.Rngs(0)))
+
+from jax._src import xla_bridge
+assert not xla_bridge.backends_are_initialized()
+jax.distributed.initialize("localhost:%d", num_processes=1, process_id=0)
+"""
+
+
+def test_describing_layers_models_and_optimizers_starts_no_backend():
+  """So `jax.distributed.initialize` may come after it."""
+  with socket.socket() as free:
+    free.bind(("localhost", 0))
+    port = free.getsockname()[1]
+  run = subprocess.run(
+    [sys.executable, "-c", DESCRIBED % port], capture_output=True, text=True, cwd=ROOT
+  )
+  assert run.returncode == 0, run.stderr
 
 
 HEAVY = [

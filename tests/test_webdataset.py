@@ -11,7 +11,7 @@ import tensorflow_datasets as tfds
 from shards_case import captions, data_config, image_bytes, noisy_image_bytes, pairs, write_shard
 
 from train.data import check_eval_splits, check_split, prepare
-from train.datasets import prepared, tar_shards, webdataset
+from train.datasets import pool, prepared, tar_shards, webdataset
 
 
 @pytest.fixture
@@ -38,7 +38,6 @@ def test_images_keep_their_bytes_and_captions_their_order(config, folder):
       ("0.txt", b" one caption \n"),
       ("1.PNG", images["png"]),
       ("1.json", json.dumps({"caption": "first", "captions": ["first", "second"]}).encode()),
-      ("1.txt", b"not this one"),
       ("2.webp", images["webp"]),
       ("2.json", json.dumps({"caption": "from \u00fcnicode json"}).encode()),
       ("deep/er/3.jpeg", images["jpeg"]),
@@ -96,8 +95,9 @@ def test_corrupt_samples_are_skipped_and_counted_by_reason(config, folder, capsy
   }
   lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Imported")]
   assert lines == [
-    "Imported mine: 5 train; skipped 8 (2 no caption, 1 no image, 2 undecodable image, "
-    "3 unreadable text); listed in "
+    "Imported mine: 5 train (of 13 samples in 1 shard); 5 captions, from txt; skipped 8 "
+    "(2 no caption, 1 no image, 2 undecodable image, 3 unreadable text); the files of incomplete "
+    "samples end in .jpg (2), .txt (2); listed in "
     f"{builder.data_path / 'skipped.jsonl'}."
   ]
   listed = (builder.data_path / "skipped.jsonl").read_text().splitlines()
@@ -158,7 +158,7 @@ def test_a_damaged_shard_among_whole_ones_is_named(config, folder):
 def test_several_shards_in_several_processes_keep_the_order(config, folder, monkeypatch):
   for i, count in enumerate((1, 0, 3)):
     write_shard(folder / f"{i}.tar", pairs(count, first=10 * i))
-  monkeypatch.setattr(os, "cpu_count", lambda: 2)
+  monkeypatch.setattr(webdataset, "cores", lambda: 2)
   monkeypatch.setattr(webdataset, "_BYTES_PER_PROCESS", 1)
   builder = prepare(config)
   assert captions(builder) == [[f"caption {i}"] for i in (0, 20, 21, 22)]
@@ -210,7 +210,7 @@ def test_a_wrong_or_empty_split_is_named(config, folder, split, message):
 @pytest.mark.parametrize("names", [None, ["cat", "dog", "ox"]])
 def test_cls_becomes_a_label(config, folder, names):
   jpg = image_bytes()
-  labels = [b"0", b"2\n", b"x", b"7" if names else b"-1", b"1"]
+  labels = [b"0", b"2\n", b"x", b"-1", b"1"]
   members = [(f"{i}.cls", label) for i, label in enumerate(labels)]
   write_shard(
     folder / "a.tar", [m for i, cls in enumerate(members) for m in ((f"{i}.jpg", jpg), cls)]
@@ -253,17 +253,18 @@ def test_a_pattern_that_matches_nothing_is_named_with_its_root(config, pattern, 
 def test_shards_are_imported_once(config, folder, monkeypatch):
   write_shard(folder / "a.tar", pairs(2))
   prepare(config)
-  monkeypatch.setattr(webdataset, "_run", lambda jobs: pytest.fail("imported again"))
+  monkeypatch.setattr(pool, "run", lambda *args: pytest.fail("imported again"))
   assert len(captions(prepare(config))) == 2
   config.train_shards = ""  # The name suffices.
   assert len(captions(prepare(config))) == 2
 
 
-@pytest.mark.parametrize("change", ["another shard", "another size", "labels"])
+@pytest.mark.parametrize("change", ["other shards", "another size", "labels"])
 def test_changed_shards_or_features_under_the_same_name_are_refused(config, folder, change):
   write_shard(folder / "a.tar", pairs(2))
   prepare(config)
-  if change == "another shard":
+  if change == "other shards":
+    (folder / "a.tar").unlink()
     write_shard(folder / "b.tar", pairs(2))
   elif change == "another size":
     write_shard(folder / "a.tar", pairs(20))
@@ -277,7 +278,7 @@ def test_changed_shards_or_features_under_the_same_name_are_refused(config, fold
 def test_an_interrupted_import_leaves_no_data_set(config, folder, monkeypatch):
   write_shard(folder / "a.tar", pairs(4))
 
-  def killed(self, split, parts):
+  def killed(self, *args):
     assert any((folder.parent / "data").rglob("part-*"))
     raise KeyboardInterrupt
 
@@ -290,17 +291,17 @@ def test_an_interrupted_import_leaves_no_data_set(config, folder, monkeypatch):
 
 def test_a_process_that_waited_for_an_import_uses_it(config, folder, monkeypatch):
   write_shard(folder / "a.tar", pairs(2))
-  alone, runs, run = prepared.lock, [], webdataset._run
+  alone, runs, run = prepared.lock, [], pool.run
 
   @contextlib.contextmanager
-  def after_another(directory, wait):
+  def after_another(directory):
     with monkeypatch.context() as patch:
       patch.setattr(prepared, "lock", alone)
       prepare(config)
     yield
 
   monkeypatch.setattr(prepared, "lock", after_another)
-  monkeypatch.setattr(webdataset, "_run", lambda jobs: runs.append(jobs) or run(jobs))
+  monkeypatch.setattr(pool, "run", lambda *args: runs.append(args) or run(*args))
   assert len(captions(prepare(config))) == 2
   assert len(runs) == 1
 
@@ -364,7 +365,7 @@ def test_shards_for_another_split_than_one_of_evaluation_are_refused(
 
 def test_a_wrong_feature_is_named_before_the_import(config, folder, monkeypatch):
   write_shard(folder / "a.tar", pairs(1))
-  monkeypatch.setattr(webdataset, "_run", lambda jobs: pytest.fail("imported"))
+  monkeypatch.setattr(pool, "run", lambda *args: pytest.fail("imported"))
   config.text_key = "caption"
   with pytest.raises(ValueError, match="text_key='caption' is no Text feature"):
     prepare(config)

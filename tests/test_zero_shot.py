@@ -13,6 +13,7 @@ from sbjax.quantized_dot import quantized_dot
 from sbjax.recipes import FP8_TENSORWISE, FULL, SWITCHBACK
 from train import zero_shot
 from train.config import MeshConfig
+from train.errors import RunError
 from train.images import MEAN, STD, normalize
 from train.sharding import make_mesh, parameter_shardings
 from train.zero_shot import accuracy, evaluate, make_encoders, recall, zero_shot_classifier
@@ -50,6 +51,33 @@ def test_recall_equals_its_definition_with_ties_and_several_captions(images, tex
   text_features += image_features[owners]
   expected = naive_recall(image_features, text_features, owners)
   assert recall(image_features, text_features, owners) == pytest.approx(expected, rel=1e-6)
+
+
+def test_images_without_a_caption_do_not_count_in_recall():
+  rows = np.eye(3, dtype=np.float32)
+  encoders = types.SimpleNamespace(image=None, text=None, mesh=None)
+  batch = {"image": rows, "captions": [["0"], [], ["2"]], "label": np.full(3, -1)}
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(zero_shot, "encode_rows", lambda params, mesh, size, encoder, rows: rows)
+    tokenize = lambda texts: rows[[int(text) for text in texts]]  # noqa: E731
+    scores = evaluate(encoders, None, tokenize, [batch], batch_size=3)
+  assert scores["image_to_text_recall@1"] == scores["text_to_image_recall@1"] == 1
+
+
+@pytest.mark.parametrize("tower", ["image", "text"])
+@pytest.mark.parametrize("classes", [(), ("0", "1")])
+def test_features_that_are_not_finite_are_no_scores(tower, classes):
+  rows = {"image": np.eye(3, dtype=np.float32), "text": np.eye(3, dtype=np.float32)}
+  rows[tower][1] = np.nan
+  encoders = types.SimpleNamespace(image=None, text=None, mesh=None)
+  batch = {"image": rows["image"], "captions": [["0"], ["1"], ["2"]], "label": np.arange(3) % 2}
+  first = "1" if tower == "image" else "'1'"
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(zero_shot, "encode_rows", lambda params, mesh, size, encoder, rows: rows)
+    tokenize = lambda texts: rows["text"][[int(text) for text in texts]]  # noqa: E731
+    arguments = {"class_names": classes, "templates": ["{}"], "retrieval": not classes}
+    with pytest.raises(RunError, match=f"The {tower} tower gives 1 of .* first of them {first}"):
+      evaluate(encoders, None, tokenize, [batch], batch_size=3, **arguments)
 
 
 def test_recall_of_known_features():

@@ -18,7 +18,7 @@ change them by 1 to 4 levels (67).
 import dataclasses
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cykooz_resizer
@@ -63,9 +63,10 @@ class CentreCrop:
 
   image_size: int
   limits: Limits = pictures.DEFAULT_LIMITS
+  decode: Callable = pictures.decode
 
   def __call__(self, example: dict[str, Any]) -> dict[str, Any]:
-    image, size = _decode(example, self.limits), self.image_size
+    image, size = _decode(example, self.limits, self.decode), self.image_size
     shorter = min(image.size)
     if max(image.size) > _THIN * shorter:  # Resized whole, it could take gigabytes.
       left, top = (max(0, side - _THIN * shorter) // 2 for side in image.size)
@@ -82,9 +83,10 @@ class Squash:
 
   image_size: int
   limits: Limits = pictures.DEFAULT_LIMITS
+  decode: Callable = pictures.decode
 
   def __call__(self, example: dict[str, Any]) -> dict[str, Any]:
-    image = _decode(example, self.limits)
+    image = _decode(example, self.limits, self.decode)
     return _evaluated(example, image.resize((self.image_size,) * 2, Image.Resampling.BICUBIC))
 
 
@@ -92,9 +94,11 @@ def _evaluated(example: dict[str, Any], image: Image.Image) -> dict[str, Any]:
   return {"image": np.asarray(image), "captions": example["captions"], "label": example["label"]}
 
 
-def _decode(example: dict[str, Any], limits: Limits) -> Image.Image:
+def _decode(
+  example: dict[str, Any], limits: Limits, decode: Callable = pictures.decode
+) -> Image.Image:
   try:
-    return pictures.decode(example["image"], limits)
+    return decode(example["image"], limits)
   except Exception as error:  # Each of Pillow's decoders has its own errors.
     raise ValueError(f"The image of {example['where']} cannot be decoded: {error}") from error
 

@@ -5,13 +5,18 @@ position of the data iterator and a checksum of every array. The position is the
 process, since all take the same steps. A checkpoint that is incomplete, unreadable or does not
 match its checksums is renamed to damaged-<step>, and the one before it is used. A reader beside a
 training program renames and deletes nothing.
+
+Each of several processes writes and reads its part. A checkpoint gets its name when all parts are
+written, and is restored if all can be read. orbax's CheckpointManager is not used: in a process
+whose write failed it waits for the others, which wait for that write.
 """
 
 import contextlib
 import itertools
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,10 +24,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 
+from train.agreement import gather
 from train.errors import RunError
-from train.workdir import newest_step
+from train.workdir import newest_step, steps_on_disk
 
 
 class Restored(NamedTuple):
@@ -36,33 +41,45 @@ class Checkpointer:
 
   def __init__(self, directory: str | Path, keep: int = 1, read_only: bool = False):
     self.directory = Path(directory).absolute()
-    self._read_only = read_only
-    self._manager = ocp.CheckpointManager(
-      self.directory,
-      item_names=("state", "record"),
-      options=ocp.CheckpointManagerOptions(read_only=True, create=False)
-      if read_only
-      else ocp.CheckpointManagerOptions(max_to_keep=keep, create=True),
-    )
+    self._keep, self._read_only = keep, read_only
+    self._handler = ocp.CompositeCheckpointHandler("state", "record")
+    # The limit is for those who do not wait: train.watchdog limits the waits.
+    self._writer = ocp.AsyncCheckpointer(self._handler, timeout_secs=24 * 3600)
+    self._thread = ThreadPoolExecutor(1, "checkpoint")
+    self._write = None  # the Future of the last write
+    if not read_only:
+      self.directory.mkdir(parents=True, exist_ok=True)
+      self._remove_unfinished()
 
   def save(self, step: int, state, data: dict) -> None:
     """Starts to write the state after `step` steps; it may be donated as soon as this returns."""
-    self.wait()  # orbax would wait too. The unfinished write has to be on disk to measure space.
+    self.wait()  # The unfinished write has to be on disk to measure space.
     self.directory.mkdir(parents=True, exist_ok=True)  # Someone may have deleted it.
     self._check_space(step, sum(x.nbytes for x in jax.tree.leaves(state)))
     record = {"data": data, "checksums": _checksums(state)}
-    self._reporting(
-      lambda: self._manager.save(
-        step,
-        args=ocp.args.Composite(
-          state=ocp.args.StandardSave(state), record=ocp.args.JsonSave(record)
-        ),
-      )
-    )
+    items = ocp.args.Composite(state=ocp.args.StandardSave(state), record=ocp.args.JsonSave(record))
+    with self._reporting():
+      self._writer.save(self.directory / str(step), args=items)
+    self._write = self._thread.submit(self._finish)
+
+  def _finish(self) -> None:
+    """Waits for the write, then removes the oldest checkpoints."""
+    self._writer.wait_until_finished()
+    if jax.process_index() == 0:
+      for step in sorted(steps_on_disk(self.directory))[: -self._keep]:
+        shutil.rmtree(self.directory / str(step))
+
+  def check(self) -> None:
+    """Raises the error of a write that has failed; waits for nothing."""
+    if self._write and self._write.done():
+      self.wait()
 
   def wait(self) -> None:
     """Returns when all checkpoints are on disk."""
-    self._reporting(self._manager.wait_until_finished)
+    write, self._write = self._write, None
+    if write:
+      with self._reporting():
+        write.result()
 
   def restore(self, like) -> Restored | None:
     """The newest undamaged checkpoint, laid out as `like` (shapes with shardings), or None.
@@ -71,12 +88,11 @@ class Checkpointer:
       RunError: there are checkpoints, but none of them can be read into `like`.
     """
     failed = {}
-    while steps := self._steps_on_disk() - failed.keys():
+    while steps := self._steps() - failed.keys():
       step = max(steps)
-      try:
-        restored = self._restore(step, like)
-      except Exception as error:  # Damage raises many types: a missing file, a codec, a shape.
-        failed[step] = _first_line(error)
+      restored, reason = self._restore(step, like)
+      if restored is None:
+        failed[step] = reason
         continue
       damaged = self._still_there(failed)
       for damaged_step, reason in damaged.items():
@@ -95,26 +111,39 @@ class Checkpointer:
     return None
 
   def close(self) -> None:
-    self._manager.close()
+    self.wait()
+    self._thread.shutdown()
+    self._writer.close()
 
-  def _restore(self, step: int, like) -> Restored:
-    items = self._manager.restore(
-      step,
-      args=ocp.args.Composite(state=ocp.args.StandardRestore(like), record=ocp.args.JsonRestore()),
-    )
+  def _restore(self, step: int, like) -> tuple[Restored | None, str]:
+    """The checkpoint of a step, or None and what is wrong with it: the same in all processes."""
+    items, reason = None, ""
+    try:
+      items = self._handler.restore(
+        self.directory / str(step),
+        args=ocp.args.Composite(
+          state=ocp.args.StandardRestore(like), record=ocp.args.JsonRestore()
+        ),
+      )
+    except Exception as error:  # Damage raises many types: a missing file, a codec, a shape.
+      reason = _first_line(error)
+    # A process that cannot read its part must not leave the others alone in what follows.
+    reasons = gather(f"the checkpoint of step {step}", reason)
+    if reason := "; ".join(dict.fromkeys(filter(None, reasons))):
+      return None, reason
     sums = _checksums(items.state)
     wrong = [name for name, value in items.record["checksums"].items() if sums[name] != value]
     if wrong:
-      raise ValueError(f"checksum of {wrong[0]} ({len(wrong)} arrays in all)")
-    return Restored(step, items.state, items.record["data"])
+      return None, f"checksum of {wrong[0]} ({len(wrong)} arrays in all)"
+    return Restored(step, items.state, items.record["data"]), ""
 
-  def _steps_on_disk(self) -> set[int]:
-    self._manager.reload()
-    return set(self._manager.all_steps())
+  def _steps(self) -> set[int]:
+    """The steps that process 0 sees."""
+    return set(gather("the names of the checkpoints", sorted(steps_on_disk(self.directory)))[0])
 
   def _still_there(self, failed: dict[int, str]) -> dict[int, str]:
     """The failed steps that are damaged, not deleted by a training program beside this one."""
-    there = self._steps_on_disk()
+    there = self._steps()
     return {step: reason for step, reason in failed.items() if step in there}
 
   def _put_aside(self, steps: Iterable[int]) -> None:
@@ -123,20 +152,24 @@ class Checkpointer:
         names = (f"damaged-{step}" + (f"-{i}" if i > 1 else "") for i in itertools.count(1))
         free = next(name for name in names if not (self.directory / name).exists())
         (self.directory / str(step)).rename(self.directory / free)
-    multihost_utils.sync_global_devices("damaged checkpoints are aside")
-    self._manager.reload()
+    gather("damaged checkpoints to be put aside", None)
 
-  def _reporting(self, write) -> None:
+  @contextlib.contextmanager
+  def _reporting(self) -> Iterator[None]:
     try:
-      write()
+      yield
     except Exception as error:
-      if jax.process_index() == 0:
-        for unfinished in self.directory.glob("*.orbax-checkpoint-tmp"):
-          shutil.rmtree(unfinished, ignore_errors=True)
+      self._remove_unfinished()
       raise RunError(
         f"Could not write a checkpoint to {self.directory}: {_first_line(error)}."
-        f" The last good one is {self._newest()}. The same command continues from it."
+        f" The last good one is {self.describe_newest_on_disk()}. The same command continues from"
+        " it."
       ) from error
+
+  def _remove_unfinished(self) -> None:
+    if jax.process_index() == 0:
+      for unfinished in self.directory.glob("*.orbax-checkpoint-tmp"):
+        shutil.rmtree(unfinished, ignore_errors=True)
 
   def _check_space(self, step: int, needed: int) -> None:
     """Raises one clear error before the write: on a full disk, each of orbax's threads fails."""
@@ -144,24 +177,21 @@ class Checkpointer:
     if free < needed:
       raise RunError(
         f"No space left on device: the checkpoint of step {step} takes {needed / 1e6:,.0f} MB, and"
-        f" {self.directory} has {free / 1e6:,.0f}. The last good one is {self._newest()}."
+        f" {self.directory} has {free / 1e6:,.0f}. The last good one is"
+        f" {self.describe_newest_on_disk()}."
         " The same command continues from it."
       )
 
   def describe_last_good(self) -> str:
     """Waits for the current write, then names the newest checkpoint on disk."""
-    with contextlib.suppress(Exception):
-      self._manager.wait_until_finished()
-    return self._newest()
+    with contextlib.suppress(RunError):
+      self.wait()
+    return self.describe_newest_on_disk()
 
   def describe_newest_on_disk(self) -> str:
     """As `describe_last_good`, but waits neither for a write nor for other processes."""
     step = newest_step(self.directory)
     return "none" if step is None else f"step {step} in {self.directory}"
-
-  def _newest(self) -> str:
-    steps = self._steps_on_disk()
-    return f"step {max(steps)} in {self.directory}" if steps else "none"
 
 
 def _first_line(error: Exception) -> str:

@@ -9,13 +9,14 @@ import functools
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 from absl import app, flags, logging
 
-from train import config_flags, peers, processes, xla_flags
+from train import agreement, config_flags, peers, processes, stop, xla_flags
 from train.errors import RunError
+from train.paths import local_path
 
 _CONFIG = flags.DEFINE_string("config", None, "What to run: a file of configs/.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "The folder for all that the run writes.")
@@ -30,7 +31,7 @@ _DEBUG = flags.DEFINE_bool("debug", False, "Show the traceback of an explained e
 
 def run(job) -> None:
   """Parses the flags and calls job(config, workdir)."""
-  if "--help" in sys.argv[1:]:
+  if {"-h", "--help", "-help", "--helpfull", "--helpshort"} & {*sys.argv[1:]}:
     print(_help())
     return
   try:
@@ -46,38 +47,54 @@ def _run(job, overrides, argv) -> None:
   if len(argv) > 1:
     sys.exit(f"Arguments must be flags: {' '.join(argv[1:])}. Did you mean --config.{argv[1]}?")
   with explained(_DEBUG.value):
+    workdir = local_path(_WORKDIR.value, "--workdir")
     config = config_flags.load(_CONFIG.value)
     config_flags.override(config, overrides)
     if _DISTRIBUTED.value:
-      processes.join()
+      processes.join(agreement.described(config))
     with peers.linked():
-      job(config, Path(_WORKDIR.value).expanduser())
+      job(config, workdir)
 
 
 @contextlib.contextmanager
 def explained(debug: bool = False) -> Iterator[None]:
   """Ends the program with one message for an error that a user can fix; quiets other logs."""
+  if hasattr(sys.stdout, "reconfigure"):  # A name may have letters that the encoding lacks.
+    sys.stdout.reconfigure(errors="backslashreplace")
   # orbax logs every file that it writes, and its threads log errors that are raised here as well.
   logging.set_verbosity(logging.FATAL)
-  sys.unraisablehook = _unraisablehook
+  sys.unraisablehook = _quiet(sys.unraisablehook)
   warnings.filterwarnings("ignore", ".*was never awaited", RuntimeWarning)  # of the same writes
   xla_flags.set_flags()
-  try:
-    yield
-  except (RunError, ValueError, NotImplementedError, OSError, ImportError) as error:
-    if debug:
-      raise
-    print(f"\n{_describe(error)}", file=sys.stderr)
-    peers.exit_with(128 + error.signum if hasattr(error, "signum") else 1)
-  except KeyboardInterrupt:  # Outside the steps, which take it for a signal to save and stop.
-    print("\nInterrupted; the same command continues.", file=sys.stderr)
-    sys.exit(130)
+  with stop.listening():
+    try:
+      yield
+    except stop.Interrupted as error:
+      _end(error, error.exit_code)
+    except stop.Stopped as error:
+      _end(error, error.exit_code, together=True)
+    except KeyboardInterrupt:
+      _end("Interrupted; the same command continues.", 130, together=True)
+    except Exception as error:
+      if stop.received_soon():  # It may have ended a compiler, for example.
+        interrupted = stop.interrupted()
+        _end(f"{interrupted}\n{_describe(error)}", interrupted.exit_code)
+      if debug or not isinstance(error, _EXPLAINED):
+        raise
+      _end(_describe(error), 1)
 
 
-def _unraisablehook(unraisable) -> None:
-  # When one write fails, tensorstore reports the rest to an event loop that orbax has closed.
-  if str(unraisable.exc_value) != "Event loop is closed":
-    sys.__unraisablehook__(unraisable)
+_EXPLAINED = (RunError, ValueError, NotImplementedError, OSError, ImportError)
+
+
+def _end(message: object, code: int, together: bool = False) -> NoReturn:
+  print(f"\n{message}", file=sys.stderr)
+  peers.exit_with(code, together)
+
+
+def _quiet(hook: Callable) -> Callable:
+  """Without what tensorstore reports after a failed write to an event loop that orbax closed."""
+  return lambda raised: None if str(raised.exc_value) == "Event loop is closed" else hook(raised)
 
 
 def _describe(error: Exception) -> str:

@@ -12,6 +12,8 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
+from train.paths import check_local
+
 
 @dataclasses.dataclass(kw_only=True)
 class ModelConfig:
@@ -50,13 +52,20 @@ class DataConfig:
   # them under
   name: str = "shapes"
   data_dir: str = ""  # where prepared data sets live; "": TFDS's own default
-  root: str = ""  # the folder of the three files below
-  # Tar shards to import under `name`: globs or {000..099} ranges, relative to root. "": none.
+  root: str = ""  # the folder of the files below
+  # Tar shards to import under `name`: globs or {000..099} ranges, relative to root; "::" joins
+  # several. "": none.
   train_shards: str = ""
   eval_shards: str = ""  # likewise, for eval_split, which then is one split
+  # The key of the captions in a sample's json. "": the txt, a caption a line; if it has none, the
+  # json's "captions" or "caption"
+  caption_key: str = ""
+  # Folders as CLIP_benchmark keeps them, relative to root: scored by each evaluation, too
+  eval_data: tuple[str, ...] = ()
   class_names: str = ""  # a file with the names of the classes, one a line. "": numbers
   train_split: str = "train"  # a split of the data set, or a part: "train[:90%]"
-  eval_split: str = "val"  # likewise; or different ones, with commas: "scenes,classes,heldout"
+  # Likewise; or different ones, with commas: "scenes,classes,heldout". "": none is evaluated
+  eval_split: str = "val"
   image_key: str = "image"  # an Image feature
   text_key: str = "captions"  # a Text or Sequence(Text) feature; "": captions from labels
   label_key: str = ""  # a ClassLabel feature; "": no zero-shot classification
@@ -141,7 +150,10 @@ class Config:
   eval_every: int = 1000  # 0: only at the end
   eval_batch_size: int = 256  # over all devices
   checkpoint_every: int = 1000  # 0: only at the end
+  checkpoint_minutes: float = 0.0  # also when so many have passed since the last; 0: off
   checkpoint_keep: int = 3  # how many of the newest checkpoints stay
+  # The run saves and stops when it has taken so many hours in one start (exit code 75); 0: no limit
+  max_hours: float = 0.0
   wandb_project: str = ""  # "": no Weights & Biases
   # A run that waits longer for a step or its batch ends with a message (train/watchdog.py); three
   # times that for the first step. 0: it waits forever.
@@ -173,6 +185,8 @@ class Config:
   def check(self) -> None:
     """Raises a ValueError that names the first field with an invalid value.
 
+    A path to another machine is a RunError.
+
     The names of sizes, recipes, backends, losses and optimizers are checked where they are known
     (train/run.py), before data are touched as well.
     """
@@ -183,6 +197,10 @@ class Config:
       for words, holds, paths in LIMITS:
         if path in paths.split() and not holds(value):
           raise ValueError(f"{path}={value!r} must be {words}.")
+    for path in PATHS:
+      value = self.get(path)
+      for each in value.split("::") if isinstance(value, str) else value:
+        check_local(each, path)
     if not self.init and self.init_model:
       raise ValueError(f"init_model={self.init_model!r} is the model of init, which is not set.")
     dtype, exchange = self.mesh.gradient_dtype, self.mesh.gradient_exchange
@@ -231,6 +249,17 @@ class Config:
     return _from_dict(cls, values)
 
 
+def flat(config: dict, prefix: str = "") -> dict:
+  """The fields of nested dictionaries by their dotted names, as JSON would return them."""
+  fields = {}
+  for name, value in config.items():
+    if isinstance(value, dict):
+      fields |= flat(value, f"{prefix}{name}.")
+    else:
+      fields[prefix + name] = list(value) if isinstance(value, tuple) else value
+  return fields
+
+
 MAX_UNIT_DECAY = 0.01  # More than that in each step leaves nothing of what was learned.
 
 TYPES = {  # What a value of a field's type must be.
@@ -253,7 +282,8 @@ LIMITS = (  # What the fields' values must be, in words and as a test that nan f
    " data.max_member_bytes data.max_image_pixels data.max_aspect_ratio"),
   ("0 or more", lambda x: x >= 0, "data.max_label"),
   (*_off_or_more("only at the end"), "eval_every checkpoint_every"),
-  (*_off_or_more("no limit"), "step_timeout_seconds pause_timeout_seconds"),
+  (*_off_or_more("no limit"), "step_timeout_seconds pause_timeout_seconds max_hours"),
+  (*_off_or_more("by steps only"), "checkpoint_minutes"),
   (*_off_or_more("the size's own"), "model.image_size model.patch_size"),
   ("between 0 (by the number of layers) and 1", lambda x: 0 <= x < 1, "model.tau"),
   (*_off_or_more("learning_rate for all widths"), "optimizer.base_width"),
@@ -283,6 +313,12 @@ LIMITS = (  # What the fields' values must be, in words and as a test that nan f
   # 256 bytes, 3 special tokens and a merge.
   ("at least 260", lambda x: x >= 260, "data.tokenizer_vocab_size"),
 )  # fmt: skip
+
+
+PATHS = (  # Fields that are paths or may be; "::" joins several shards.
+  *("init", "init_model", "model.size", "data.tokenizer", "data.class_names", "data.eval_data"),
+  *("data.data_dir", "data.root", "data.train_shards", "data.eval_shards"),
+)
 
 
 def all_fields(

@@ -20,6 +20,7 @@ from typing import Any
 
 from train.config import TYPES, Config, all_fields
 from train.errors import RunError
+from train.paths import local_path
 
 _FLAG = re.compile(r"--?(no)?config\.([^=]*)(?:=(.*))?", re.DOTALL)
 
@@ -32,6 +33,7 @@ class Field(typing.NamedTuple):
 
 def load(path: str) -> Config:
   """The Config that the `get_config()` of a file returns."""
+  path = str(local_path(path, "--config"))
   if not Path(path).is_file():
     raise RunError(f"There is no config file {path}.")
   try:
@@ -42,10 +44,12 @@ def load(path: str) -> Config:
   except RunError:
     raise
   except SyntaxError as error:
-    raise RunError(f"{error.filename}, line {error.lineno}: {error.msg}.") from error
+    where = f"{error.filename}, line {error.lineno}" if error.lineno else path
+    raise RunError(f"{where}: {error.msg}.") from error
   except Exception as error:
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
-    raise RunError(f"{path}, line {lines[-1]}: {type(error).__name__}: {error}") from error
+    where = f"{path}, line {lines[-1]}" if lines else path  # No line: the file is no text.
+    raise RunError(f"{where}: {type(error).__name__}: {error}") from error
   if not isinstance(config, Config):
     raise RunError(f"{path}: get_config() must return a train.config.Config, not {config!r}.")
   return config

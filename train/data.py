@@ -8,8 +8,15 @@ position is one number, so a run resumes exactly, even on another machine.
 
 import contextlib
 import dataclasses
+import functools
+import hashlib
+import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+import re
+import shutil
+import signal
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import grain
@@ -21,12 +28,18 @@ from jax.sharding import Mesh
 from tensorflow_datasets.proto import tf_example_pb2
 
 from train.augment import CentreCrop, RandomCrop
+from train.batches import prepared
 from train.config import Config
+from train.datasets import pictures
 from train.datasets.pictures import Limits
-from train.datasets.prepared import damaged, feature, prepare
+from train.datasets.prepared import feature, prepare, unreadable
+from train.datasets.records import Records
 from train.datasets.scenes import Scenes, Steps, make_train_drawing
 from train.datasets.scenes_words import WORDS
+from train.datasets.wds_folder import EVAL_SPLIT, WdsFolder, open_folder
 from train.errors import RunError
+from train.machine import cores
+from train.paths import local_path
 from train.sharding import batch_sharding
 from train.tokenizer import Tokenizer
 
@@ -36,8 +49,11 @@ __all__ = [
   "check_split",
   "class_names",
   "eval_batches",
+  "eval_folders",
   "eval_splits",
+  "folder_batches",
   "full_name",
+  "identity",
   "prefetch_to_device",
   "prepare",
   "to_devices",
@@ -54,12 +70,45 @@ def full_name(builder: Source) -> str:
   return builder.full_name if isinstance(builder, Scenes) else builder.info.full_name
 
 
+def identity(builder: Source) -> dict[str, object]:
+  """What tells two data sets apart: name, features, and for each split its sizes and a digest.
+
+  The digest is of the beginning of each file, so that it takes no time.
+  """
+  found: dict[str, object] = {"the data set": full_name(builder)}
+  if isinstance(builder, Scenes):
+    return found
+  names = ("features.json", "*.labels.txt")
+  found["the digest of its features"] = _digest(
+    path for name in names for path in sorted(builder.data_path.glob(name))
+  )
+  for name, split in builder.info.splits.items():
+    sizes = [os.path.getsize(path) for path in split.filepaths]
+    found[f"its split {name} (examples, files, bytes, digest)"] = [
+      *(split.num_examples, len(sizes), sum(sizes)),
+      _digest(split.filepaths),
+    ]
+  return found
+
+
+def _digest(paths: Iterable[os.PathLike]) -> str:
+  digest = hashlib.sha256()
+  for path in paths:
+    with open(path, "rb") as file:
+      digest.update(file.read(1 << 16))
+  return digest.hexdigest()[:12]
+
+
 def class_names(config: Config, builder: Source) -> list[str] | None:
   """Names of the classes in label order; None if the config names no label."""
   key = config.data.label_key
   if isinstance(builder, Scenes):
     return builder.class_names if key else None
-  return list(feature(builder, key).names) if key else None
+  if not key:
+    return None
+  # An import keeps its names here, since TFDS's feature has no two equal ones.
+  metadata = dict(builder.info.metadata or {})
+  return metadata.get("source", {}).get("class_names") or list(feature(builder, key).names)
 
 
 def captions(config: Config, builder: Source) -> Iterator[str]:
@@ -94,16 +143,37 @@ def train_iterator(
   if isinstance(builder, Scenes):
     builder.check_tokenizer(tokenizer)
     return Steps()
-  examples = _Examples(config, builder, config.data.train_split)
+  check_split(builder, config.data.train_split)
+  make = functools.partial(
+    _train_batches,
+    config,
+    builder,
+    _Tokenize(tokenizer, context_length),
+    image_size,
+    slice(process_index, None, process_count),
+  )
+  return _Batches(make, builder, config.data.train_split, config.data.workers, config.data.prefetch)
+
+
+def _train_batches(
+  config: Config,
+  builder: tfds.core.DatasetBuilder,
+  tokenize: "_Tokenize",
+  image_size: int,
+  share: slice,  # of the batches of all processes
+  split: str,
+) -> grain.MapDataset:
+  """This process's share of the batches of a split, again and again."""
+  examples = _Examples(config, builder, split)
   batch_size, count = config.batch_size, len(examples)
-  if batch_size % process_count:
-    raise ValueError(f"{batch_size=} is not a multiple of {process_count=}.")
+  if batch_size % share.step:
+    raise ValueError(f"{batch_size=} is not a multiple of process_count={share.step}.")
   if batch_size > count:
     raise ValueError(
       f"{batch_size=} is more than the {count} examples of {config.data.name} "
       f"{config.data.train_split}: a batch holds a pair at most once."
     )
-  batches = (
+  return (
     grain.MapDataset.source(examples)
     .seed(config.seed)
     .shuffle()
@@ -114,12 +184,35 @@ def train_iterator(
       )
     )
     .slice(slice(count // batch_size * batch_size))
-    .batch(batch_size // process_count, batch_fn=_Tokenize(tokenizer, context_length))
+    .batch(batch_size // share.step, batch_fn=tokenize)
     # In the order of processes, their shares are the rows of the batch of a single process.
-    .slice(slice(process_index, None, process_count))
+    .slice(share)
     .repeat()
   )
-  return _Batches(batches, config.data.workers, config.data.prefetch)
+
+
+def _extent(builder: tfds.core.DatasetBuilder, split: str) -> dict[str, Any]:
+  """What a run's examples are, though further shards may be imported later.
+
+  {"split": with the numbers of its first and last example, "shards": of an import, how many,
+  "checksum": of them}
+  """
+  (part,) = tfds.core.ReadInstruction.from_spec(split).to_absolute(builder.info.splits)
+  shards = _shards(builder, part.splitname)
+  last = builder.info.splits[part.splitname].num_examples if part.to is None else part.to
+  where = f"{part.splitname}[{part.from_ or 0}:{last}]"
+  return {"split": where, "shards": len(shards), "checksum": _checksum(shards)}
+
+
+def _shards(builder: tfds.core.DatasetBuilder, split: str) -> list:
+  source = dict(builder.info.metadata or {}).get("source", {})
+  # The name, which may have folders, the size and, of newer imports, the time and a checksum.
+  entries = source.get("shards", {}).get(split, [])
+  return [[os.path.basename(entry[0]), entry[1], *entry[3:]] for entry in entries]
+
+
+def _checksum(shards: Sequence) -> int:
+  return zlib.crc32(json.dumps(shards).encode())
 
 
 def to_devices(
@@ -187,14 +280,45 @@ def prefetch_to_device(
 
 
 def eval_splits(config: Config) -> list[str]:
-  """The splits that an evaluation scores."""
-  return config.data.eval_split.split(",")
+  """The splits that an evaluation scores; there may be none."""
+  return config.data.eval_split.split(",") if config.data.eval_split else []
+
+
+def eval_folders(config: Config) -> list[WdsFolder]:
+  """The folders that an evaluation scores besides.
+
+  Raises:
+    RunError: one cannot be scored, or has the name of another.
+  """
+  root = local_path(config.data.root, "data.root")
+  folders = [open_folder(root / path, "data.eval_data") for path in config.data.eval_data]
+  names = [folder.path.name for folder in folders]
+  if len({*names, *eval_splits(config)}) < len(names) + len(eval_splits(config)):
+    raise RunError(
+      f"data.eval_data={config.data.eval_data!r}: the folders need names of their own, other than"
+      f" those of data.eval_split={config.data.eval_split!r}: their scores have them."
+    )
+  for folder in folders:
+    folder.shards(EVAL_SPLIT)
+  return folders
+
+
+def folder_batches(
+  config: Config, folder: WdsFolder, *, image_size: int, batch_size: int
+) -> Iterator[dict[str, Any]]:
+  """The test split of a folder, as `eval_batches`, with the pixels that CLIP_benchmark sees."""
+  limits = Limits.of(config.data)
+  crop = CentreCrop(image_size, limits, decode=pictures.decode_plainly)
+  return prepared(folder.examples(EVAL_SPLIT, limits), crop, batch_size)
 
 
 def check_eval_splits(builder: Source, splits: Sequence[str]) -> None:
   """Checks each split; refuses a split without end, too, and two parts of one split."""
   for split in splits:
-    check_split(builder, split)
+    try:
+      check_split(builder, split)
+    except ValueError as error:
+      raise ValueError(f'{error} data.eval_split="" is no evaluation.') from error
     if isinstance(builder, Scenes) and not builder.size(split):
       raise ValueError(f"data.eval_split: {split!r} of {builder.full_name} has no end.")
   names = [split.partition("[")[0] for split in splits]
@@ -229,7 +353,7 @@ class _Examples:
     self._config, self._split, self._folder = config, split, builder.data_dir
     self._names = class_names(config, builder)
     # Raw records: tfds takes longer to decode a record than ArrayRecord takes to read it.
-    self._records = builder.as_data_source(split).data_source
+    self._records = Records(builder, split)
 
   def __len__(self) -> int:
     return len(self._records)
@@ -246,8 +370,8 @@ class _Examples:
       else:
         texts = _prompts(self._config, self._names[label]) if label >= 0 else []
     except Exception as error:  # ArrayRecord and protobuf have their own kinds.
-      raise damaged(f"Record {where}", self._folder, error) from error
-    if not texts:
+      raise unreadable(f"Record {where}", self._folder, error) from error
+    if not texts and (label < 0 or self._split == keys.train_split):
       raise ValueError(f"{where} has no caption.")
     return {
       "where": where,
@@ -291,17 +415,26 @@ def _stack(examples: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _threads(ahead: int) -> grain.ReadOptions:
   """Reads with threads of this process, one batch a thread, up to `ahead` batches ahead."""
-  return grain.ReadOptions(num_threads=min(ahead, os.cpu_count() or 1), prefetch_buffer_size=ahead)
+  return grain.ReadOptions(num_threads=min(ahead, cores()), prefetch_buffer_size=ahead)
 
 
 class _Batches(grain.DatasetIterator):
   """Iterates over an endless MapDataset of batches; its state is the number of batches given."""
 
-  def __init__(self, batches: grain.MapDataset, workers: int, ahead: int):
+  def __init__(
+    self,
+    make: Callable[[str], grain.MapDataset],  # of a split
+    builder: tfds.core.DatasetBuilder,
+    split: str,
+    workers: int,
+    ahead: int,
+  ):
     super().__init__()
-    self._batches, self._workers, self._ahead = batches, workers, ahead
     self._given = 0
+    # Before what may raise: grain closes what it deletes.
     self._iterator: grain.DatasetIterator | None = None
+    self._make, self._builder, self._extent = make, builder, _extent(builder, split)
+    self._batches, self._workers, self._ahead = make(split), workers, ahead
 
   def start_prefetch(self) -> None:
     if self._iterator is None:
@@ -328,28 +461,60 @@ class _Batches(grain.DatasetIterator):
     try:
       batch = next(self._iterator)
     except RuntimeError as error:
-      if "Worker process was terminated" not in str(error):
+      code = re.search(r"Worker process was terminated .* exit code (-?\d+)", str(error))
+      if not code:
         raise
       raise RunError(
-        "A worker process that loads data was killed, perhaps for lack of memory. The same command"
-        f" continues; data.workers={self._workers} may be less."
+        f"A worker process that loads data was ended {_explain(int(code[1]))} The same command"
+        f" continues (data.workers={self._workers})."
       ) from error
     self._given += 1
     # Copies out of the workers' shared memory. grain frees that with its arrays: late, at exit.
     return {name: np.array(values) for name, values in batch.items()} if self._workers else batch
 
-  def get_state(self) -> dict[str, int]:
-    return {"batches": self._given}
+  def get_state(self) -> dict[str, Any]:
+    return {"batches": self._given, "data": self._extent}
 
-  def set_state(self, state: dict[str, int]) -> None:
+  def set_state(self, state: dict[str, Any]) -> None:
+    """Goes on with the examples of then, also if further shards have been imported since."""
     self.close()
     self._given = state["batches"]
+    before = state.get("data", self._extent)  # Older checkpoints do not have it.
+    if before == self._extent:
+      return
+    name, split = full_name(self._builder), before["split"]
+    shards = _shards(self._builder, split.partition("[")[0])
+    if _checksum(shards[: before["shards"]]) != before["checksum"]:
+      raise RunError(
+        f"{name} has other shards, or others first, than those that this run began with: it was"
+        " imported again. Choose a new --workdir, or bring back the data set of then."
+      )
+    self._batches, self._extent = self._make(split), before
+    print(f"{name} has grown: this run goes on with {split}, with which it began.", flush=True)
 
   def close(self) -> None:
     """Ends the threads or processes; `next` starts them again."""
     if self._iterator is not None:
       self._iterator.close()
       self._iterator = None
+
+
+def _explain(exit_code: int) -> str:
+  """Why a process ended, as its exit code in Python tells."""
+  if exit_code >= 0:
+    return f"with exit code {exit_code}; what it printed is above."
+  name = signal.Signals(-exit_code).name
+  return f"by {name}" + {
+    "SIGKILL": ", perhaps for lack of memory: fewer data.workers, or a smaller data.prefetch, take"
+    " less.",
+    "SIGBUS": f": /dev/shm, through which batches pass, is full. It has {_size_of('/dev/shm')}; for"
+    " a container --shm-size sets it. Fewer data.workers and a smaller data.prefetch or batch_size"
+    " take less, and data.workers=0 takes none.",
+  }.get(name, ".")
+
+
+def _size_of(folder: str) -> str:
+  return f"{shutil.disk_usage(folder).total / 1e6:,.0f} MB"
 
 
 def _leave_the_accelerator(worker: int, workers: int) -> None:

@@ -5,56 +5,80 @@
 
 images-00000.npy has the unit vectors, float32 [n, E], of the first --shard_size pictures, and
 images-00000.json their names (a path, or "shard.tar:key") and those of pictures that were skipped
-because they cannot be decoded. The same command continues after the files that are there. --texts
-embeds a text a line, into texts-*. --query prints the pictures nearest to a text and draws them.
+because they cannot be decoded or are gone. The same command continues after the files that are
+there, and embeds pictures that have come since. --texts embeds a text a line, into texts-*; row i
+is that of line i. --query prints the pictures nearest to a text and draws them.
 """
 
 import argparse
-import functools
+import collections
+import dataclasses
 import itertools
 import json
+import math
 import os
 import re
+import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageOps
+from PIL import Image, ImageDraw
 from tqdm import tqdm
 
 from train import cli, inference
-from train.datasets import pictures, tar_shards
-from train.datasets.pictures import DEFAULT_LIMITS
+from train.batches import prepared
+from train.datasets import pictures, sample, tar_shards
+from train.datasets.pictures import DEFAULT_LIMITS, Limits
+from train.datasets.sample import Unusable
 from train.errors import RunError
-from train.evaluate import add_model_arguments, positive
+from train.evaluate import add_model_arguments, limits_of, positive
 from train.inference import Model
+from train.paths import local_path
+from train.text_files import read_lines
 from train.workdir import lock, write_json
 
-_PICTURES = (".jpg", ".jpeg", ".png", ".webp")
+_PICTURES = tuple(f".{ending}" for ending in sample.IMAGES)
 _TILE, _MARGIN = 128, 20  # pixels of a contact sheet
+_ANY = Limits(sys.maxsize, sys.maxsize, math.inf)
+_LIMITS = ("member_bytes", "image_pixels", "aspect_ratio")
+_KEY = re.compile(r"(\.tar(?:\.gz)?):.*", re.DOTALL)
 
 
-def sources(patterns: Sequence[str], out: Path | None = None) -> list[str]:
-  """The pictures and tar shards that folders, files and globs name, in order; none in `out`.
+def sources(patterns: Sequence[str], out: Path | None = None) -> tuple[list[str], list[str]]:
+  """The pictures and tar shards that folders, files and globs name, in order, and other files.
+
+  None is in `out`.
 
   Raises:
-    RunError: one of them names none.
+    RunError: one of them names no picture and no shard.
   """
-  found = []
+  found, others = [], []
   for pattern in patterns:
-    folder = Path(pattern).expanduser()
-    if folder.is_dir():
-      paths = sorted(path for path in folder.rglob("*") if path.is_file())
-      paths = [path for path in paths if path.resolve().parent != out]
-    else:
-      paths = [folder] if folder.is_file() else tar_shards.expand(str(folder))
-    paths = [str(path) for path in paths if _is_shard(path) or _is_picture(path)]
-    if not paths:
+    named = local_path(pattern, "--data")
+    given = [str(named)] if named.exists() else tar_shards.expand(str(named))
+    paths = [path for one in given for path in (_files(one) if os.path.isdir(one) else [one])]
+    paths = [path for path in paths if os.path.dirname(os.path.realpath(path)) != str(out)]
+    wanted = [path for path in paths if _is_shard(path) or _is_picture(path)]
+    if not wanted:
       raise RunError(f"--data={pattern} has no picture ({', '.join(_PICTURES)}) and no .tar shard.")
-    found += paths
-  return found
+    found += wanted
+    others += [path for path in paths if not (_is_shard(path) or _is_picture(path))]
+  return list(dict.fromkeys(found)), others
+
+
+def _files(folder: str | Path, above: tuple[str, ...] = ()) -> Iterator[str]:
+  """All files below a folder in order; links are followed, but not to a folder above them."""
+  real = os.path.realpath(folder)
+  if real in above:
+    return
+  for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+    if entry.is_dir():
+      yield from _files(entry.path, (*above, real))
+    elif entry.is_file() or entry.is_symlink():  # A link to nothing is skipped, and listed.
+      yield entry.path
 
 
 def _is_shard(path) -> bool:
@@ -65,59 +89,170 @@ def _is_picture(path) -> bool:
   return str(path).lower().endswith(_PICTURES)
 
 
-def examples(paths: Sequence[str], start: int = 0) -> Iterator[dict[str, Any]]:
-  """{"where": a path or "shard:key", "image": bytes, ...} of each picture from the start-th on.
+class Source(NamedTuple):
+  """How much of a file is embedded: `count` pictures, whose names and bytes have a checksum.
 
-  The bytes of a file beyond the limit are empty. A picture before the start is not read.
+  `whole`: it has no more. size, mtime and ctime are those of the file. A program can choose the
+  mtime of what it writes, but not the ctime.
   """
-  count = itertools.count()
-  for path in paths:
-    if not _is_shard(path):
-      if next(count) >= start:
-        large = os.path.getsize(path) > DEFAULT_LIMITS.member_bytes
-        yield _example(path, b"" if large else Path(path).read_bytes())
-      continue
-    for key, sample in tar_shards.checked_samples(path, DEFAULT_LIMITS.member_bytes):
-      kinds = [kind for kind in sample if f".{kind}" in _PICTURES]
-      if kinds and next(count) >= start:
-        yield _example(f"{path}:{key}", sample[kinds[0]] or b"")
+
+  count: int = 0
+  checksum: int = 0
+  whole: bool = False
+  size: int = -1
+  mtime: int = -1
+  ctime: int = -1
+
+  def is_unchanged(self, path: str) -> bool:
+    return self.whole and self[3:] == _status(path)
+
+  def after(self, example: dict[str, Any]) -> "Source":
+    """With one picture more."""
+    image = b"" if isinstance(example["image"], Unusable) else example["image"]
+    name = os.fsencode(example["where"])
+    checksum = zlib.crc32(image, zlib.crc32(name, self.checksum))
+    return self._replace(count=self.count + 1, checksum=checksum)
 
 
-def _example(where: str, content: bytes) -> dict[str, Any]:
-  return {"where": where, "image": content, "captions": [], "label": -1}
+def _status(path: str) -> tuple[int, int, int]:
+  status = os.stat(path)
+  return status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def examples(path: str, limits: Limits = DEFAULT_LIMITS) -> Iterator[dict[str, Any]]:
+  """{"where": a path or "shard:key", "image": bytes, ...} of a picture or of those of a shard.
+
+  Unusable stands in place of the bytes of a file beyond the limit.
+  """
+  if not _is_shard(path):
+    large = os.path.getsize(path) > limits.member_bytes
+    reason = f"file larger than {limits.given_by}max_member_bytes={limits.member_bytes}"
+    yield _example(path, Unusable(reason) if large else Path(path).read_bytes())
+    return
+  for key, files in tar_shards.checked_samples(path, limits.member_bytes):
+    kinds = [kind for kind in files if f".{kind}" in _PICTURES]
+    if kinds:
+      yield _example(f"{path}:{key}", files[kinds[0]])
+
+
+def _example(where: str, image: bytes | Unusable) -> dict[str, Any]:
+  return {"where": where, "image": image, "captions": [], "label": -1}
 
 
 class _Part:
-  """What goes into one file: names, features, and what was skipped."""
+  """What goes into one file: names, features, what was skipped, how far sources were read."""
 
   def __init__(self):
     self.names: list[str] = []
     self.skipped: list[tuple[str, str]] = []
+    self.sources: dict[str, Source] = {}
     self.features: list[np.ndarray] = []
 
   def write(self, out: Path, stem: str, width: int) -> None:
-    write_json(out / f"{stem}.json", {"names": self.names, "skipped": self.skipped})
+    listed = {"names": self.names, "skipped": self.skipped, "sources": self.sources}
+    write_json(out / f"{stem}.json", listed)
     partial = out / f"{stem}.partial.npy"
     np.save(partial, np.concatenate([np.zeros((0, width), np.float32), *self.features]))
     partial.replace(out / f"{stem}.npy")  # The last: a file of this name is complete.
 
 
-def embed_images(model: Model, paths: Sequence[str], out: Path, shard_size: int) -> int:
-  """Embeds the pictures of `sources`; returns how many were skipped in this call."""
+def _parts(out: Path, kind: str) -> Iterator[dict[str, Any]]:
+  """The contents of the complete parts' JSON files, from the first to the one before a gap."""
+  for number in itertools.count():
+    path = out / f"{kind}-{number:05d}.npy"
+    if not path.is_file():
+      return
+    yield json.loads(path.with_suffix(".json").read_text())
+
+
+def _missing(paths: Sequence[str], out: Path, limits: Limits) -> Iterator[dict[str, Any]]:
+  """The `examples` that `out` does not hold, each with the "source" up to it, or None.
+
+  Raises:
+    RunError: a picture or a shard has changed since it was embedded.
+  """
+  skipped: set[str] = set()
+  sources: dict[str, Source] = {}
+  for part in _parts(out, "images"):
+    skipped = (skipped | {name for name, _ in part["skipped"]}).difference(part["names"])
+    sources |= {path: Source(*source) for path, source in part["sources"].items()}
+  for path in paths:
+    held, read = sources.get(path, Source()), Source()
+    try:
+      if held.is_unchanged(path):
+        continue
+      status = _status(path)
+      if path in skipped:  # It could not be decoded, or was gone.
+        held = Source()
+      stream = _with_last(examples(path, limits))
+      for example, last in stream:
+        read = read.after(example)
+        if read.count == held.count and read.checksum != held.checksum:
+          break
+        if read.count > held.count:
+          yield example | {"source": (path, Source(*read[:2], last, *status))}
+      if read.count < held.count or (read.count == held.count and read[:2] != held[:2]):
+        raise RunError(
+          f"{path} has changed since it was embedded into {out}. Choose another --out, or delete"
+          " that folder to embed all again."
+        )
+    except FileNotFoundError:
+      if path not in skipped and path not in sources:
+        yield _example(path, Unusable("it is not there any more")) | {"source": None}
+
+
+def _with_last(stream: Iterable) -> Iterator[tuple[Any, bool]]:
+  """Each item, and whether it is the last."""
+  stream = iter(stream)
+  for item in stream:
+    for following in stream:
+      yield item, False
+      item = following
+    yield item, True
+
+
+def embed_images(
+  model: Model, paths: Sequence[str], out: Path, shard_size: int, limits: Limits = DEFAULT_LIMITS
+) -> int:
+  """Embeds the pictures of `sources` that `out` does not hold; returns how many were skipped."""
+  crop = dataclasses.replace(model.crop, limits=limits)
+
+  def pixels(example):
+    if isinstance(example["image"], Unusable):
+      raise ValueError(str(example["image"]))
+    return crop(example)
+
+  def noted(part, stream):
+    for example in stream:
+      if example["source"]:
+        path, source = example["source"]
+        part.sources[path] = source
+      yield example
 
   def fill(part, stream, progress):
-    for batch in inference.prepared(stream, model.crop, model.batch_size, part.skipped):
+    for batch in prepared(noted(part, stream), pixels, model.batch_size, part.skipped):
       part.names += batch["where"]
-      part.features.append(model.embed_pixels(batch["image"]))
+      part.features.append(model.embed_pixels(batch["image"], batch["where"]))
       progress.update(len(batch["where"]))
 
   total = None if any(map(_is_shard, paths)) else len(paths)
-  start = functools.partial(examples, paths)
-  return _embed(model, out, "images", shard_size, start, fill, total)
+  return _embed(model, out, "images", shard_size, _missing(paths, out, limits), fill, total)
 
 
 def embed_texts(model: Model, texts: Sequence[str], out: Path, shard_size: int) -> None:
-  """Embeds texts, whose names are the texts themselves."""
+  """Embeds texts, whose names are the texts themselves; `out` may hold the first of them.
+
+  Raises:
+    RunError: `out` holds other texts.
+  """
+  held = [text for part in _parts(out, "texts") for text in part["names"]]
+  if held != texts[: len(held)]:
+    line = next(i for i, text in enumerate(held) if texts[i : i + 1] != [text])
+    now = repr(texts[line]) if line < len(texts) else "not there"
+    raise RunError(
+      f"{out} holds other texts: line {line + 1} was {held[line]!r} and is {now}. Choose another"
+      " --out."
+    )
 
   def fill(part, stream, progress):
     while batch := list(itertools.islice(stream, model.batch_size)):
@@ -125,16 +260,18 @@ def embed_texts(model: Model, texts: Sequence[str], out: Path, shard_size: int) 
       part.features.append(model.embed_texts(batch))
       progress.update(len(batch))
 
-  _embed(model, out, "texts", shard_size, lambda start: iter(texts[start:]), fill, len(texts))
+  _embed(model, out, "texts", shard_size, iter(texts[len(held) :]), fill, len(texts))
 
 
-def _embed(model, out: Path, kind: str, shard_size: int, start: Callable, fill, total) -> int:
-  """Fills one part after another from `start(first)`, after those that are in `out`."""
-  done = next(n for n in itertools.count() if not (out / f"{kind}-{n:05d}.npy").is_file())
-  stream, skipped = start(done * shard_size), 0
+def _embed(model, out: Path, kind: str, shard_size: int, stream: Iterator, fill, total) -> int:
+  """Fills one part after another from the stream, after those that are in `out`."""
+  counts, skipped = [len(part["names"]) for part in _parts(out, kind)], 0
+  for path in out.glob(f"{kind}-?????.npy"):  # After a gap: what they held may come elsewhere now.
+    if int(path.stem[-5:]) > len(counts):
+      path.unlink()
   shown = {"desc": kind, "unit": kind.removesuffix("s"), "disable": None, "total": total}
-  with tqdm(initial=min(done * shard_size, total or done * shard_size), **shown) as progress:
-    for number in itertools.count(done):
+  with tqdm(initial=sum(counts), **shown) as progress:
+    for number in itertools.count(len(counts)):
       first = next(stream, None)
       if first is None:
         return skipped
@@ -161,6 +298,8 @@ def nearest(out: Path, queries: np.ndarray, count: int) -> list[list[tuple[float
         f"{file} has vectors of {features.shape[1]} numbers, and the model makes"
         f" {queries.shape[1]}: it is another one."
       )
+    if not np.isfinite(features).all():
+      raise RunError(f"{file} has vectors that are not finite: embed into another --out.")
     names = json.loads(file.with_suffix(".json").read_text())["names"]
     for query, row in enumerate(queries @ features.T):
       found = [(float(row[i]), names[i]) for i in np.argsort(-row, kind="stable")[:count]]
@@ -170,34 +309,46 @@ def nearest(out: Path, queries: np.ndarray, count: int) -> list[list[tuple[float
   return best
 
 
-def contact_sheet(rows: Sequence[tuple[str, Sequence[tuple[float, str]]]]) -> Image.Image:
-  """A row of pictures for each (title, [(cosine, name), ...]); the cosine is below each."""
+def contact_sheet(
+  rows: Sequence[tuple[str, Sequence[tuple[float, str]]]], out: Path
+) -> Image.Image:
+  """A row of pictures for each (title, [(cosine, name), ...]); the cosine is below each.
+
+  The place of a picture that is gone, or is another than the one embedded into `out`, is white.
+  """
   height = _TILE + 2 * _MARGIN
   sheet = Image.new("RGB", (_TILE * max(len(row) for _, row in rows), height * len(rows)), "white")
   draw = ImageDraw.Draw(sheet)
-  contents = _contents({name for _, row in rows for _, name in row})
+  contents = _contents({name for _, row in rows for _, name in row}, out)
   for y, (title, row) in enumerate(rows):
     printable = title.encode("latin-1", "replace").decode("latin-1")  # PIL's own font has no more.
     draw.text((4, height * y + 4), printable, "black")
     for x, (cosine, name) in enumerate(row):
-      image = ImageOps.contain(pictures.decode(contents[name], DEFAULT_LIMITS), (_TILE, _TILE))
-      sheet.paste(image, (_TILE * x, height * y + _MARGIN))
+      if name in contents:
+        image = pictures.decode(contents[name], _ANY)
+        scale = _TILE / max(image.size)
+        image = image.resize([max(1, round(scale * side)) for side in image.size])
+        sheet.paste(image, (_TILE * x, height * y + _MARGIN))
       draw.text((_TILE * x + 4, height * y + _MARGIN + _TILE + 4), f"{cosine:.3f}", "black")
   return sheet
 
 
-def _contents(names: Iterable[str]) -> dict[str, bytes]:
-  """The bytes of pictures by their names; a shard is read once."""
-  names, found = set(names), {}
+def _contents(names: set[str], out: Path) -> dict[str, bytes]:
+  """The bytes of pictures by their names, of files that are as they were; a shard is read once."""
   # A key may hold a colon, too.
-  shards = {re.sub(r"(\.tar(?:\.gz)?):.*", r"\1", name) for name in names if not _is_picture(name)}
-  files = [name for name in names if _is_picture(name)]
-  for path in (*files, *shards):
-    if not Path(path).is_file():
-      raise RunError(f"{path} is not there any more: nearest.png needs it where it was embedded.")
-  for example in examples([*files, *sorted(shards)]):
-    if example["where"] in names:
-      found[example["where"]] = example["image"]
+  paths = {name if _is_picture(name) else re.sub(_KEY, r"\1", name) for name in names}
+  sources = {
+    path: source for part in _parts(out, "images") for path, source in part["sources"].items()
+  }
+  found = {}
+  for path in sorted(paths & sources.keys()):
+    try:
+      if list(_status(path)) == sources[path][3:]:
+        found |= {
+          one["where"]: one["image"] for one in examples(path, _ANY) if one["where"] in names
+        }
+    except FileNotFoundError:
+      continue
   return found
 
 
@@ -205,9 +356,9 @@ def embed(options: argparse.Namespace) -> None:
   """Does what the flags say."""
   if not (options.data or options.texts or options.query):
     raise RunError("Nothing to do: --data, --texts or --query is needed.")
-  out = Path(options.out).expanduser()
-  paths = sources(options.data, out.resolve())
-  texts = _texts(options.texts)
+  out = local_path(options.out, "--out")
+  paths, others = sources(options.data, out.resolve())
+  texts, limits = _texts(options.texts), limits_of(options)
   model = inference.load(
     options.checkpoint,
     options.batch_size,
@@ -217,59 +368,63 @@ def embed(options: argparse.Namespace) -> None:
     int8=options.int8,
   )
   out.mkdir(parents=True, exist_ok=True)
-  same = {"checkpoint": str(options.checkpoint), "step": model.step, "size": model.size}
-  same |= {"dtype": model.task.model.options.dtype.name, "int8": options.int8}
-  same |= {"tokenizer": options.tokenizer}
-  if Path(options.checkpoint).expanduser().is_file():
-    same["bytes"] = os.path.getsize(Path(options.checkpoint).expanduser())
+  made = {"checkpoint": str(options.checkpoint), "step": model.step, "size": model.size}
+  made |= {"dtype": model.task.model.options.dtype.name, "int8": options.int8}
+  made |= model.fingerprint()
+  made_images = made | {"squash": model.squash}
   with lock(out):
     if paths:
-      files = "\n".join(f"{path} {os.path.getsize(path)}" for path in paths)
-      source = {"images": len(paths), "paths": zlib.crc32(os.fsencode(files))}
-      source |= {"shard_size": options.shard_size, "squash": model.squash}
-      _check_same(out / "images.json", same | source)
-      skipped = embed_images(model, paths, out, options.shard_size)
+      limited = {f"max_{name}": getattr(limits, name) for name in _LIMITS}
+      _check_same(out / "images.json", made_images | limited | {"data": options.data})
+      skipped = embed_images(model, paths, out, options.shard_size, limits)
       print(f"embedded pictures into {out}" + (f"; skipped {skipped}" if skipped else ""))
+      if others:
+        endings = collections.Counter(os.path.splitext(path)[1] or "no ending" for path in others)
+        counted = ", ".join(f"{ending}: {n}" for ending, n in endings.most_common(8))
+        print(f"{len(others)} other files in --data are no pictures ({counted})")
     if texts:
-      source = {"texts": len(texts), "lines": zlib.crc32("\n".join(texts).encode())}
-      _check_same(out / "texts.json", same | source | {"shard_size": options.shard_size})
+      _check_same(out / "texts.json", made)
       embed_texts(model, texts, out, options.shard_size)
-      print(f"embedded {len(texts)} texts into {out}")
+      empty = f"; {texts.count('')} of them are empty lines" if "" in texts else ""
+      print(f"embedded {len(texts)} texts into {out}{empty}")
   if options.query:
-    _check_same(out / "images.json", same, write=False)
+    _check_same(out / "images.json", made_images, write=False)
     found = nearest(out, model.embed_texts(options.query), options.nearest)
     for text, row in zip(options.query, found, strict=True):
       print(text)
       for cosine, name in row:
         print(f"  {cosine:6.3f}  {name}")
-    contact_sheet(list(zip(options.query, found, strict=True))).save(out / "nearest.png")
+    contact_sheet(list(zip(options.query, found, strict=True)), out).save(out / "nearest.png")
     print(f"drew {out / 'nearest.png'}")
 
 
 def _texts(path: str) -> list[str]:
+  """A text for each line, also for an empty one: a row of the result is that of a line."""
   if not path:
     return []
-  # Unicode has further line breaks, which may be in a text.
-  lines = Path(path).expanduser().read_text(encoding="utf-8").split("\n")
-  texts = [line.strip() for line in lines if line.strip()]
-  if not texts:
+  texts = read_lines(local_path(path, "--texts"), keep_empty=True)
+  if not any(texts):
     raise RunError(f"--texts={path} is empty: it should hold a text on each line.")
   return texts
 
 
 def _check_same(path: Path, now: dict, write: bool = True) -> None:
-  """Writes what a folder holds, or raises a RunError if it holds something else."""
-  # A folder that does not say whether its pictures were squashed is older: they were cropped.
-  before = {"squash": False} | json.loads(path.read_text()) if path.is_file() else now
+  """Writes what made the vectors of a folder, or raises a RunError if something else made them.
+
+  The checkpoint's name may change, and --data may name more.
+  """
+  before = json.loads(path.read_text()) if path.is_file() else now
   changed = [
     f"{name}: {before.get(name)!r} -> {now[name]!r}"
     for name in now
-    if before.get(name) != now[name]
+    if name not in ("checkpoint", "data") and before.get(name) != now[name]
   ]
+  left_out = [data for data in before.get("data", ()) if data not in now.get("data", (data,))]
+  changed += [f"without --data={data}" for data in left_out]
   if changed:
     raise RunError(
       f"{path.parent} holds other embeddings ({'; '.join(changed)}). Choose another --out, or go"
-      " back to those flags to continue."
+      " back to those flags and files to continue."
     )
   if write:
     write_json(path, now)

@@ -8,6 +8,7 @@ Zero-shot classification and retrieval with CLIP_benchmark's names; --help after
 
 import argparse
 import csv
+import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,14 +19,18 @@ from tqdm import tqdm
 
 from sbjax.models.sizes import open_clip_name
 from train import cli, inference
-from train.config import Config
+from train.batches import prepared
+from train.config import Config, DataConfig
 from train.data import full_name
-from train.datasets.wds_folder import CLASSIFICATION, WdsFolder, open_folder
+from train.datasets import pictures
+from train.datasets.pictures import DEFAULT_LIMITS, Limits
+from train.datasets.wds_folder import CLASSIFICATION, EVAL_SPLIT, WdsFolder, open_folder
 from train.errors import RunError
 from train.inference import Model
 from train.linear_probe import predict, train_probe
+from train.paths import local_path
 from train.run import make_run
-from train.workdir import newest_step, write_json
+from train.workdir import check_writable, newest_step, write_json
 from train.zero_shot import label_ranks, recall, top_k_accuracy, zero_shot_classifier
 
 PROBE = "linear_probe"
@@ -35,6 +40,8 @@ def evaluate_checkpoint(config: Config, workdir: Path) -> dict[str, float]:
   """Scores the newest checkpoint in `workdir`, prints the scores and writes them there as JSON."""
   if newest_step(workdir / "checkpoints") is None:
     raise RunError(f"{workdir} holds no checkpoint: train there first, or mend --workdir.")
+  if not (config.data.eval_split or config.data.eval_data):
+    raise RunError("Nothing to score: set data.eval_split or data.eval_data.")
   run = make_run(config, workdir, read_only=True)
   restored = run.restore()
   if restored is None:
@@ -42,22 +49,24 @@ def evaluate_checkpoint(config: Config, workdir: Path) -> dict[str, float]:
   scores = run.evaluate(restored.state.params)
   if jax.process_index() != 0:
     return scores
-  data_set, split = full_name(run.builder), config.data.eval_split
-  print_scores(f"step {restored.step}, {data_set}, {split} split", scores)
+  data_set, split = full_name(run.builder), config.data.eval_split or "eval_data"
+  print_scores(f"step {restored.step}, {data_set}, {split}", scores)
   path = workdir / f"evaluation-{data_set.replace('/', '-')}-{split}.json"
   write_json(path, {"step": restored.step, **scores})
   return scores
 
 
-def evaluate_folder(model: Model, folder: WdsFolder, split: str = "test") -> dict[str, float]:
+def evaluate_folder(
+  model: Model, folder: WdsFolder, split: str = EVAL_SPLIT, limits: Limits = DEFAULT_LIMITS
+) -> dict[str, float]:
   """The zero-shot scores of a model on a data set, by CLIP_benchmark's names."""
-  images, labels, captions = _features(model, folder, split)
+  images, labels, captions = _features(model, folder, split, limits)
   if folder.task == CLASSIFICATION:
     classifier = zero_shot_classifier(model.embed_texts, list, folder.class_names, folder.templates)
     return classification_scores(images @ classifier.T, labels)
   owners = np.repeat(np.arange(len(images)), [len(texts) for texts in captions])
-  texts = model.embed_texts([text for texts in captions for text in texts])
-  scores = recall(images, texts, owners)
+  texts = [text for texts in captions for text in texts]
+  scores = recall(images, model.embed_texts(texts), owners)
   return {
     f"{name}_retrieval_recall@{k}": scores[f"{way}_recall@{k}"]
     for name, way in (("image", "text_to_image"), ("text", "image_to_text"))
@@ -66,12 +75,16 @@ def evaluate_folder(model: Model, folder: WdsFolder, split: str = "test") -> dic
 
 
 def probe_folder(
-  model: Model, folder: WdsFolder, split: str = "test", train_split: str = "train"
+  model: Model,
+  folder: WdsFolder,
+  split: str = EVAL_SPLIT,
+  train_split: str = "train",
+  limits: Limits = DEFAULT_LIMITS,
 ) -> dict[str, float]:
   """The scores of a linear probe that is trained on `train_split`, by CLIP_benchmark's names."""
-  images, labels, _ = _features(model, folder, train_split)
+  images, labels, _ = _features(model, folder, train_split, limits)
   probe, penalty = train_probe(images, labels, len(folder.class_names))
-  images, labels, _ = _features(model, folder, split)
+  images, labels, _ = _features(model, folder, split, limits)
   scores = classification_scores(predict(probe, images), labels)
   return {**{f"lp_{name}": score for name, score in scores.items()}, "weight_decay": penalty}
 
@@ -84,28 +97,28 @@ def classification_scores(logits: np.ndarray, labels: np.ndarray) -> dict[str, f
   return {**scores, "mean_per_class_recall": float(np.mean(recalls))}
 
 
-def _features(model: Model, folder: WdsFolder, split: str):
+def _features(model: Model, folder: WdsFolder, split: str, limits: Limits):
   """Unit features [N, E] of the images of a split, their labels [N] and their captions."""
   images, labels, captions = [], [], []
-  examples = folder.examples(split)
+  examples = folder.examples(split, limits)
+  crop = dataclasses.replace(model.crop, limits=limits, decode=pictures.decode_plainly)
   with tqdm(desc=f"{folder.name} {split}", unit="image", disable=None) as progress:
-    for batch in inference.prepared(examples, model.crop, model.batch_size):
-      images.append(model.embed_pixels(batch["image"]))
+    for batch in prepared(examples, crop, model.batch_size):
+      images.append(model.embed_pixels(batch["image"], batch["where"]))
       labels.append(batch["label"])
       captions += batch["captions"]
       progress.update(len(batch["image"]))
   if not images:
     raise RunError(f"The shards of {folder.path / split} hold no sample.")
-  if bad := sum(int(np.sum(~np.isfinite(batch).all(axis=1))) for batch in images):
-    raise RunError(
-      f"The features of {bad} images of {folder.path / split} are not finite. The weights are"
-      " damaged, or --dtype=float32 is needed."
-    )
   return np.concatenate(images), np.concatenate(labels), captions
 
 
 def evaluate_folders(options: argparse.Namespace) -> list[dict]:
   """Scores a model on each folder; writes a JSON file for each and a csv of all."""
+  limits = limits_of(options)
+  checkpoint = local_path(options.checkpoint, "--checkpoint")
+  out = local_path(options.out or (checkpoint if checkpoint.is_dir() else "."), "--out")
+  check_writable(out, "--out")
   folders = [open_folder(path) for path in options.data]
   names = [folder.path.name for folder in folders]
   if len({*names}) < len(names):
@@ -114,7 +127,6 @@ def evaluate_folders(options: argparse.Namespace) -> list[dict]:
     folder.shards(options.split)
     if options.linear_probe and folder.task == CLASSIFICATION:
       folder.shards(options.train_split)
-  checkpoint = Path(options.checkpoint).expanduser()
   model = inference.load(
     checkpoint,
     options.batch_size,
@@ -123,7 +135,6 @@ def evaluate_folders(options: argparse.Namespace) -> list[dict]:
     dtype=options.dtype,
     int8=options.int8,
   )
-  out = Path(options.out or (checkpoint if checkpoint.is_dir() else ".")).expanduser()
   out.mkdir(parents=True, exist_ok=True)
   named = {
     "model": open_clip_name(model.size),
@@ -132,13 +143,13 @@ def evaluate_folders(options: argparse.Namespace) -> list[dict]:
   }
   rows = []
   for folder in folders:
-    scores = {folder.task: evaluate_folder(model, folder, options.split)}
+    scores = {folder.task: evaluate_folder(model, folder, options.split, limits)}
     if options.linear_probe and folder.task == CLASSIFICATION:
-      scores[PROBE] = probe_folder(model, folder, options.split, options.train_split)
+      scores[PROBE] = probe_folder(model, folder, options.split, options.train_split, limits)
     for task, metrics in scores.items():
       about = {"split": options.split, "step": model.step, "task": task}
       row = {"dataset": folder.name, **named, **about, "metrics": metrics}
-      suffix = "" if options.split == "test" else f"_{options.split}"
+      suffix = "" if options.split == EVAL_SPLIT else f"_{options.split}"
       write_json(out / f"{folder.path.name}{suffix}_{task}.json", row)
       rows.append(row)
       write_csv(out / "benchmark.csv", rows)
@@ -159,7 +170,8 @@ def write_csv(path: Path, rows: Sequence[dict]) -> None:
   metrics = dict.fromkeys(name for row in rows for name in row["metrics"])
   columns = [*metrics, "dataset", "model", "pretrained", "language", "split", "step", "task"]
   columns.append("model_fullname")
-  with path.open("w", newline="", encoding="utf-8") as file:
+  # Names of files may be in another encoding.
+  with path.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
     table = csv.DictWriter(file, columns)
     table.writeheader()
     for row in rows:
@@ -176,7 +188,18 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument("--dtype", default="", choices=["", "float32", "bfloat16"])
   parser.add_argument("--int8", action="store_true", help="kernels and token table in 8 bits only")
   parser.add_argument("--batch_size", type=positive, default=256)
+  for name, kind in _LIMITS.items():
+    default = getattr(DataConfig, name)
+    parser.add_argument(
+      f"--{name}", type=kind, default=default, help=f"of a picture; by default {default:,}"
+    )
   parser.add_argument("--debug", action="store_true", help="show tracebacks")
+
+
+def limits_of(options: argparse.Namespace) -> Limits:
+  """The limits that the flags give."""
+  config = DataConfig(**{name: getattr(options, name) for name in _LIMITS})
+  return Limits.of(config)._replace(given_by="--")
 
 
 def positive(text: str) -> int:
@@ -187,13 +210,27 @@ def positive(text: str) -> int:
   return value
 
 
+def _ratio(text: str) -> float:
+  value = float(text)
+  if not value >= 1:
+    raise argparse.ArgumentTypeError(f"{value} must be at least 1.")
+  return value
+
+
+_LIMITS = {  # Fields of DataConfig that are flags, too.
+  "max_member_bytes": positive,
+  "max_image_pixels": positive,
+  "max_aspect_ratio": _ratio,
+}
+
+
 def main(arguments: Sequence[str]) -> None:
   parser = argparse.ArgumentParser(
     "python -m train.evaluate", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
   )
   add_model_arguments(parser)
   parser.add_argument("--data", required=True, nargs="+", action="extend", help="wds_* folders")
-  parser.add_argument("--split", default="test")
+  parser.add_argument("--split", default=EVAL_SPLIT)
   parser.add_argument("--linear_probe", action="store_true", help="train a linear probe, too")
   parser.add_argument("--train_split", default="train", help="of the linear probe")
   parser.add_argument("--out", default="", help="folder for JSON and csv; default: the workdir")

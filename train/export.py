@@ -22,6 +22,7 @@ from sbjax.models.weight_files import write_file
 from train.errors import RunError
 from train.images import MEAN, STD
 from train.inference import Model, load
+from train.paths import local_path
 from train.preprocessing import IMAGES_FILE
 
 
@@ -37,13 +38,14 @@ def export(workdir: str | Path, format: str, out: str | Path | None = None) -> P
   """
   if format not in FORMATS:
     raise ValueError(f"--format={format!r} must be one of {', '.join(FORMATS)}.")
+  workdir = local_path(workdir, "--workdir")
+  out = workdir / format if out is None else local_path(out, "--out")
   run = load(workdir)
   if run.task.model.options.is_unit:
     raise ValueError(
       f"{format} has no place for model.parametrization='unit': its blocks compute otherwise."
       " Use the run with train.inference.load, or train with 'standard'."
     )
-  out = Path(workdir).expanduser() / format if out is None else Path(out).expanduser()
   files = _open_clip(run) if format == "open_clip" else _hf(run)
   out.mkdir(parents=True, exist_ok=True)
   partial = {name: out / f"partial.{name}" for name in files}

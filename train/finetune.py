@@ -6,8 +6,8 @@ Patterns are regular expressions for the whole path of a parameter, such as "ima
 
 import difflib
 import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -16,9 +16,10 @@ import optax
 from sbjax.models.config_files import HF_FILE, OPEN_CLIP_FILE, config_of, read_config
 from sbjax.models.convert import check_architecture, load_weights
 from sbjax.models.sizes import CLIPConfig
-from sbjax.models.weight_files import WEIGHT_FILES, file_suffix
+from sbjax.models.weight_files import WEIGHT_FILES, file_suffix, is_weights
 from train.config import Config
-from train.preprocessing import check_normalization
+from train.paths import local_path
+from train.preprocessing import is_squashed
 from train.sharding import path_name
 from train.tokenizer import Tokenizer
 
@@ -121,8 +122,8 @@ def matches_nothing(field: str, pattern: re.Pattern, names: Sequence[str]) -> Va
 def check_init(config: Config, model: CLIPConfig) -> None:
   """Raises a ValueError if `config.init` is no checkpoint, or is one of another architecture.
 
-  So do `freeze` without `init`, and another normalization of images than train/images.py's in a
-  config file beside it.
+  So do `freeze` without `init`, and a config file beside it by which images are prepared otherwise
+  than here (train/preprocessing.py).
 
   Sizes of images and texts may differ: position embeddings are resized. The vocabulary is checked
   with the tokenizer (`initial_params`).
@@ -131,7 +132,7 @@ def check_init(config: Config, model: CLIPConfig) -> None:
     if config.freeze:
       raise ValueError(f"freeze={config.freeze} would freeze random parameters: set init.")
     return
-  path = Path(config.init).expanduser()
+  path = local_path(config.init, "init")
   if path.is_dir() and not any((path / name).is_file() for name in WEIGHT_FILES):
     raise ValueError(f"init={config.init!r} has no weights: expected {', '.join(WEIGHT_FILES)}.")
   if not path.exists():
@@ -139,13 +140,19 @@ def check_init(config: Config, model: CLIPConfig) -> None:
       f"init={config.init!r} does not exist: expected a state dict (.safetensors, .pt, .bin) or a"
       f" folder with one of {', '.join(WEIGHT_FILES)} and {OPEN_CLIP_FILE} or {HF_FILE}."
     )
-  if not path.is_dir():
+  if not path.is_dir() and not is_weights(path):
     try:
       file_suffix(path)
     except ValueError as error:
       raise ValueError(f"init: {error}") from None
-  check_normalization(f"init={config.init!r}", path if path.is_dir() else path.parent)
   theirs = _source(config)
+  size = None if theirs is None else theirs.vision.image_size
+  if is_squashed(f"init={config.init!r}", path, size):
+    print(
+      f"init={config.init!r}: its images were squashed to squares. This run crops them, in training"
+      " and in evaluation.",
+      file=sys.stderr,
+    )
   if theirs is None:
     return
   try:
@@ -169,8 +176,8 @@ def initial_params(config: Config, model: CLIPConfig, like: dict) -> dict:
   text = model.text
   if theirs is not None and theirs.text.vocab_size != text.vocab_size:
     raise ValueError(_other_tokenizer(config, theirs.text.vocab_size, text.vocab_size, "tokens"))
-  if theirs is not None and theirs.text.eot_id != text.eot_id:
-    raise ValueError(_other_tokenizer(config, theirs.text.eot_id, text.eot_id, "as its end token"))
+  if theirs is not None and theirs.text.end_id != text.end_id:
+    raise ValueError(_other_tokenizer(config, theirs.text.end_id, text.end_id, "as its end token"))
   scan = "blocks" in like["image"]
   try:
     params = load_weights(config.init, model, scan=scan, resize=True)
@@ -193,7 +200,7 @@ def initial_params(config: Config, model: CLIPConfig, like: dict) -> dict:
 
 def check_vocabulary(config: Config, tokenizer: Tokenizer) -> None:
   """Raises a ValueError if the folder of `init` has a tokenizer that gives texts other ids."""
-  file = Path(config.init).expanduser() / "tokenizer.json"
+  file = local_path(config.init, "init") / "tokenizer.json"
   if file.is_file() and not tokenizer.agrees_with(Tokenizer.load(file)):
     raise ValueError(
       f"data.tokenizer={config.data.tokenizer!r} gives words other ids than the tokenizer that"

@@ -4,35 +4,36 @@ model = load("runs/quickstart")
 similarities = model.embed_images(["dog.jpg"]) @ model.embed_texts(["a dog", "a cat"]).T
 """
 
-import collections
 import contextlib
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from sbjax.models.config_files import config_of
 from sbjax.models.convert import load_weights
 from sbjax.models.serving import serving_params
 from sbjax.models.sizes import SIZES, open_clip_name
-from sbjax.models.weight_files import WEIGHT_FILES, WEIGHT_SUFFIXES
+from sbjax.models.weight_files import WEIGHT_FILES, is_weights
 from sbjax.recipes import parse_recipe, recipes_of
 from train.augment import CentreCrop, Squash
+from train.batches import prepared
 from train.checkpoint import Checkpointer
 from train.config import Config, MeshConfig, ModelConfig
 from train.errors import RunError
 from train.optimizer import make_optimizer
-from train.preprocessing import check_normalization, is_squashed
+from train.paths import check_local, local_path
+from train.preprocessing import is_squashed
 from train.run import abstract_state, check_tokenizer
 from train.sharding import make_mesh
-from train.task import CLIPTask, make_task
+from train.task import CLIPTask, clip_config, make_task
 from train.tokenizer import Tokenizer, make_tokenizer
 from train.workdir import read_config
-from train.zero_shot import encode_rows, make_encoders, unit
+from train.zero_shot import check_finite, encode_rows, make_encoders, unit
 
 # For weights that were not trained in 8 bits: a scale for each output of a linear layer.
 _INT8 = "switchback_q"
@@ -70,25 +71,44 @@ class Model(NamedTuple):
       for path in paths
     )
     batches = prepared(examples, self.crop, self.batch_size)
-    features = [self.embed_pixels(batch["image"]) for batch in batches]
+    features = [self.embed_pixels(batch["image"], batch["where"]) for batch in batches]
     return np.concatenate([self._no_rows, *features])
 
-  def embed_pixels(self, pixels: np.ndarray) -> np.ndarray:
-    """Of uint8 [N, S, S, 3]."""
-    return self._encode("image", pixels)
+  def embed_pixels(self, pixels: np.ndarray, names: Sequence[str] = ()) -> np.ndarray:
+    """Of uint8 [N, S, S, 3]; `names` are for the message of an error."""
+    return self._encode("image", pixels, names)
 
   def embed_texts(self, texts: Sequence[str]) -> np.ndarray:
-    return self._encode("text", self.tokenize(texts))
+    return self._encode("text", self.tokenize(texts), texts)
+
+  def fingerprint(self) -> dict[str, str]:
+    """Checksums of all that makes a vector of a text or of a picture's pixels."""
+    model = self.task.model
+    computation = repr(
+      (model.config, model.options.recipe, model.options.parametrization, model.options.tau)
+    )
+    weights = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(self.params):
+      array = np.asarray(leaf)
+      weights.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}".encode())
+      weights.update(np.ascontiguousarray(array).view(np.uint8).reshape(-1))
+    return {
+      "weights": weights.hexdigest()[:16],
+      "computation": hashlib.sha256(computation.encode()).hexdigest()[:16],
+      "vocabulary": hashlib.sha256(self.tokenizer.to_json().encode()).hexdigest()[:16],
+    }
 
   @property
   def _no_rows(self) -> np.ndarray:
     return np.zeros((0, self.task.model.config.embed_dim), np.float32)
 
-  def _encode(self, tower: str, rows: np.ndarray) -> np.ndarray:
+  def _encode(self, tower: str, rows: np.ndarray, names: Sequence[str]) -> np.ndarray:
     if not len(rows):
       return self._no_rows
     encoder = getattr(make_encoders(self.task.model, self.mesh), tower)
-    return unit(encode_rows(self.params, self.mesh, self.batch_size, encoder, rows))
+    features = unit(encode_rows(self.params, self.mesh, self.batch_size, encoder, rows))
+    check_finite(tower, features, names if len(names) else range(len(rows)))
+    return features
 
 
 def load(
@@ -103,7 +123,8 @@ def load(
   """The model of a run's newest checkpoint or of open_clip's weights, on the first device.
 
   Args:
-    path: a run's folder, or a .safetensors, .pt, .pth or .bin file of open_clip.
+    path: a run's folder, or a .safetensors, .pt, .pth or .bin file of weights, or an index of such
+      shards.
     batch_size: pictures or texts at a time.
     size: of weights of open_clip: a key of SIZES, or open_clip's name, such as "ViT-B-32".
     tokenizer: of weights of open_clip: as in DataConfig; "" is "clip".
@@ -112,11 +133,13 @@ def load(
       recipe, or "switchback_q" if that leaves the forward pass in 16 bits.
 
   Raises:
-    RunError: the checkpoint, its tokenizer or its size is missing or another.
+    RunError: the checkpoint, its tokenizer or its size is missing or another, or images of the
+      weights are prepared otherwise than here.
   """
-  path = Path(path).expanduser()
+  path = local_path(path, "--checkpoint")
+  check_local(size, "--model")
   size = {open_clip_name(key): key for key in SIZES}.get(size, size)
-  if path.suffix in WEIGHT_SUFFIXES:
+  if is_weights(path) and not path.is_dir():
     config, params, tokenizer, step, squash = _open_clip(path, size, tokenizer)
   else:
     config, params, tokenizer, step, squash = *_run(path, size, tokenizer), False
@@ -135,12 +158,15 @@ def _open_clip(path: Path, size: str, tokenizer: str):
     raise RunError(f"{path} needs the size of its model, such as --model=ViT-B-32.")
   config = Config(model=ModelConfig(size=size, recipe="full", dtype="float32"))
   try:
-    check_normalization(str(path), path.parent)
-    squash = is_squashed(str(path), path.parent)
-  except ValueError as error:
-    raise RunError(str(error)) from error
-  made = make_tokenizer(tokenizer or "clip", None, 0)
-  try:
+    model = clip_config(config.model)
+    squash = is_squashed(path.name, path, model.vision.image_size)
+    made = make_tokenizer(tokenizer or "clip", None, 0)
+    beside = config_of(path) or (model if Path(size).expanduser().exists() else None)
+    if beside is not None and beside.text.end_id != made.eot_id:
+      raise ValueError(
+        f"it ends texts with the token {beside.text.end_id}, and the tokenizer"
+        f" {tokenizer or 'clip'!r} with {made.eot_id}: pass its own with --tokenizer."
+      )
     params = load_weights(path, make_task(config, made).model.config)
   except ValueError as error:
     raise RunError(f"{path} as a model of --model={size}: {error}") from error
@@ -184,55 +210,3 @@ def _in_int8(config: Config, params):
     model = dataclasses.replace(config.model, recipe=_INT8)
     config = dataclasses.replace(config, model=model)
   return config, serving_params(params, config.model.recipe)
-
-
-def prepared(
-  examples: Iterable[dict[str, Any]],
-  crop: Callable[[dict[str, Any]], dict[str, Any]],
-  batch_size: int,
-  skipped: list[tuple[str, str]] | None = None,
-) -> Iterator[dict[str, Any]]:
-  """Batches of examples with their pixels, made in threads, two batches ahead.
-
-  {"where", "captions": lists, "label": int32 [b], "image": uint8 [b, S, S, 3]}; a batch may be
-  smaller than `batch_size`.
-
-  Args:
-    examples: as `crop` takes them.
-    crop: CentreCrop or Squash.
-    skipped: takes ("where", reason) of an image that cannot be decoded; None: that is an error.
-  """
-  examples = iter(examples)
-
-  def submitted():
-    while group := list(itertools.islice(examples, batch_size)):
-      yield [(example, pool.submit(crop, example)) for example in group]
-
-  with ThreadPoolExecutor() as pool:
-    ahead = collections.deque()
-    for group in itertools.chain(submitted(), [None, None]):
-      ahead.append(group)
-      if len(ahead) > 2 and (batch := _batch(ahead.popleft(), skipped)):
-        yield batch
-
-
-def _batch(group, skipped) -> dict[str, Any] | None:
-  """The batch of examples and the futures of their pixels; None if all are skipped."""
-  examples, pixels = [], []
-  for example, future in group:
-    try:
-      pixels.append(future.result()["image"])
-    except ValueError as error:
-      if skipped is None:
-        raise
-      skipped.append((example["where"], str(error)))
-    else:
-      examples.append(example)
-  if not examples:
-    return None
-  return {
-    "where": [example["where"] for example in examples],
-    "captions": [example["captions"] for example in examples],
-    "label": np.array([example["label"] for example in examples], np.int32),
-    "image": np.stack(pixels),
-  }

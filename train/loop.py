@@ -1,22 +1,23 @@
-"""The training loop: steps, evaluations and checkpoints until the last step or a signal.
+"""The training loop: steps, checkpoints and evaluations until the last step or a signal.
 
 The host runs one step ahead: it reads a step's metrics after it has started the next step.
 """
 
 import contextlib
+import functools
 import json
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 
-from train import data, remat
+from train import agreement, data, remat, stop
 from train.config import Config
+from train.due import Abandoned, Due, interruptible
 from train.errors import RunError
 from train.flops import BF16_PEAK
 from train.memory import explained
@@ -29,31 +30,35 @@ from train.sharding import batch_sharding, replicated
 from train.step import make_train_step, tensor_names
 from train.trace import Tracer
 from train.watchdog import Watchdog
-from train.workdir import lock, write_json
-
-
-class Stopped(RunError):
-  """A signal ended the run; its state is saved."""
-
-  def __init__(self, signum: int, step: int, saved: str):
-    super().__init__(
-      f"Stopped by {signal.Signals(signum).name} after step {step}; saved: {saved}."
-      " The same command continues."
-    )
-    self.signum = signum
+from train.workdir import lock, newest_step, write_json
 
 
 def train(config: Config, workdir: Path) -> dict:
   """Starts or continues the run that `config` describes; returns the contents of result.json.
 
   Several processes share `workdir`; only the first writes and returns the result.
+
+  Raises:
+    train.stop.Stopped: a signal, max_hours or the file workdir/stop ended it; its state is saved.
+    train.stop.Interrupted: a signal ended it, and there was nothing to save.
   """
+  began = time.monotonic()
   workdir.mkdir(parents=True, exist_ok=True)
-  with lock(workdir) if jax.process_index() == 0 else contextlib.nullcontext():
-    return _train_alone(config, workdir)
+  agreement.check_folder(workdir, "--workdir")
+  held = lock(workdir) if jax.process_index() == 0 else contextlib.nullcontext()
+  with stop.listening(), held:
+    stop.describe_by(functools.partial(_describe_saved, workdir / "checkpoints"))
+    return _train_alone(config, workdir, began)
 
 
-def _train_alone(config: Config, workdir: Path) -> dict:
+def _describe_saved(checkpoints: Path) -> str:
+  step = newest_step(checkpoints)
+  if step is None:
+    return "There is no checkpoint yet: the same command starts again."
+  return f"The newest checkpoint is step {step} in {checkpoints}: the same command continues."
+
+
+def _train_alone(config: Config, workdir: Path, began: float) -> dict:
   first = jax.process_index() == 0
   check_continues(config, workdir)
   run = make_run(config, workdir)
@@ -72,7 +77,7 @@ def _train_alone(config: Config, workdir: Path) -> dict:
     run.checkpointer.describe_newest_on_disk,
   )
   with watchdog, explained(run, lambda: watchdog.what):
-    _train(run, workdir, watchdog)
+    _train(run, workdir, watchdog, Due(config, workdir, began))
   if not first:
     return {}
   result = _result(run, workdir, time.perf_counter() - started)
@@ -81,7 +86,7 @@ def _train_alone(config: Config, workdir: Path) -> dict:
   return result
 
 
-def _train(run: Run, workdir: Path, watchdog: Watchdog) -> None:
+def _train(run: Run, workdir: Path, watchdog: Watchdog, due: Due) -> None:
   """Trains from the newest checkpoint, or step 0, to the last step and its checkpoint."""
   config, checkpointer = run.config, run.checkpointer
   iterator = data.train_iterator(
@@ -104,7 +109,7 @@ def _train(run: Run, workdir: Path, watchdog: Watchdog) -> None:
       print(f"Continuing after step {start} of {config.steps}, from {checkpointer.directory}.")
 
   recorder = Recorder(workdir, config, start)
-  with contextlib.closing(checkpointer), contextlib.closing(recorder), Signals() as signals:
+  with contextlib.closing(checkpointer), contextlib.closing(recorder):
     describe(run, recorder, start)
     run, train_step, choice = remat.choose(
       run,
@@ -118,69 +123,137 @@ def _train(run: Run, workdir: Path, watchdog: Watchdog) -> None:
     tracer = Tracer(workdir / "profile", config.profiled())
     # The run has its policy now, so that an error does not offer what it has.
     with contextlib.closing(tracer), explained(run, lambda: watchdog.what):
-      _steps(run, train_step, workdir, state, start, iterator, recorder, signals, watchdog, tracer)
+      steps = _Steps(run, workdir, state, start, recorder, watchdog, tracer, due)
+      steps.take(train_step, iterator)
     watchdog.pauses_for("the last checkpoint")
     checkpointer.wait()
 
 
-def _steps(
-  run: Run,
-  train_step: Callable,
-  workdir: Path,
-  state,
-  start: int,
-  iterator,
-  recorder: Recorder,
-  signals: "Signals",
-  watchdog: Watchdog,
-  tracer: Tracer,
-) -> None:
-  """Runs the steps after `start`."""
-  config, checkpointer = run.config, run.checkpointer
-  batches = data.prefetch_to_device(iterator, run.to_devices(), config.data.prefetch)
-  meter = _Meter(run, state, recorder)
-  with contextlib.closing(batches):
-    for step in range(start + 1, config.steps + 1):
-      first = step <= start + 2  # The first step's result is read in the second.
-      watchdog.waits_for(f"the batch of step {step}", first=first)
-      waiting = time.perf_counter()
-      batch, position = next(batches)
-      waited = time.perf_counter() - waiting
-      if tracer.starts(step):
-        watchdog.waits_for(f"the result of step {step - 1}", first=first)
-        meter.flush()
-        tracer.start()
-      watchdog.waits_for(f"step {step} to be compiled and started", first=first)
-      with tracer.step(step):
-        state, metrics, finite = train_step(state, batch)
-      watchdog.waits_for(f"the result of step {max(step - 1, start + 1)}", first=first)
-      meter.push(step, metrics, finite, waited)
+class _Steps:
+  """The steps of a run after `start`, and what is due after each.
 
-      watchdog.waits_for(f"all processes to end step {step}", first=first)
-      last, stop = step == config.steps, signals.received(step, config.log_every)
-      evaluating = last or _due(step, config.eval_every)
-      saving = last or stop or _due(step, config.checkpoint_every)
-      traced = tracer.ends(step)
-      if evaluating or saving or traced:
-        watchdog.waits_for(f"the result of step {step}", first=first)
-        meter.flush()  # Nothing is saved before it is known to be finite.
-      if traced:
-        watchdog.pauses_for(f"the trace of the steps up to {step} to be written")
-        tracer.close()
-      if evaluating:
-        watchdog.pauses_for(f"the evaluation after step {step}")
-        scores = run.evaluate(state.params)
-        recorder.write(step, {f"eval/{name}": value for name, value in scores.items()})
-        recorder.say(step, "  ".join(f"{name} {value:.3f}" for name, value in scores.items()))
-        _report(run, workdir, step, state.params, scores)
-      if saving:
-        watchdog.pauses_for(f"the checkpoint of step {step}")
-        checkpointer.save(step, state, {**position, "tokenizer": run.tokenizer_checksum})
-      if stop and not last:
-        checkpointer.wait()
-        raise Stopped(stop, step, checkpointer.describe_last_good())
-      if evaluating or saving or traced:
-        meter.restart_clock(step)
+  A save comes before an evaluation, which takes long: what a kill cuts off there is made up for at
+  the next start.
+  """
+
+  def __init__(
+    self,
+    run: Run,
+    workdir: Path,
+    state,
+    start: int,
+    recorder: Recorder,
+    watchdog: Watchdog,
+    tracer: Tracer,
+    due: Due,
+  ):
+    self._run, self._workdir, self._recorder = run, workdir, recorder
+    self._watchdog, self._tracer, self._due = watchdog, tracer, due
+    self._state, self._position = state, None
+    self._start = self._step = self._saved = start
+    self._meter = _Meter(run, state, recorder)
+
+  def take(self, train_step: Callable, iterator) -> None:
+    """Takes all steps.
+
+    Raises:
+      stop.Stopped: the run has to end before the last one; its state is saved.
+    """
+    run, start = self._run, self._start
+    batches = data.prefetch_to_device(iterator, run.to_devices(), run.config.data.prefetch)
+    with contextlib.closing(batches):
+      if start and self._due.evaluates_after(start) and not self._recorder.has_scores(start):
+        self._evaluate()
+      for step in range(start + 1, run.config.steps + 1):
+        self._take(step, train_step, batches)
+        self._follow(step)
+
+  def _take(self, step: int, train_step: Callable, batches) -> None:
+    watchdog, first = self._watchdog, self._is_first(step)
+    watchdog.waits_for(f"the batch of step {step}", first=first)
+    waiting = time.perf_counter()
+    batch, position = self._next(batches)
+    waited = time.perf_counter() - waiting
+    if self._tracer.starts(step):
+      watchdog.waits_for(f"the result of step {step - 1}", first=first)
+      self._meter.flush()
+      self._tracer.start()
+    watchdog.waits_for(f"step {step} to be compiled and started", first=first)
+    with self._tracer.step(step):
+      self._state, metrics, finite = train_step(self._state, batch)
+    self._step, self._position = step, position
+    stop.defer()  # Now there is something to lose.
+    watchdog.waits_for(f"the result of step {max(step - 1, self._start + 1)}", first=first)
+    self._meter.push(step, metrics, finite, waited)
+    self._run.checkpointer.check()
+
+  def _next(self, batches):
+    if self._step == self._start:
+      return next(batches)
+    try:
+      with interruptible():
+        return next(batches)
+    except stop.Interrupted:
+      self._end(stop.received())
+
+  def _follow(self, step: int) -> None:
+    """Does what is due after a step."""
+    watchdog, first = self._watchdog, self._is_first(step)
+    watchdog.waits_for(f"all processes to end step {step}", first=first)
+    due, traced = self._due.after(step), self._tracer.ends(step)
+    if not (due.evaluate or due.save or traced):
+      return
+    watchdog.waits_for(f"the result of step {step}", first=first)
+    self._meter.flush()
+    if traced:
+      watchdog.pauses_for(f"the trace of the steps up to {step} to be written")
+      self._tracer.close()
+    if due.save:
+      self._save()
+    if due.end and (due.evaluate or step < self._run.config.steps):
+      self._end(due.end)
+    if due.evaluate:
+      self._evaluate()
+    self._meter.restart_clock(step)
+
+  def _is_first(self, step: int) -> bool:
+    return step <= self._start + 2  # The first step's result is read in the second.
+
+  def _save(self) -> None:
+    if self._saved == self._step:
+      return
+    self._meter.flush()  # Nothing is saved before it is known to be finite.
+    self._watchdog.pauses_for(f"the checkpoint of step {self._step}")
+    position = {**self._position, "tokenizer": self._run.tokenizer_checksum}
+    self._run.checkpointer.save(self._step, self._state, position)
+    self._saved = self._step
+
+  def _evaluate(self) -> None:
+    step, run, recorder = self._step, self._run, self._recorder
+    self._watchdog.pauses_for(f"the evaluation after step {step}")
+    try:
+      with self._due.abandoning():
+        scores = run._replace(between_batches=self._due.look).evaluate(self._state.params)
+    except Abandoned:
+      self._end(self._due.end)
+    except Exception:
+      if jax.process_count() > 1 or not stop.received_soon():
+        raise
+      self._end(stop.received())  # The signal ended the compiler, too.
+    if scores:
+      recorder.write(step, {f"eval/{name}": value for name, value in scores.items()})
+      recorder.say(step, "  ".join(f"{name} {value:.3f}" for name, value in scores.items()))
+    _report(run, self._workdir, step, self._state.params, scores)
+
+  def _end(self, reason: int) -> NoReturn:
+    """Saves, and raises `stop.Stopped`."""
+    self._save()
+    self._run.checkpointer.wait()
+    raise stop.Stopped(
+      f"Stopped by {self._due.describe(reason)} after step {self._step}; saved:"
+      f" {self._run.checkpointer.describe_last_good()}. The same command continues.",
+      self._due.exit_code(reason),
+    )
 
 
 def jit_train_step(run: Run):
@@ -205,10 +278,6 @@ def jit_train_step(run: Run):
     out_shardings=(shardings, everywhere, everywhere),
     donate_argnums=0,
   )
-
-
-def _due(step: int, every: int) -> bool:
-  return every > 0 and step % every == 0
 
 
 class _Meter:
@@ -313,36 +382,6 @@ def _peak_bytes() -> int:
   """The peak memory use of this process's devices, the largest of them; 0 if none reports it."""
   stats = (device.memory_stats() or {} for device in jax.local_devices())
   return max(each.get("peak_bytes_in_use", 0) for each in stats)
-
-
-class Signals:
-  """Turns SIGTERM and the first Ctrl-C into a flag that the loop reads between steps."""
-
-  def __enter__(self):
-    self._signum = 0
-    self._before = {}
-    with contextlib.suppress(ValueError):  # Only the main thread can handle signals.
-      for signum in (signal.SIGTERM, signal.SIGINT):
-        self._before[signum] = signal.signal(signum, self._receive)
-    return self
-
-  def __exit__(self, *_):
-    for signum, handler in self._before.items():
-      signal.signal(signum, handler)
-
-  def received(self, step: int, agree_every: int) -> int:
-    """The signal's number, or 0; several processes agree on it every `agree_every` steps."""
-    if jax.process_count() == 1:
-      return self._signum
-    if step % agree_every:
-      return 0
-    return int(np.max(multihost_utils.process_allgather(np.int32(self._signum))))
-
-  def _receive(self, signum, _frame):
-    if self._signum:  # The second signal goes to the previous handler.
-      signal.signal(signum, self._before[signum])
-      signal.raise_signal(signum)
-    self._signum = signum
 
 
 def describe(run: Run, recorder: Recorder, start: int) -> None:

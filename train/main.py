@@ -4,8 +4,11 @@ The same command continues a run that was stopped. Every field of the config is 
 (--config.steps=300); train/config.py lists them.
 """
 
-from train import cli
-from train.loop import train
+from train import stop
 
 if __name__ == "__main__":
-  cli.run(train)
+  with stop.importing():  # Which takes seconds.
+    from train import cli
+    from train.loop import train
+
+    cli.run(train)

@@ -2,12 +2,12 @@
 
 JAX notices a missing process after a minute, and then ends the others with a C++ stack trace. Here
 each process has a connection to process 0. A process that ends says why; if it is killed, its
-connection closes. Process 0 tells all others.
+connection closes. Process 0 tells all others. They end with exit code 1 if a process gave a reason,
+since the same command would meet it again, and else with 75: it may go well then.
 """
 
 import contextlib
 import json
-import os
 import secrets
 import socket
 import sys
@@ -17,13 +17,14 @@ from collections.abc import Iterator
 from typing import NoReturn, TextIO
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
+from train.agreement import gather
 from train.processes import listen
-from train.watchdog import end_process, write
+from train.stop import Interrupted, Stopped
+from train.watchdog import EXIT_CODE, end_process, write
 
 _GRACE = 2.0  # seconds for a process to end by itself, with its own message
+_KEEP_ALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 15, socket.TCP_KEEPCNT: 4}
 
 
 @contextlib.contextmanager
@@ -40,20 +41,24 @@ def linked() -> Iterator[None]:
     yield
   except BaseException as error:
     reason = f"{links.name(jax.process_index())} ended: {str(error) or type(error).__name__}"
-    links.tell("" if hasattr(error, "signum") else reason)  # All stop together at a signal.
+    code = EXIT_CODE if isinstance(error, Interrupted) else 1
+    links.tell("" if isinstance(error, Stopped) else reason, code)
     raise
   links.tell("")
 
 
-def exit_with(code: int) -> NoReturn:
-  """Ends this process, which raised an error; JAX's own exit would wait for the others."""
-  if not jax.distributed.is_initialized() or code > 128:
+def exit_with(code: int, together: bool = False) -> NoReturn:
+  """Ends this process, which raised an error; JAX's own exit would wait for the others.
+
+  together: all processes end now, and may wait for one another.
+  """
+  if together or (code == 1 and not jax.distributed.is_initialized()):
     sys.exit(code)
   sys.stdout.flush()
   sys.stderr.flush()
-  if jax.process_index() == 0:  # JAX ends the others when this process does.
-    time.sleep(2 * _GRACE)
-  os._exit(code)
+  # JAX ends the others when process 0 does. XLA may be at work: Python's own end could crash.
+  several = jax.distributed.is_initialized() and jax.process_index() == 0
+  end_process(2 * _GRACE if several else 0, code)
 
 
 class _Links:
@@ -64,7 +69,7 @@ class _Links:
     self._index, self._count = jax.process_index(), jax.process_count()
     server = listen(0) if self._index == 0 else None
     here = server and [socket.gethostname(), server.getsockname()[1], secrets.token_hex(8)]
-    host, port, token = _broadcast(here)
+    host, port, token = gather("the connections", here)[0]
     if server:
       with server, contextlib.suppress(TimeoutError):  # A process without a connection says so.
         self._receive(server, token)
@@ -75,18 +80,17 @@ class _Links:
     except OSError as error:
       print(
         f"Process {self._index} has no connection to {host}:{port} ({error.strerror or error}): if"
-        " a process dies, JAX ends the others after a minute.",
+        " a process dies, the others wait for it until --config.step_timeout_seconds.",
         file=sys.stderr,
       )
       return
-    link.settimeout(None)
     _send(link, [token, self._index])
     self._follow_in_thread(0, link, link.makefile())
 
-  def tell(self, message: str) -> None:
-    """Says that this process ends, and why; "" if its work is done."""
+  def tell(self, message: str, code: int = 1) -> None:
+    """Says that this process ends, why, and with which exit code; "" if its work is done."""
     for link in self._sockets.values():
-      _send(link, message)
+      _send(link, [message, code])
 
   def name(self, index: int) -> str:
     return f"Process {index} of {self._count}"
@@ -99,17 +103,22 @@ class _Links:
       reader = link.makefile()
       given = _line(reader)
       if isinstance(given, list) and given[0] == token:
-        link.settimeout(None)
         self._follow_in_thread(given[1], link, reader)
       else:
         link.close()  # Not one of our processes, for example a port scanner.
 
   def _follow_in_thread(self, index: int, link: socket.socket, reader: TextIO) -> None:
+    link.settimeout(None)
+    # A machine without power closes nothing: after two minutes without an answer it counts as gone.
+    # A suspended process is answered for by its machine.
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEP_ALIVE.items():
+      link.setsockopt(socket.IPPROTO_TCP, option, value)
     self._sockets[index] = link
     threading.Thread(target=self._follow, args=(index, reader), daemon=True).start()
 
   def _follow(self, index: int, reader: TextIO) -> None:
-    message = _line(reader)
+    message, code = _line(reader) or (None, EXIT_CODE)
     if message == "" or str(message).startswith(f"{self.name(self._index)} ended"):
       return  # Its work is done, or it ends because this process told it to.
     if message or index:  # Without process 0, JAX ends this process at once.
@@ -119,18 +128,8 @@ class _Links:
       or f"{self.name(index)} ended without a message: it was killed, or its machine is gone."
     )
     write(f"\n{message}\n{self.name(self._index)} ends, too.\n")
-    self.tell(message)
-    end_process(2 * _GRACE if self._index == 0 and self._count > 2 else 0)
-
-
-def _broadcast(value):
-  """The value that process 0 has, a short JSON one."""
-  text = np.zeros(512, np.uint8)
-  if value:
-    encoded = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    text[: len(encoded)] = encoded
-  text = np.asarray(multihost_utils.broadcast_one_to_all(text))
-  return json.loads(text.tobytes().rstrip(b"\0"))
+    self.tell(message, code)
+    end_process(2 * _GRACE if self._index == 0 and self._count > 2 else 0, code)
 
 
 def _send(link: socket.socket, message) -> None:

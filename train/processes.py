@@ -1,10 +1,10 @@
 """Joins several processes into one program: finds this process's index and its GPUs.
 
-On a cluster that JAX knows (Slurm, Open MPI, Kubernetes, a TPU), JAX finds the index of a process.
-Elsewhere JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID set it. The processes then
-meet at that address before they start JAX, to report errors: if a process is missing or two
-disagree, JAX ends each of them with a C++ stack trace (jaxlib 0.10 to 0.12) that does not say which
-process is at fault.
+On a cluster that JAX knows (Slurm, Open MPI, Kubernetes, a TPU), JAX finds the index of a process
+and the address of process 0. Elsewhere JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
+JAX_PROCESS_ID set them. The processes then meet at that address before they start JAX, to report
+errors: if a process is missing, two disagree or the port is taken, JAX ends each of them with a C++
+stack trace or a segmentation fault (jaxlib 0.10 to 0.12) that names neither process nor port.
 
 If several processes run on a machine, each takes one GPU, in order of their indices. A single
 process takes all GPUs of its machine. docs/clusters.md has the commands.
@@ -12,10 +12,12 @@ process takes all GPUs of its machine. docs/clusters.md has the commands.
 
 import collections
 import contextlib
+import errno
 import json
 import os
 import re
 import socket
+import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -23,11 +25,17 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+from jax._src.clusters import ClusterEnv
 from jax.experimental import multihost_utils
 
+from train.agreement import difference
 from train.errors import RunError
 
 PATIENCE = 300.0  # seconds for all processes to come; JAX's own
+_MINUTE = 60.0
+# Seconds for which a run may be suspended: JAX's heartbeat counts them, and aborts all after 100 by
+# default. train.peers notices a dead process at once.
+SUSPENDED = 24 * 3600
 _BY_HAND = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
@@ -39,18 +47,23 @@ class Process(NamedTuple):
   host: str
   visible: list[str]  # the machine's names of the GPUs that CUDA shows this process, in its order
   chosen: list[int] | None  # JAX_LOCAL_DEVICE_IDS: indices into `visible`
+  described: dict | None = None  # train.agreement.described
 
 
-def join() -> None:
+def join(described: dict) -> None:
   """Starts JAX in this process as one of several, as the environment says.
+
+  described: what must be the same in all of them; see train.agreement.
 
   Raises:
     RunError: the environment is wrong, a process is missing, or two of them disagree.
   """
+  # JAX's notifier would take SIGTERM, and nobody asks it: the run would train to its end.
+  jax.config.update("jax_enable_preemption_service", False)
   # If a process fails, the others wait for it for one minute instead of JAX's five.
-  given = {"shutdown_timeout_seconds": 60} | _from_environment(os.environ)
+  given = {"shutdown_timeout_seconds": 60, "heartbeat_timeout_seconds": SUSPENDED}
   try:
-    jax.distributed.initialize(**given)
+    jax.distributed.initialize(**given, **_from_environment(os.environ, described))
     _check_devices(jax.devices())
   except (ValueError, RuntimeError) as error:
     raise RunError(
@@ -69,7 +82,7 @@ def largest_of_all(*values: float) -> list[float]:
   return multihost_utils.process_allgather(np.array(values, np.float32)).max(axis=0).tolist()
 
 
-def _from_environment(environment: Mapping[str, str]) -> dict:
+def _from_environment(environment: Mapping[str, str], described: dict) -> dict:
   """Arguments of jax.distributed.initialize that JAX would not find, or would get wrong."""
   given = {}
   if "JAX_NUM_PROCESSES" in environment:
@@ -83,7 +96,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict:
     )
   visible, chosen = _visible_gpus(environment), _chosen(environment)
   if all(name in environment for name in _BY_HAND):
-    me = Process(index, count, socket.gethostname(), visible, chosen)
+    me = Process(index, count, socket.gethostname(), visible, chosen, described)
     address = environment["JAX_COORDINATOR_ADDRESS"]
     # These three variables override Slurm's, which are set too in a shell that Slurm started.
     return given | {
@@ -92,6 +105,12 @@ def _from_environment(environment: Mapping[str, str]) -> dict:
     }
   if "SLURM_LOCALID" in environment and chosen is None:
     given["local_device_ids"] = slurm_gpus(environment, visible)
+  address, count, index, _ = ClusterEnv.auto_detect_unset_distributed_params(
+    environment.get("JAX_COORDINATOR_ADDRESS"), count, index, None, None, int(PATIENCE)
+  )
+  if None not in (address, count, index):  # Else JAX says what is missing.
+    # The cluster gives each its GPUs, perhaps all under the same name.
+    meet(address, Process(index, count, socket.gethostname(), [], None, described), PATIENCE)
   return given
 
 
@@ -204,8 +223,9 @@ def _receive(port: int, me: Process, deadline: float) -> list[int] | None:
       server = closing.enter_context(listen(port))
     except OSError as error:
       raise RunError(
-        f"Process 0 cannot listen at port {port} of JAX_COORDINATOR_ADDRESS: {error.strerror}."
-        " Choose another port."
+        f"Process 0 cannot listen at port {port}, where the processes meet: {error.strerror}."
+        " Choose another port: in JAX_COORDINATOR_ADDRESS, or for Slurm, Open MPI and Kubernetes"
+        " in JAX_COORDINATOR_PORT, the same for all processes."
       ) from error
     guests = []
     try:
@@ -214,6 +234,8 @@ def _receive(port: int, me: Process, deadline: float) -> list[int] | None:
         guests.append((closing.enter_context(guest), process))
         _check_newcomer(process, present)
         present[process.index] = process
+      if differs := difference([present[i].described or {} for i in range(me.count)]):
+        raise RunError(differs)
       assigned = assign_gpus(present.values())
     except RunError as error:
       for guest, _ in guests:
@@ -227,15 +249,19 @@ def _receive(port: int, me: Process, deadline: float) -> list[int] | None:
 def listen(port: int) -> socket.socket:
   """A server at a port of this machine; 0: any free port."""
   if socket.has_dualstack_ipv6():
-    with contextlib.suppress(OSError):  # A machine may have IPv6 switched off.
+    try:
       return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    except OSError as error:  # A machine may have IPv6 switched off.
+      if error.errno == errno.EADDRINUSE:
+        raise
   return socket.create_server(("", port))
 
 
 def _next_guest(server: socket.socket, deadline: float, present: dict[int, Process]):
   count = present[0].count
+  start = said = time.monotonic()
   while (left := deadline - time.monotonic()) > 0:
-    server.settimeout(left)
+    server.settimeout(min(left, _MINUTE))
     with contextlib.suppress(TimeoutError):
       guest, _ = server.accept()
       guest.settimeout(10)
@@ -243,11 +269,22 @@ def _next_guest(server: socket.socket, deadline: float, present: dict[int, Proce
         return guest, Process(**json.loads(guest.makefile().readline()))
       except (OSError, ValueError, TypeError):
         guest.close()  # Not one of our processes, for example a port scanner.
-  missing = ", ".join(str(i) for i in range(count) if i not in present)
+    if (now := time.monotonic()) - said >= _MINUTE:
+      _say(f"Process 0 of {count} waits for {_missing(present)}, for {now - start:.0f} s now.")
+      said = now
   raise RunError(
-    f"Of JAX_NUM_PROCESSES={count} processes {len(present)} came to JAX_COORDINATOR_ADDRESS in"
-    f" time; JAX_PROCESS_ID={missing} did not. Start all of them, with the same address."
+    f"Of {count} processes {len(present)} came in time to port {server.getsockname()[1]} of"
+    f" {present[0].host}. Those with index {_missing(present)} (JAX_PROCESS_ID, SLURM_PROCID) did"
+    " not. Start all of them, with the same address, and open that port between the machines."
   )
+
+
+def _say(text: str) -> None:
+  print(text, file=sys.stderr, flush=True)
+
+
+def _missing(present: dict[int, Process]) -> str:
+  return ", ".join(str(i) for i in range(present[0].count) if i not in present)
 
 
 def _check_newcomer(process: Process, present: dict[int, Process]) -> None:
@@ -266,9 +303,13 @@ def _check_newcomer(process: Process, present: dict[int, Process]) -> None:
 
 def _attend(address: tuple[str, int], me: Process, deadline: float) -> list[int] | None:
   """The other processes' part: describes this process to process 0 and waits for the answer."""
-  where = f"{address[0]}:{address[1]} (JAX_COORDINATOR_ADDRESS)"
+  where = f"{address[0]}:{address[1]}, the address of process 0 (JAX_COORDINATOR_ADDRESS)"
   reason = "no time left"
+  start = said = time.monotonic()
   while (left := deadline - time.monotonic()) > 0:
+    if (now := time.monotonic()) - said >= _MINUTE:
+      _say(f"Process {me.index} tries to reach {where}, for {now - start:.0f} s now: {reason}.")
+      said = now
     try:
       with socket.create_connection(address, timeout=min(left, 10)) as host:
         _send(host, me._asdict())
@@ -277,7 +318,7 @@ def _attend(address: tuple[str, int], me: Process, deadline: float) -> list[int]
       break
     except ValueError as error:
       raise RunError(
-        f"Process {me.index}: process 0 at {where} ended, or something else answers there."
+        f"Process {me.index}: process 0 ended, or something else answers at {where}."
       ) from error
     except OSError as error:
       reason = error.strerror or str(error)

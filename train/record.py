@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from train.config import Config
 from train.errors import RunError
+from train.processes import largest_of_all
 from train.wandb_log import WandbLog
 from train.workdir import replace_text
 
@@ -41,6 +42,7 @@ class Recorder:
     path = workdir / "metrics.jsonl"
     with self._explained():
       _drop_after(path, start)
+      self._scored = _has_scores(path, start)
       self._events = _Events(workdir / "tensorboard", start)
       self._file = path.open("a", buffering=1)
     self._progress = tqdm(
@@ -52,6 +54,10 @@ class Recorder:
     )
     self._width = len(str(config.steps))
     self._steps = config.steps
+
+  def has_scores(self, start: int) -> bool:
+    """Whether the step that the run goes on from was evaluated; the answer of the first process."""
+    return bool(largest_of_all(self._writes and self._scored)[0])
 
   def advance(self, step: int) -> None:
     """Moves the progress line to `step`."""
@@ -127,6 +133,11 @@ def read_metrics(path: Path) -> list[dict]:
 def is_patch_embedding_rms(name: str) -> bool:
   """Whether a metric is the RMS that spikes before the loss (the paper's 3.4)."""
   return name.startswith("rms/") and name.endswith("patch_embedding/kernel")
+
+
+def _has_scores(path: Path, step: int) -> bool:
+  records = read_metrics(path) if path.is_file() else []
+  return any(r["step"] == step and any(n.startswith("eval/") for n in r) for r in records)
 
 
 def _drop_after(path: Path, step: int) -> None:

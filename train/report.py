@@ -14,6 +14,8 @@ from train.record import is_patch_embedding_rms, read_metrics
 from train.zero_shot import Sample
 
 _COLUMNS = 8  # of sample images
+_WIDTH = 13  # inches
+_ROWS = 13  # of a legend beside its panel
 
 
 def describe_scores(scores: dict[str, float]) -> str:
@@ -25,7 +27,7 @@ def describe_scores(scores: dict[str, float]) -> str:
 def describe_end(workdir: Path, result: dict) -> str:
   """The step, the scores and where everything is, for the contents of result.json."""
   return (
-    f"after step {result['step']}: {describe_scores(result['eval'])}\n"
+    f"after step {result['step']}: {describe_scores(result['eval']) or 'not evaluated'}\n"
     f"  report      {workdir / 'report.png'}\n"
     f"  result      {workdir / 'result.json'}\n"
     f"  checkpoint  {workdir / 'checkpoints' / str(result['step'])}"
@@ -50,19 +52,32 @@ def _write(workdir: Path, title: str, samples: Sequence[Sample]) -> None:
   partial = workdir / "report.partial"
   with matplotlib.rc_context({"text.parse_math": False}):  # A caption may have a "$".
     # Fixed margins: matplotlib's layouts measure all texts, which takes as long as drawing them.
-    figure = Figure(figsize=(13, 10 + 4.2 * bool(samples)))
+    figure = Figure(figsize=(_WIDTH, 10 + 4.2 * bool(samples)))
     if samples:
       above, below = figure.subfigures(2, 1, height_ratios=(10, 4.2))
       _draw_samples(below, samples)
     else:
       above = figure
-    above.suptitle(title, fontsize="large")
-    _draw_curves(above, records)
+    lines = [textwrap.shorten(line, 150, placeholder=" ...") for line in title.splitlines()]
+    above.suptitle("\n".join(lines), fontsize="large")
+    _make_room(figure, above, _draw_curves(above, records))
     figure.savefig(partial, dpi=110, format="png")
   partial.replace(workdir / "report.png")
 
 
-def _draw_curves(figure, records: list[dict]) -> None:
+def _make_room(figure, above, legends) -> None:
+  """Leaves room for the legends right of the second column; long ones make the picture wider."""
+  widest = max((legend.get_window_extent().width for legend in legends), default=0)
+  room = widest / figure.dpi + 0.25  # inches
+  width = max(_WIDTH, room + 10.5)
+  figure.set_figwidth(width)
+  above.subplots_adjust(
+    left=0.8 / width, right=1 - room / width, bottom=0.06, top=0.91, wspace=0.16, hspace=0.34
+  )
+
+
+def _draw_curves(figure, records: list[dict]) -> list:
+  """Draws the panels; returns their legends."""
   panels = {
     "loss": _named(records, lambda n: n == "loss"),
     "evaluation": _named(records, _is_headline),
@@ -71,11 +86,11 @@ def _draw_curves(figure, records: list[dict]) -> None:
     "images/s": _named(records, lambda n: n == "images_per_second"),
     "mean |feature| of a block's output": _some_blocks(records),
   }
-  # Legends stand to the right of the second column.
-  figure.subplots_adjust(left=0.055, right=0.84, bottom=0.06, top=0.91, wspace=0.16, hspace=0.34)
+  legends = []
   for axis, (heading, curves) in zip(figure.subplots(3, 2).flat, panels.items(), strict=True):
     for name, (steps, values) in curves.items():
-      axis.plot(steps, values, marker="." if len(steps) < 40 else None, label=name)
+      label = textwrap.fill(name, 40)
+      axis.plot(steps, values, marker="." if len(steps) < 40 else None, label=label)
     axis.set_title(heading, y=1)  # By default matplotlib measures all texts around an axis.
     axis.set_xlabel("step")
     axis.xaxis.get_major_locator().set_params(integer=True)
@@ -85,9 +100,13 @@ def _draw_curves(figure, records: list[dict]) -> None:
     if heading in ("learning rate", "images/s"):
       axis.set_ylim(bottom=0)
     if len(curves) > 1:
-      axis.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small", frameon=False)
+      lines = len(curves) * max(-(-len(name) // 40) for name in curves)
+      columns = -(-lines // _ROWS)
+      place = {"loc": "upper left", "bbox_to_anchor": (1, 1), "ncols": columns}
+      legends.append(axis.legend(**place, fontsize="small", frameon=False))
     if not curves:
       axis.text(0.5, 0.5, "not measured", ha="center", transform=axis.transAxes)
+  return legends
 
 
 def _draw_samples(figure, samples: Sequence[Sample]) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import sys
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,13 +16,13 @@ import numpy as np
 import optax
 from jax.experimental import multihost_utils
 
-from train import data
+from train import agreement, data
 from train.checkpoint import Checkpointer, Restored
-from train.config import Config, ModelConfig
+from train.config import Config, ModelConfig, flat
 from train.errors import RunError
 from train.finetune import check_init, check_patterns, check_vocabulary, initial_params
 from train.loss import LOSSES
-from train.optimizer import make_optimizer
+from train.optimizer import learning_rates, make_optimizer, warmup_cosine
 from train.sharding import make_mesh, path_name, state_shardings
 from train.step import TrainState, initial_state, make_init
 from train.task import CLIPTask, block_options, clip_config, make_task
@@ -34,9 +35,10 @@ from train.zero_shot import Sample
 # After a change of `accumulate`, patch dropout draws other patches.
 _MAY_CHANGE = {
   "steps", "log_every", "eval_every", "eval_batch_size", "checkpoint_every", "checkpoint_keep",
+  "checkpoint_minutes", "max_hours",
   "wandb_project", "mesh", "accumulate", "data.data_dir", "data.root", "data.prefetch",
   "model.backend", "model.attention_backend", "model.remat", "model.unroll",
-  "data.eval_split", "data.eval_shards",
+  "data.eval_split", "data.eval_shards", "data.eval_data",
   "data.workers", "data.max_member_bytes", "data.max_image_pixels", "data.max_aspect_ratio",
   "data.max_label", "step_timeout_seconds", "pause_timeout_seconds", "profile_steps", "watch",
 }  # fmt: skip
@@ -53,6 +55,7 @@ class Run(NamedTuple):
   schedule: optax.Schedule
   abstract_state: TrainState  # shapes and shardings
   checkpointer: Checkpointer
+  between_batches: Callable[[], None] = lambda: None  # called in an evaluation; may raise
 
   def new_state(self) -> TrainState:
     """The state at step 0, created in its shardings, with the parameters of `init` if given."""
@@ -66,6 +69,9 @@ class Run(NamedTuple):
     if "logit_bias" in like:
       like["logit_bias"] = np.float32(model.init_logit_bias)
     params = initial_params(self.config, model.config, like)
+    agreement.check(
+      "the initial weights", lambda: {f"the weights of init={self.config.init}": _digest(params)}
+    )
     # Every process has all of the arrays, and makes its shards.
     params = jax.tree.map(
       lambda x, sharding: jax.make_array_from_callback(x.shape, sharding, lambda i: x[i]),
@@ -80,29 +86,48 @@ class Run(NamedTuple):
     return data.to_devices(self.config, self.builder, self.mesh, **self.task.example_sizes)
 
   def evaluate(self, params) -> dict[str, float]:
-    """The scores of parameters on the evaluation split.
+    """The scores of parameters on the evaluation split, and on the folders of data.eval_data.
 
-    If there are several splits, a score's name begins with its split: "classes/zero_shot_top1".
+    A folder's scores begin with its name, and those of a split, if there are several, with the
+    split: "wds_cifar10/zero_shot_top1", "classes/zero_shot_top1".
     """
-    splits = data.eval_splits(self.config)
+    config, splits = self.config, data.eval_splits(self.config)
     scores = {}
     for split in splits:
       prefix = f"{split.partition('[')[0]}/" if len(splits) > 1 else ""
-      found = self._evaluate(params, split)
+      found = self._evaluate(
+        params,
+        self._eval_batches(split),
+        class_names=data.class_names(config, self.builder) or (),
+        templates=config.data.templates,
+        retrieval=bool(config.data.text_key),
+      )
       scores |= {f"{prefix}{name}": score for name, score in found.items()}
+    for folder in data.eval_folders(config):
+      found = self._evaluate(
+        params,
+        data.folder_batches(
+          config,
+          folder,
+          image_size=self.task.example_sizes["image_size"],
+          batch_size=config.eval_batch_size,
+        ),
+        class_names=folder.class_names,
+        templates=folder.templates,
+      )
+      scores |= {f"{folder.path.name}/{name}": score for name, score in found.items()}
     return scores
 
-  def _evaluate(self, params, split: str) -> dict[str, float]:
-    config = self.config
+  def _evaluate(self, params, batches, **classes) -> dict[str, float]:
+    size = self.config.eval_batch_size
     return self.task.evaluate(
       params,
       self.mesh,
+      self.between_batches,
       self._tokenize,
-      self._eval_batches(split),
-      batch_size=config.eval_batch_size,
-      class_names=data.class_names(config, self.builder) or (),
-      templates=config.data.templates,
-      retrieval=bool(config.data.text_key),
+      batches,
+      batch_size=size,
+      **classes,
     )
 
   def restore(self) -> Restored | None:
@@ -117,9 +142,11 @@ class Run(NamedTuple):
     return restored
 
   def samples(self, params) -> list[Sample]:
-    """Images of the first evaluation batch, with their nearest captions."""
-    first = data.eval_splits(self.config)[0]
-    with contextlib.closing(self._eval_batches(first)) as batches:
+    """Images of the first evaluation batch, with their nearest captions; [] without a split."""
+    splits = data.eval_splits(self.config)
+    if not splits:
+      return []
+    with contextlib.closing(self._eval_batches(splits[0])) as batches:
       batch = next(batches)
     return self.task.samples(
       params, self.mesh, self._tokenize, batch, batch_size=self.config.eval_batch_size
@@ -167,10 +194,13 @@ def make_run(config: Config, workdir: Path, read_only: bool = False) -> Run:
   if config.watch:
     init = make_task(config, tokenizer=None).init
     check_watch(config.watch, jax.eval_shape(init, jax.random.key(0)))
+  data.eval_folders(config)
   builder = data.prepare(config.data)
   data.check_split(builder, config.data.train_split)
   data.check_eval_splits(builder, data.eval_splits(config))
+  agreement.check("the data set", lambda: data.identity(builder))
   tokenizer = _tokenizer(config, builder, workdir)
+  agreement.check("the tokenizer", lambda: {"tokenizer.json": _tokenizer_checksum(workdir)})
   task = make_task(config, tokenizer)
   abstract = abstract_state(task, optimizer, config.seed, mesh)
   paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(abstract.params))
@@ -197,6 +227,13 @@ def check_tokenizer(restored: Restored, workdir: Path) -> None:
       f"{workdir / 'tokenizer.json'} is not the one that this run trained with. Delete it, and the"
       " same command makes it again."
     )
+
+
+def _digest(params) -> int:
+  digest = 0
+  for x in jax.tree.leaves(params):
+    digest = zlib.crc32(np.asarray(x).tobytes(), digest)
+  return digest
 
 
 def _tokenizer_checksum(workdir: Path) -> int:
@@ -226,8 +263,8 @@ def check_continues(config: Config, workdir: Path) -> None:
   if not path.is_file():
     return
   defaults = Config(model=ModelConfig(size=""))  # Older files lack newer fields.
-  now, saved = _flat(config.to_dict()), _flat(read_config(path))
-  before = _flat(defaults.to_dict()) | saved
+  now, saved = flat(config.to_dict()), flat(read_config(path))
+  before = flat(defaults.to_dict()) | saved
   if gone := [f"{name}={value!r}" for name, value in saved.items() if name not in now]:
     print(f"{path}: {', '.join(gone)} is ignored: no such field any more.", file=sys.stderr)
   changed = [
@@ -240,6 +277,21 @@ def check_continues(config: Config, workdir: Path) -> None:
       f"{workdir} holds a run with another config ({'; '.join(changed)})."
       " Choose a new --workdir, or go back to that config to continue it."
     )
+  if config.steps != before["steps"] and jax.process_index() == 0:
+    print(_describe_schedules(config, before["steps"], done), flush=True)
+
+
+def _describe_schedules(config: Config, steps_before: int, done: int) -> str:
+  """What another number of steps changes for a run after step `done`."""
+  peak, warmup = config.optimizer.learning_rate, config.optimizer.warmup_steps
+  before, now = (
+    learning_rates(warmup_cosine(peak, warmup, steps)) for steps in (steps_before, config.steps)
+  )
+  return (
+    f"steps={steps_before} -> {config.steps} changes the schedule: the learning rate falls to 0 at"
+    f" step {config.steps} now. Step {done} had {before(done):.3g}; step {done + 1} has"
+    f" {now(done + 1):.3g}, where steps={steps_before} gives {before(done + 1):.3g}."
+  )
 
 
 def _same(a, b) -> bool:
@@ -248,16 +300,6 @@ def _same(a, b) -> bool:
 
 def _may_change(name: str) -> bool:
   return name in _MAY_CHANGE or name.partition(".")[0] in _MAY_CHANGE
-
-
-def _flat(config: dict, prefix: str = "") -> dict:
-  flat = {}
-  for name, value in config.items():
-    if isinstance(value, dict):
-      flat |= _flat(value, f"{prefix}{name}.")
-    else:
-      flat[prefix + name] = list(value) if isinstance(value, tuple) else value
-  return flat
 
 
 def _tokenizer(config: Config, builder, workdir: Path) -> Tokenizer:

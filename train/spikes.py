@@ -19,6 +19,7 @@ from scipy.stats import binom, combine_pvalues
 
 from train import cli
 from train.errors import RunError
+from train.paths import local_path
 from train.record import is_patch_embedding_rms, read_metrics
 from train.workdir import read_config
 
@@ -227,16 +228,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser = argparse.ArgumentParser(
     "python -m train.spikes", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
   )
-  parser.add_argument("runs", nargs="+", type=Path, help="folders of runs, or their metrics.jsonl")
+  parser.add_argument("runs", nargs="+", help="folders of runs, or their metrics.jsonl")
   parser.add_argument("--rms", default="", help="another tensor's, as metrics.jsonl names it")
-  parser.add_argument("--out", type=Path, help="a plot, such as spikes.png")
+  parser.add_argument("--out", default="", help="a plot, such as spikes.png")
   for name, default in Rules()._asdict().items():
     parser.add_argument(f"--{name}", type=type(default), default=default)
   options = parser.parse_args(arguments)
   rules = Rules(**{name: getattr(options, name) for name in Rules._fields})
   with cli.explained():
     drawn = []
-    for run in options.runs:
+    out = local_path(options.out, "--out")
+    for run in [local_path(run, "runs") for run in options.runs]:
       check_reachable(run, rules.rms_threshold)
       steps, loss, rms, rms_name = read_run(run, options.rms)
       try:
@@ -248,8 +250,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if len(drawn) > 1:
       print(describe("All runs", together([spikes for *_, spikes in drawn]), "an RMS"))
     if options.out:
-      draw(options.out, drawn)
-      print(f"The plot is {options.out}.")
+      draw(out, drawn)
+      print(f"The plot is {out}.")
 
 
 if __name__ == "__main__":

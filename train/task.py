@@ -101,9 +101,24 @@ class CLIPTask(NamedTuple):
     """Floating-point operations of a step."""
     return model_flops(self.model.config, batch_size, self.model.patch_dropout)
 
-  def evaluate(self, params, mesh: Mesh, *args, **options) -> dict[str, float]:
-    """The scores of parameters on a mesh; the other arguments are train.zero_shot.evaluate's."""
-    return evaluate(make_encoders(self.model, mesh), params, *args, **options)
+  def evaluate(
+    self, params, mesh: Mesh, between_batches: Callable[[], None], *args, **options
+  ) -> dict[str, float]:
+    """The scores of parameters on a mesh; the other arguments are train.zero_shot.evaluate's.
+
+    between_batches: is called before each batch of images or texts, and may raise.
+    """
+
+    def calling(encode):
+      def call(*args):
+        between_batches()
+        return encode(*args)
+
+      return call
+
+    encoders = make_encoders(self.model, mesh)
+    encoders = encoders._replace(image=calling(encoders.image), text=calling(encoders.text))
+    return evaluate(encoders, params, *args, **options)
 
   def samples(self, params, mesh: Mesh, *args, **options) -> list[Sample]:
     """Images with their nearest captions; the other arguments are `nearest_captions`'s."""

@@ -19,6 +19,8 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from train.paths import local_path
+
 _START, _END = "<start_of_text>", "<end_of_text>"
 # Names of start and end tokens in other tokenizer.json files, most specific first.
 _STARTS = (_START, "<|startoftext|>", "<|begin_of_text|>", "<s>", "<bos>", "[CLS]")
@@ -137,9 +139,13 @@ class Tokenizer:
     }
     return tokenizer, config
 
+  def to_json(self) -> str:
+    """The contents of its tokenizer.json."""
+    return self._tokenizer.to_str(pretty=True)
+
   def save(self, path: str | pathlib.Path) -> None:
     # Not `Tokenizer.save`: on a full disk it raises a bare Exception.
-    pathlib.Path(path).write_text(self._tokenizer.to_str(pretty=True), encoding="utf-8")
+    pathlib.Path(path).write_text(self.to_json(), encoding="utf-8")
 
   @classmethod
   def load(cls, path: str | pathlib.Path) -> "Tokenizer":
@@ -183,7 +189,7 @@ def make_tokenizer(spec: str, captions: Iterable[str] | None, vocab_size: int) -
     return _words(captions, vocab_size)
   if spec == "clip":
     return _clip(_installed_clip_file())
-  path = pathlib.Path(spec).expanduser()
+  path = local_path(spec, "tokenizer")
   if not path.is_file():
     raise ValueError(
       f'No tokenizer {spec!r}: expected "bpe" or "words" (made from the captions), "clip", or a'

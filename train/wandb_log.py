@@ -5,6 +5,7 @@ import sys
 import threading
 from pathlib import Path
 
+from train import stop
 from train.config import Config
 from train.errors import RunError
 
@@ -43,7 +44,7 @@ class WandbLog:
     if self._run is not None:
       uploads = threading.Thread(target=self._try, args=(self._run.finish,), daemon=True)
       uploads.start()
-      uploads.join(_SECONDS)
+      uploads.join(_SECONDS if not stop.received() else 3)
 
   def _try(self, call, *args, **options):
     try:

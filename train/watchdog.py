@@ -137,9 +137,9 @@ def write(text: str) -> None:
   os.write(sys.__stderr__.fileno(), text.encode(errors="replace"))
 
 
-def end_process(linger: float) -> None:
+def end_process(linger: float, code: int = EXIT_CODE) -> None:
   """Ends this process from any thread, after `linger` seconds."""
   for child in multiprocessing.active_children():  # Data workers would outlive this process.
     child.kill()
   time.sleep(linger)
-  os._exit(EXIT_CODE)
+  os._exit(code)

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from sbjax.models.clip import CLIP
+from train.errors import RunError
 from train.gather import gather_parameters
 from train.images import normalize
 from train.sharding import batch_sharding, parameter_specs, replicated
@@ -96,6 +97,7 @@ def evaluate(
   if not images:
     raise ValueError("The evaluation split is empty.")
   images, labels = np.concatenate(images), np.concatenate(labels)
+  check_finite("image", images, range(len(images)))
 
   metrics = {}
   if class_names and np.any(labels >= 0):
@@ -104,9 +106,26 @@ def evaluate(
     metrics |= {f"zero_shot_{name}": score for name, score in scores.items()}
   texts = [text for texts in captions for text in texts]
   if retrieval and texts:
-    owners = np.repeat(np.arange(len(images)), [len(texts) for texts in captions])
-    metrics |= recall(images, encode_text(tokenize(texts)), owners)
+    described = np.array([len(texts) > 0 for texts in captions])
+    owners = np.repeat(np.arange(described.sum()), [len(texts) for texts in captions if texts])
+    features = encode_text(tokenize(texts))
+    check_finite("text", features, texts)
+    metrics |= recall(images[described], features, owners)
   return metrics
+
+
+def check_finite(tower: str, features: np.ndarray, names: Sequence) -> None:
+  """Raises a RunError that names the first of the rows [N, E] that are not finite or all zero.
+
+  The latter come of features whose squares overflow before they are scaled to length 1.
+  """
+  bad = np.flatnonzero(~(np.isfinite(features).all(axis=1) & features.any(axis=1)))
+  if bad.size:
+    raise RunError(
+      f"The {tower} tower gives {len(bad):,} of {len(features):,} {tower}s features that are not"
+      f" finite or all zero, the first of them {names[bad[0]]!r}. The weights are damaged, or the"
+      " dtype is too small for them: compute in float32."
+    )
 
 
 class Sample(NamedTuple):
@@ -161,6 +180,7 @@ def zero_shot_classifier(
       raise ValueError(f'The template {template!r} has no "{{}}", where the class name goes.')
   prompts = [template.replace("{}", name) for name in class_names for template in templates]
   features = unit(encode_text(tokenize(prompts)))
+  check_finite("text", features, prompts)
   return unit(features.reshape(len(class_names), len(templates), -1).mean(axis=1))
 
 

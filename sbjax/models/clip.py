@@ -52,8 +52,8 @@ def text_inits(width: int, layers: int) -> Inits:
 class CLIP(nn.Module):
   """Embeds images [B, image_size, image_size, 3] and texts [B, context_length] as [B, E] of norm 1.
 
-  Images are floating point, normalised by mean and deviation. Texts are integer ids. With
-  `pool="eot"` the features of a text without `eot_id` are those of its first token.
+  Images are floating point, normalised by mean and deviation. Texts are integer ids, and
+  `TextConfig.eot_id` says where one ends.
 
   Args:
     options: how the blocks of both towers compute.
@@ -274,7 +274,8 @@ class TextTower(nn.Module):
     if c.pool == "last":
       x_BD = x_BLD[:, -1]
     else:
-      eot_B11 = jnp.argmax(text == c.eot_id, axis=1)[:, None, None]
+      ends_BL = text if c.eot_id is None else text == c.eot_id
+      eot_B11 = jnp.argmax(ends_BL, axis=1)[:, None, None]
       x_BD = jnp.take_along_axis(x_BLD, eot_B11, axis=1)[:, 0]
     x_BD = layer_norm(x_BD, "ln_final", c.norm_epsilon).astype(jnp.float32)
     if c.projection == "none":

@@ -225,7 +225,7 @@ def _open_clip_text(t: Mapping, quick: bool, name: str) -> TextConfig:
     heads=t.get("heads", 8),
     mlp_ratio=t.get("mlp_ratio", 4.0),
     # "argmax" is the largest id, CLIP's end of text.
-    eot_id=t.get("eos_id", 2) if pool == "eos" else vocab_size - 1,
+    eot_id=t.get("eos_id", 2) if pool == "eos" else None,
     activation=_open_clip_activation(t, quick, name),
     norm_epsilon=_open_clip_epsilon(t),
     pool="last" if pool == "last" else "eot",
@@ -257,7 +257,7 @@ def to_open_clip(
   quick = {v.activation, t.activation} == {"quick_gelu"}
   if "quick_gelu" in (v.activation, t.activation) and not quick:
     raise ValueError("open_clip has quick_gelu in both towers or in none.")
-  if t.eot_id != t.vocab_size - 1 and t.pool == "eot":
+  if t.pool == "eot" and t.eot_id not in (None, t.vocab_size - 1):
     pool = {"pool_type": "eos", "eos_id": t.eot_id}
   else:
     pool = {"pool_type": "last"} if t.pool == "last" else {}

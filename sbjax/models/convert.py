@@ -43,27 +43,26 @@ def load_weights(source, config: CLIPConfig, *, scan: bool = True, resize: bool 
   so do the parameters. Their model then needs `zero_init_layer_scale=True` or an `init_logit_bias`.
 
   Args:
-    source: a path to a .safetensors, .pt, .pth or .bin file or to a folder with one, or a mapping
-      of names to tensors or arrays. Checkpoints of open_clip's training (`state_dict`, `module.`)
-      and OpenAI's TorchScript archives work too. A path's config (`config_of`) must be that of the
-      same architecture.
+    source: a path to a .safetensors, .pt, .pth or .bin file, to an index of such shards or to a
+      folder with one of them, or a mapping of names to tensors or arrays. OpenAI's TorchScript
+      archives work too, and checkpoints of training programs, which hold the model among others
+      and its names behind prefixes (`_one_model`). A path's config (`config_of`) must be that of
+      the same architecture.
     scan: as in `BlockOptions`.
     resize: whether to interpolate position embeddings for another image size or context length, as
       open_clip does.
 
   Raises:
-    ValueError: names are missing or unexpected, shapes differ, or a value is no tensor. The message
-      lists them, and names the architecture if sbjax lacks it, or models of the state dict's size.
-      Or the weights are OpenAI's, and the config has another activation. Or the path's config is
-      that of another architecture.
+    ValueError: names are missing or unexpected, shapes differ, or a value is no tensor, or one of
+      integers or 8-bit floats. The message lists them, and names the architecture if sbjax lacks
+      it, or models of the state dict's size. Or there are several models, such as a mean of the
+      weights (EMA) beside them. Or the weights are OpenAI's, and the config has another activation.
+      Or the path's config is that of another architecture.
   """
   if isinstance(source, str | os.PathLike) and (theirs := config_of(source)) is not None:
     check_architecture(config, theirs, os.fspath(source))
   state = read_file(source) if isinstance(source, str | os.PathLike) else dict(source)
-  state = state.get("state_dict", state)
-  if not isinstance(state, Mapping):
-    raise ValueError(f"'state_dict' is a {type(state).__name__}: expected names and tensors.")
-  state = {name.removeprefix("module."): tensor for name, tensor in state.items()}
+  state = _one_model(state)
   _check_openai(state, config)
   state = {name: tensor for name, tensor in state.items() if not _is_buffer(name)}
   if strangers := [name for name, tensor in state.items() if not hasattr(tensor, "shape")]:
@@ -74,6 +73,9 @@ def load_weights(source, config: CLIPConfig, *, scan: bool = True, resize: bool 
   options = _options(any(n.endswith(".ls_1.gamma") for n in state), "logit_bias" in state)
   layout = layout_of(state, config)
   shapes = _shapes(config, options)
+  known = torch_shapes(shapes, layout)
+  _check_types({name: state[name] for name in known if name in state})
+  state = state | _scalars(state, known)
   if resize:
     state = state | _resized(state, shapes, layout, config)
   _check(state, config, options, layout, resize)
@@ -186,6 +188,94 @@ def _architecture(tower: VisionConfig | TextConfig) -> dict:
   return fields | {"mlp_width": tower.mlp_width}
 
 
+# What torch.compile, DDP, FSDP, activation checkpointing and Fabric put into names, anywhere.
+_WRAPPERS = {
+  *("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"),
+  "_forward_module",
+}
+_ANCHOR = "logit_scale"  # Every CLIP has one, at its top.
+
+
+def _one_model(state: Mapping) -> dict:
+  """The tensors of the one CLIP in a checkpoint, without what wrappers add to their names.
+
+  A checkpoint may keep it in a mapping (`state_dict`, `model`), and under an attribute's name
+  (Lightning's `model.`). Both are where logit_scale is. If no name ends so, the state stays.
+
+  Raises:
+    ValueError: there are several, of which only the user knows which one is wanted.
+  """
+  found = list(_models_in(state))
+  places = [".".join([*path, prefix]).rstrip(".") or "the top" for path, prefix, _ in found]
+  if len(found) > 1:
+    raise ValueError(
+      f"The state dict holds {len(found)} models: at {', '.join(places)}. Pass the one that you"
+      " want, as a file or a mapping with its tensors only."
+    )
+  if not found:
+    state = state.get("state_dict", state)
+    if not isinstance(state, Mapping):
+      raise ValueError(f"'state_dict' is a {type(state).__name__}: expected names and tensors.")
+    return _unwrapped(state)
+  [(_, prefix, names)] = found
+  # What is not under the prefix keeps its name, and is unexpected.
+  return {name.removeprefix(prefix): tensor for name, tensor in names.items()}
+
+
+def _models_in(state: Mapping, path: tuple[str, ...] = ()):
+  """The (keys that lead there, prefix of names, tensors) of each logit_scale in nested mappings."""
+  if any(_is_anchor(name) and hasattr(value, "shape") for name, value in state.items()):
+    names = _unwrapped(state)
+    for name in filter(_is_anchor, names):
+      yield path, name.removesuffix(_ANCHOR), names
+  for key, value in state.items():
+    # An optimizer's moments have the names of the parameters.
+    if isinstance(value, Mapping) and not str(key).startswith("optim"):
+      yield from _models_in(value, (*path, str(key)))
+
+
+def _is_anchor(name) -> bool:
+  return isinstance(name, str) and name.rpartition(".")[2] == _ANCHOR
+
+
+def _unwrapped(state: Mapping) -> dict:
+  """The same with names of which wrappers' parts are left out."""
+  plain: dict = {}
+  for name, value in state.items():
+    parts = str(name).split(".")
+    short = ".".join(part for part in parts if part not in _WRAPPERS)
+    if short in plain:
+      raise ValueError(f"The state dict has {short} twice: once as {name}, behind a prefix.")
+    plain[short] = value
+  return plain
+
+
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+def _check_types(state: Mapping) -> None:
+  """Raises a ValueError for tensors whose numbers need scales, which are kept elsewhere."""
+  types = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in state.items()}
+  if other := [f"{name} ({dtype})" for name, dtype in types.items() if dtype not in _FLOATS]:
+    raise ValueError(
+      f"The state dict has {_shortened(other, 4)}: expected weights in {', '.join(_FLOATS)}."
+      " Integers and 8-bit floats need scales, which no format here has: take the weights from"
+      " before they were quantized."
+    )
+
+
+def _scalars(state: Mapping, shapes: Mapping) -> dict:
+  """The tensors of one number whose shape is another of one number: FSDP needs [1] for a scalar."""
+  return {
+    name: state[name].reshape(shape)
+    for name, shape in shapes.items()
+    if name in state
+    and math.prod(shape) == 1
+    and math.prod(state[name].shape) == 1
+    and tuple(state[name].shape) != shape
+  }
+
+
 def _whole(state: Mapping, names: list[str]) -> np.ndarray:
   return np.concatenate([_to_numpy(state[name]) for name in names])
 
@@ -213,8 +303,11 @@ def _shapes(config: CLIPConfig, options: dict) -> dict[tuple[str, ...], tuple[in
   return {path: leaf.shape for path, leaf in parameters.items()}
 
 
-# Buffers: open_clip drops the first four, transformers the last.
-_BUFFERS = ("attn_mask", "input_resolution", "context_length", "vocab_size", "position_ids")
+# Buffers: open_clip drops the first four, transformers the fifth; torch's AveragedModel counts.
+_BUFFERS = (
+  *("attn_mask", "input_resolution", "context_length", "vocab_size", "position_ids"),
+  "n_averaged",
+)
 
 
 def _is_buffer(name: str) -> bool:

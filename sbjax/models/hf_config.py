@@ -58,9 +58,11 @@ def from_hf(values: Mapping, name: str) -> CLIPConfig:
   embed_dim = v["hidden_size"] if siglip else values.get("projection_dim", 512)
   if embed_dim is None:
     raise ValueError(f"{name} has projection_dim=null: expected a number (transformers' is 512).")
-  eot_id = t.get("eos_token_id", 2)
-  if siglip or eot_id == 2:  # By 2 transformers means the largest id, as open_clip's "argmax".
-    eot_id = t["vocab_size"] - 1
+  eot_id = None if siglip else t.get("eos_token_id", "null")
+  if not isinstance(eot_id, int | None):
+    raise ValueError(f"{name} has eos_token_id={eot_id}: expected the number of the end token.")
+  if eot_id == 2:  # By 2 transformers means the largest id, as open_clip's "argmax".
+    eot_id = None
   vision = VisionConfig(
     image_size=v["image_size"],
     patch_size=v["patch_size"],
@@ -112,6 +114,7 @@ def to_hf(config: CLIPConfig) -> dict:
     raise ValueError(
       "transformers takes eos_token_id=2 for the largest id. Give the end token another id."
     )
+  eos = 2 if t.eot_id is None else t.eot_id
   acts = {ours: theirs for theirs, ours in reversed(_HF_ACTIVATIONS.items())}
 
   def tower(c):
@@ -144,7 +147,7 @@ def to_hf(config: CLIPConfig) -> dict:
       "max_position_embeddings": t.context_length,
       "vocab_size": t.vocab_size,
       **end,
-      **({} if siglip else {"eos_token_id": t.eot_id, "bos_token_id": None, "pad_token_id": 0}),
+      **({} if siglip else {"eos_token_id": eos, "bos_token_id": None, "pad_token_id": 0}),
       "model_type": f"{kind}_text_model",
     },
   }

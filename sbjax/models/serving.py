@@ -28,7 +28,8 @@ def serving_params(
 
   `CLIP(config, BlockOptions(recipe=recipe)).apply({"params": serving_params(params, recipe)}, ...)`
   multiplies by the same 8-bit kernels as with `params`. Only the token embeddings differ, by at
-  most 1/254 of their row's largest magnitude. There are no gradients.
+  most 1/254 of their row's largest magnitude. The parameters have no gradients;
+  the input has.
 
   Args:
     params: float parameters, stacked (`scan=True`) or not.

@@ -63,7 +63,10 @@ def kept_patches(patches: int, dropout: float) -> int:
 class TextConfig:
   """A transformer over tokens.
 
-  pool: "eot", the features are those of the first `eot_id`; "last", those of the last position.
+  pool: "eot", the features are those of the end token; "last", those of the last position.
+  eot_id: the end token, at its first place; of a text without it the first position counts, as in
+    transformers. None: the largest id of the text, as in open_clip and OpenAI's CLIP, however many
+    rows the table of tokens has.
   causal: a token sees only those before it.
   projection: "matrix", "linear" (a matrix and a bias) or "none".
   activation, norm_epsilon: as in VisionConfig.
@@ -75,7 +78,7 @@ class TextConfig:
   layers: int
   heads: int
   mlp_ratio: float = 4.0
-  eot_id: int = 49407
+  eot_id: int | None = None
   activation: str = "gelu"
   norm_epsilon: float = NORM_EPSILON
   pool: str = "eot"
@@ -87,8 +90,13 @@ class TextConfig:
     _check_among("activation", self.activation, ACTIVATIONS)
     _check_among("pool", self.pool, TEXT_POOLS)
     _check_among("projection", self.projection, ("matrix", "linear", "none"))
-    if not 0 <= self.eot_id < self.vocab_size:
+    if not 0 <= self.end_id < self.vocab_size:
       raise ValueError(f"eot_id={self.eot_id} must be below vocab_size={self.vocab_size}.")
+
+  @property
+  def end_id(self) -> int:
+    """The end token of a table without further rows."""
+    return self.vocab_size - 1 if self.eot_id is None else self.eot_id
 
   @property
   def mlp_width(self) -> int:

@@ -1,6 +1,7 @@
 """Files of PyTorch's state dicts: safetensors, torch's own, and OpenAI's TorchScript archives."""
 
 import importlib
+import json
 import os
 import zipfile
 from collections.abc import Mapping
@@ -12,12 +13,19 @@ WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 # The weights in a folder, in the order in which they are looked for.
 WEIGHT_FILES = (
   *("open_clip_model.safetensors", "open_clip_pytorch_model.safetensors"),
-  *("open_clip_pytorch_model.bin", "model.safetensors", "pytorch_model.bin"),
+  *("open_clip_pytorch_model.bin", "model.safetensors", "model.safetensors.index.json"),
+  *("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
+_INDEX = ".index.json"  # Names the shard of each tensor, and lies beside the shards.
+
+
+def is_weights(path: str | os.PathLike) -> bool:
+  """Whether a path ends as a file of weights does, or as an index of shards."""
+  return os.fspath(path).removesuffix(_INDEX).endswith(WEIGHT_SUFFIXES)
 
 
 def read_file(source: str | os.PathLike) -> dict:
-  """The tensors of a file, or of a folder's first of WEIGHT_FILES, by name; shards are not read.
+  """What a file, an index of shards or a folder's first of WEIGHT_FILES holds.
 
   Raises:
     ValueError: there is no such file or folder, it cannot be read, or its suffix is unknown.
@@ -30,10 +38,36 @@ def read_file(source: str | os.PathLike) -> dict:
   if path.is_dir():
     found = [path / name for name in WEIGHT_FILES if (path / name).is_file()]
     if not found:
-      raise ValueError(
-        f"{path} has no weights: expected {', '.join(WEIGHT_FILES)} (shards are not read)."
-      )
+      raise ValueError(f"{path} has no weights: expected {', '.join(WEIGHT_FILES)}.")
     path = found[0]
+  return _read_shards(path) if path.name.endswith(_INDEX) else _read_file(path)
+
+
+def _read_shards(index: Path) -> dict:
+  """The tensors that an index names, each from its shard."""
+  try:
+    shards = json.loads(index.read_bytes())["weight_map"]
+    names: dict[str, list[str]] = {}
+    for tensor, shard in shards.items():
+      names.setdefault(shard, []).append(tensor)
+  except FileNotFoundError:
+    raise ValueError(f"There is no file {index}: expected an index of shards.") from None
+  except (ValueError, KeyError, TypeError, AttributeError):
+    raise ValueError(f"{index} is no index of shards: expected a weight_map in JSON.") from None
+  if strange := [name for name in names if not isinstance(name, str) or Path(name).name != name]:
+    raise ValueError(f"{index} names the shard {strange[0]!r}: expected a file beside it.")
+  if missing := [shard for shard in names if not (index.parent / shard).is_file()]:
+    raise ValueError(f"{index} names {', '.join(missing)}, which is not beside it: copy it there.")
+  state = {}
+  for shard, tensors in names.items():
+    held = _read_file(index.parent / shard)
+    if absent := [tensor for tensor in tensors if tensor not in held]:
+      raise ValueError(f"{index.parent / shard} lacks {absent[0]}, which {index.name} says it has.")
+    state |= {tensor: held[tensor] for tensor in tensors}
+  return state
+
+
+def _read_file(path: Path) -> dict:
   suffix = file_suffix(path)
   if not path.is_file():
     raise ValueError(f"There is no file {path}: expected a state dict ({suffix}).")

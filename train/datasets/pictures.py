@@ -8,12 +8,14 @@ import io
 from typing import NamedTuple
 
 import numpy as np
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, features
 
 from train.config import DataConfig
 
 # Pillow's other formats are rare, and EPS starts a program.
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+if features.check("avif"):  # Pillow from 11.3 on, if it was built with libavif
+  _FORMATS += ("AVIF",)
 Image.MAX_IMAGE_PIXELS = None  # `decode` checks the config's limit instead.
 
 _T = Image.Transpose
@@ -30,6 +32,7 @@ class Limits(NamedTuple):
   image_pixels: int = DataConfig.max_image_pixels
   aspect_ratio: float = DataConfig.max_aspect_ratio
   label: int = DataConfig.max_label
+  given_by: str = "data."  # what stands before a limit's name: fields of a config, or flags
 
   @classmethod
   def of(cls, config: DataConfig) -> "Limits":
@@ -48,9 +51,10 @@ class BeyondLimits(ValueError):
 def check_size(width: int, height: int, limits: Limits) -> None:
   """Raises BeyondLimits for a size beyond the limits."""
   if width * height > limits.image_pixels:
-    raise BeyondLimits(f"more pixels than data.max_image_pixels={limits.image_pixels}")
+    raise BeyondLimits(f"more pixels than {limits.given_by}max_image_pixels={limits.image_pixels}")
   if max(width, height) > limits.aspect_ratio * min(width, height):
-    raise BeyondLimits(f"a ratio of sides above data.max_aspect_ratio={limits.aspect_ratio:g}")
+    ratio = f"{limits.given_by}max_aspect_ratio={limits.aspect_ratio:g}"
+    raise BeyondLimits(f"a ratio of sides above {ratio}")
 
 
 def decode(content: bytes, limits: Limits) -> Image.Image:
@@ -60,9 +64,7 @@ def decode(content: bytes, limits: Limits) -> Image.Image:
     BeyondLimits: its size is beyond the limits.
     Exception: it cannot be decoded. Each of Pillow's decoders has its own errors.
   """
-  image = Image.open(io.BytesIO(content), formats=_FORMATS)
-  check_size(*image.size, limits)
-  image.load()
+  image = _load(content, limits)
   orientation = _orientation(image)
   if image.mode.startswith("I"):  # 16-bit grey; older versions of Pillow open it in 32 bits.
     image = Image.fromarray((np.clip(np.asarray(image), 0, 65535) >> 8).astype(np.uint8))
@@ -71,6 +73,22 @@ def decode(content: bytes, limits: Limits) -> Image.Image:
     image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
   image = image.convert("RGB")
   return image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
+
+
+def decode_plainly(content: bytes, limits: Limits) -> Image.Image:
+  """As `decode`, with the pixels that open_clip's and CLIP_benchmark's readers see.
+
+  They convert to RGB and no more: EXIF turns nothing, transparency shows what is stored below it,
+  and 16-bit grey is cut at 255.
+  """
+  return _load(content, limits).convert("RGB")
+
+
+def _load(content: bytes, limits: Limits) -> Image.Image:
+  image = Image.open(io.BytesIO(content), formats=_FORMATS)
+  check_size(*image.size, limits)
+  image.load()
+  return image
 
 
 def is_upright(content: bytes) -> bool:

@@ -7,19 +7,28 @@ import os
 import pathlib
 import re
 import sys
+import tarfile
+import time
 from collections.abc import Iterator
 
 import tensorflow_datasets as tfds
 
 from train.config import DataConfig
-from train.datasets import scenes
+from train.datasets import scenes, tar_shards
+from train.datasets.classes import read_class_names
 from train.datasets.pictures import Limits
 from train.datasets.scenes import Scenes
 from train.datasets.shapes import Shapes
-from train.datasets.webdataset import WebDataset
+from train.datasets.webdataset import PARTS, WebDataset, next_version
+from train.errors import RunError
+from train.machine import system_error
+from train.paths import local_path
 from train.workdir import lock
 
 _DRAWN = (Shapes.name, scenes.NAME)
+_SAY_SECONDS = 60  # between two lines about another process that is awaited
+_WAIT_SECONDS = 1800  # for another process that writes nothing
+_POLL_SECONDS = 1
 
 
 def prepare(config: DataConfig) -> tfds.core.DatasetBuilder | Scenes:
@@ -32,37 +41,117 @@ def prepare(config: DataConfig) -> tfds.core.DatasetBuilder | Scenes:
     if config.flip:
       raise ValueError("data.flip=True would mirror scenes, whose captions tell left from right.")
     return drawn
-  config = dataclasses.replace(config, data_dir=os.path.expanduser(config.data_dir))
+  config = dataclasses.replace(config, data_dir=str(_data_dir(config)))
   if config.train_shards:
-    builder = _shards_builder(config)
-  elif config.name.partition("/")[0] == Shapes.name:
-    builder = _shapes_builder(config)
+    builder = _imported(config)
   else:
-    builder = _find(config)
-  _check_features(builder, config)
-  # TFDS renames the directory when it is complete, so a directory of this name is complete.
-  if not builder.data_path.exists():
-    folder = pathlib.Path(builder.data_dir).parent
-    folder.mkdir(parents=True, exist_ok=True)
-    with lock(folder, wait=True):  # One process builds; the others then find the data set.
-      if not builder.data_path.exists():
-        _check_source(builder, config)
-        _build(builder)
-  elif isinstance(builder, WebDataset):
-    with _explained(config):
-      changed = builder.changed()
-    if changed:
-      raise ValueError(
-        f"{config.name} was imported before with other {' and '.join(changed)}. Give this import "
-        f"another name, or delete {builder.data_dir} to import again."
-      )
+    builder = _drawn(config) if config.name.partition("/")[0] == Shapes.name else _find(config)
+    _check_features(builder, config)
   # Reads from disk like any other data set, so that workers need not know how it was made.
   with _explained(config):
     return tfds.builder_from_directory(builder.data_dir)
 
 
-def damaged(what: str, folder: str, error: Exception | str) -> ValueError:
-  """The error of prepared data that cannot be read."""
+def _imported(config: DataConfig) -> WebDataset:
+  """The newest version of an import, which is made if there is none with all of the shards."""
+  builder = _shards_builder(config)
+  _check_features(builder, config)
+  if not _is_current(builder, config):
+    with _alone(builder):  # One process imports; the others then find its data set.
+      builder = _shards_builder(config)
+      if not _is_current(builder, config):
+        _check_source(builder, config)
+        base = None
+        if builder.data_path.exists():
+          base, builder = builder, _shards_builder(config, next_version(str(builder.version)))
+        builder.plan(base)
+        _build(builder)
+  return builder
+
+
+def _is_current(builder: WebDataset, config: DataConfig) -> bool:
+  """Whether the data set has all shards.
+
+  Raises:
+    ValueError: it has others, or was imported with other options.
+  """
+  # The directory is renamed when it is complete, so a directory of this name is complete.
+  if not builder.data_path.exists():
+    return False
+  another = f"Give this import another name, or delete {builder.data_dir} to import again."
+  with _explained(config):
+    changed = builder.changed()
+    if not changed:
+      builder.leave_out_parts_of_shards()
+      further = [shard for shards in builder.further().values() for shard in shards]
+  if changed:
+    raise ValueError(
+      f"{config.name} was imported before with other {' and '.join(changed)}. {another}"
+    )
+  if further and builder.is_of_older_rules():
+    raise ValueError(
+      f"{config.name} was imported by an earlier version, which read captions by other rules: it"
+      f" cannot go on with {further[0].name}. {another}"
+    )
+  return not further
+
+
+def _drawn(config: DataConfig) -> Shapes:
+  builder = _shapes_builder(config)
+  if not builder.data_path.exists():
+    with _alone(builder):
+      if not builder.data_path.exists():
+        _build(builder)
+  return builder
+
+
+@contextlib.contextmanager
+def _alone(builder: tfds.core.DatasetBuilder) -> Iterator[None]:
+  """Holds the data set's folder. While another process does, says so each minute.
+
+  Raises:
+    RunError: the other process has written nothing for long.
+  """
+  folder = pathlib.Path(builder.data_dir).parent
+  folder.mkdir(parents=True, exist_ok=True)
+  with contextlib.ExitStack() as stack:
+    start = said = time.monotonic()
+    while True:
+      try:
+        stack.enter_context(lock(folder))
+        break
+      except RunError as error:
+        holder = str(error).partition(". ")[0]
+      idle = time.time() - _last_write(folder)
+      if idle > _WAIT_SECONDS:
+        raise RunError(
+          f"{holder}, which has written nothing for {idle / 60:.0f} minutes. Continue it if it is"
+          " stopped, or end it; then the same command continues."
+        )
+      if time.monotonic() - said >= _SAY_SECONDS:
+        said = time.monotonic()
+        minutes = (said - start) / 60
+        print(f"{holder}: waiting for it for {minutes:.0f} minutes.", flush=True)
+      time.sleep(_POLL_SECONDS)
+    yield
+
+
+def _last_write(folder: pathlib.Path) -> float:
+  """When something in a folder that another process fills has changed."""
+  times = []
+  for path in (folder, folder / ".lock", *folder.glob("incomplete.*/*")):
+    with contextlib.suppress(FileNotFoundError):
+      times.append(path.stat().st_mtime)
+  return max(times)
+
+
+def unreadable(what: str, folder: str, error: Exception | str) -> Exception:
+  """The error of prepared data that cannot be read: because of the system, or damaged."""
+  if isinstance(error, Exception) and (reason := system_error(error)):
+    return RunError(
+      f"{what} cannot be read: {reason}. That is an error of the system, not of the data in"
+      f" {folder}."
+    )
   reason = str(error).rstrip(".")
   return ValueError(
     f"{what} is damaged: {reason}. Copy {folder} again, or delete it to prepare the data again."
@@ -80,11 +169,11 @@ def _explained(config: DataConfig) -> Iterator[None]:
   except Exception as error:  # Broken JSON and missing files raise many kinds.
     if isinstance(error, PermissionError) or not folder.exists():
       raise
-    raise damaged(f"The data set {config.name}", str(folder), error) from error
+    raise unreadable(f"The data set {config.name}", str(folder), error) from error
 
 
 def _data_dir(config: DataConfig) -> pathlib.Path:
-  return pathlib.Path(config.data_dir or tfds.core.constants.DATA_DIR).expanduser()
+  return local_path(config.data_dir or tfds.core.constants.DATA_DIR, "data.data_dir")
 
 
 def _shapes_builder(config: DataConfig) -> Shapes:
@@ -100,7 +189,7 @@ def _shapes_builder(config: DataConfig) -> Shapes:
     )
 
 
-def _shards_builder(config: DataConfig) -> WebDataset:
+def _shards_builder(config: DataConfig, version: str = "") -> WebDataset:
   if not re.fullmatch("[a-z][a-z0-9_]*", config.name) or config.name in _DRAWN:
     raise ValueError(
       f"data.name={config.name!r} cannot name an import: lower case letters, digits and _ can, "
@@ -112,44 +201,80 @@ def _shards_builder(config: DataConfig) -> WebDataset:
     raise ValueError(
       f"data.eval_split={config.eval_split!r} must be one split, that of data.eval_shards."
     )
+  if config.eval_shards and not evaluated:
+    raise ValueError(
+      'data.eval_split="" is no evaluation: data.eval_shards need a name for theirs.'
+    )
   if config.eval_shards and evaluated == train:
     raise ValueError(f"data.eval_split={config.eval_split!r} is the train split already.")
-  root = pathlib.Path(config.root).expanduser()
-  shards = {train: str(root / config.train_shards)}
+  root = local_path(config.root, "data.root")
+  shards = {train: config.train_shards}
   if config.eval_shards:
-    shards[evaluated] = str(root / config.eval_shards)
+    shards[evaluated] = config.eval_shards
   class_names = []
   if config.class_names:
     try:
-      class_names = (root / config.class_names).read_text(encoding="utf-8").split("\n")
-      class_names = [name.strip() for name in class_names if name.strip()]
+      class_names = read_class_names(root / config.class_names)
     except FileNotFoundError:
       class_names = None
   with _explained(config):
     return WebDataset(
       name=config.name,
+      root=str(root) if config.root else "",
       shards=shards,
       captions=bool(config.text_key),
+      caption_key=config.caption_key,
       labels=bool(config.label_key),
       class_names=class_names,
+      class_file=f"data.class_names={config.class_names!r}",
       data_dir=config.data_dir or None,
       limits=Limits.of(config),
+      version=version,
     )
 
 
-def _check_source(builder: tfds.core.DatasetBuilder, config: DataConfig) -> None:
-  """Raises a ValueError if the shards or class names of an import are missing."""
-  if not isinstance(builder, WebDataset):
-    return
+def _check_source(builder: WebDataset, config: DataConfig) -> None:
+  """Raises a ValueError if shards or class names are missing, or other files are named."""
   where = f"in data.root={config.root!r}"
   if not config.root:
     where = f"in {pathlib.Path.cwd()}, because data.root is empty"
-  elif not pathlib.Path(config.root).expanduser().is_dir():
+  elif not local_path(config.root, "data.root").is_dir():
     where = f"because data.root={config.root!r} is no folder"
-  for pattern in builder.unmatched():
-    raise ValueError(f"No shard matches {pattern!r} {where}.")
+  else:
+    os.listdir(local_path(config.root, "data.root"))  # A glob finds nothing where this raises.
+  fields = {config.train_shards: "train_shards", config.eval_shards: "eval_shards"}
+  for pattern in builder.patterns.values():
+    paths = tar_shards.expand(pattern, builder.root)
+    if not paths:
+      raise ValueError(f"No shard matches {pattern!r} {where}.")
+    if absent := builder.absent(pattern):
+      few = ", ".join(absent[:5]) + (f" and {len(absent) - 5:,} more" if len(absent) > 5 else "")
+      raise ValueError(
+        f"data.{fields[pattern]}={pattern!r} names what is missing {where}: {few}. Copy"
+        f" {'it' if len(absent) == 1 else 'them'} there, or name only what is there; a glob such as"
+        " *.tar takes what it finds."
+      )
+    for path in paths:
+      _check_shard(path, f"data.{fields[pattern]}={pattern!r}")
   if builder.class_names is None:
     raise ValueError(f"No file data.class_names={config.class_names!r} {where}.")
+
+
+def _check_shard(path: str, field: str) -> None:
+  """Raises a ValueError for a folder, a table or a picture in place of a shard."""
+  if os.path.islink(path) and not os.path.exists(path):
+    raise ValueError(f"{field} matches {path}, a link to {os.readlink(path)}, which is not there.")
+  if path.endswith(tar_shards.ENDINGS):
+    if not os.path.isdir(path):
+      return
+  elif not os.path.isdir(path) and tarfile.is_tarfile(path):
+    return
+  what = "a folder" if os.path.isdir(path) else "no tar archive"
+  raise ValueError(
+    f"{field} matches {path}, which is {what}: only tar shards ({', '.join(tar_shards.ENDINGS)})"
+    " are read, no csv, parquet or folders of pictures. Pack pictures and their texts, such as"
+    " 0001.jpg and 0001.txt, with: tar --sort=name -cf 00000.tar -C FOLDER ."
+  )
 
 
 def _find(config: DataConfig) -> tfds.core.DatasetBuilder:
@@ -162,7 +287,7 @@ def _find(config: DataConfig) -> tfds.core.DatasetBuilder:
     folder = data_dir / config.name
     if any(folder.glob("*.*.*/*array_record*")):
       missing = "features.json or dataset_info.json is missing"
-      raise damaged(f"The data set {config.name}", str(folder), missing) from None
+      raise unreadable(f"The data set {config.name}", str(folder), missing) from None
     names = sorted(path.name for path in data_dir.glob("*") if any(path.rglob("features.json")))
     raise ValueError(
       f"No data set data.name={config.name!r} in {data_dir}: found {', '.join(names) or 'none'}. "
@@ -179,17 +304,20 @@ def _find(config: DataConfig) -> tfds.core.DatasetBuilder:
 
 def _build(builder: tfds.core.DatasetBuilder) -> None:
   for left_by_a_killed_process in builder.data_path.parent.glob("incomplete.*"):
-    left_by_a_killed_process.rmtree()
+    if left_by_a_killed_process.name != PARTS:
+      left_by_a_killed_process.rmtree()
   if not sys.stderr.isatty():
     tfds.disable_progress_bar()
   print(f"Preparing {builder.info.full_name} in {builder.data_dir}", flush=True)
   try:
+    if isinstance(builder, WebDataset):
+      builder.build()
+      print(builder.summary(), flush=True)
+      return
     with contextlib.redirect_stdout(io.StringIO()):  # TFDS prints sizes that it does not know.
       builder.download_and_prepare()
   except RuntimeError as error:  # ArrayRecord raises these, for example if the disk is full.
     raise OSError(f"Could not prepare {builder.data_dir}: {error}") from error
-  if isinstance(builder, WebDataset):
-    print(builder.summary(), flush=True)
 
 
 def _check_features(builder: tfds.core.DatasetBuilder, config: DataConfig) -> None:

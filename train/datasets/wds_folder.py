@@ -10,14 +10,19 @@ A folder `wds_<name>` holds shards of each split and the files that a zero-shot 
                                             caption a line
 """
 
+import collections
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from train.datasets import tar_shards
+from train.datasets import sample, tar_shards
+from train.datasets.classes import check_labels, read_class_names
 from train.datasets.pictures import DEFAULT_LIMITS, Limits
 from train.errors import RunError
+from train.paths import local_path
+from train.text_files import read_lines
 
+EVAL_SPLIT = "test"
 CLASSIFICATION, RETRIEVAL = "zeroshot_classification", "zeroshot_retrieval"
 _CLASSES, _TEMPLATES = "classnames.txt", "zeroshot_classification_templates.txt"
 _HOLDS = {
@@ -45,17 +50,29 @@ class WdsFolder(NamedTuple):
       RunError: there is none, or nshards.txt names more.
     """
     folder = self.path / split
-    shards = (path for ending in ("tar.gz", "tar") for path in folder.glob(f"*.{ending}"))
-    found = {path.name.partition(".")[0]: path for path in shards}
+    found = {}
+    for path in [*folder.glob("*.tar"), *folder.glob("*.tar.gz")]:
+      stem = path.name.partition(".")[0]
+      if stem in found:
+        raise RunError(f"{found[stem]} and {path.name} are both there: remove one of them.")
+      found[stem] = path
     counted = folder / "nshards.txt"
+    numbers = sorted(int(stem) for stem in found if stem.isdecimal())
     if counted.is_file():
-      text = counted.read_text().strip()
+      text = "".join(read_lines(counted))
       if not text.isdecimal():
         raise RunError(f"{counted} holds {text!r}: it should hold the number of shards.")
       wanted = [str(i) for i in range(int(text))]
+    elif len(numbers) == len(found):
+      wanted = [str(i) for i in range(max(numbers, default=-1) + 1)]
     else:
       wanted = sorted(found, key=lambda stem: (len(stem), stem))
     missing = [stem for stem in wanted if stem not in found]
+    if extra := sorted(found.keys() - wanted, key=lambda stem: (len(stem), stem)):
+      raise RunError(
+        f"{found[extra[0]]} is one of {len(found)} shards, and {counted} says that there are"
+        f" {len(wanted)}: correct it, or remove {len(extra)} of them."
+      )
     if missing or not wanted:
       splits = sorted(path.parent.name for path in self.path.glob("*/*0.tar*"))
       raise RunError(
@@ -71,40 +88,49 @@ class WdsFolder(NamedTuple):
       RunError: a sample or a shard is damaged. None is left out: the score would be another.
     """
     for shard in self.shards(split):
-      for key, sample in tar_shards.checked_samples(str(shard), limits.member_bytes):
-        yield self._example(f"{shard}: {key}", sample)
+      for key, files in tar_shards.checked_samples(str(shard), limits.member_bytes):
+        example = self._example(f"{shard}: {key}", files, limits)
+        if self.task == CLASSIFICATION and example["label"] >= len(self.class_names):
+          self._refuse_labels(split, limits)
+        yield example
 
-  def _example(self, where: str, sample: dict[str, bytes | None]) -> dict[str, Any]:
-    images = [sample[kind] for kind in ("webp", "png", "jpg", "jpeg") if sample.get(kind)]
-    needed = "cls" if self.task == CLASSIFICATION else "txt"
-    if None in sample.values():
-      raise RunError(f"{where} has a file of more than {DEFAULT_LIMITS.member_bytes:,} bytes.")
-    if not images or not sample.get(needed):
-      raise RunError(f"{where} must have an image (webp, png, jpg or jpeg) and a {needed}.")
-    text, label, captions = sample[needed].decode("utf-8", errors="replace"), -1, []
-    if self.task == RETRIEVAL:
-      captions = text.splitlines()
-    elif text.strip().isdecimal() and int(text) < len(self.class_names):
-      label = int(text)
-    else:
-      raise RunError(
-        f"{where} has the label {text.strip()!r}: it should be a number below"
-        f" {len(self.class_names)}, the number of lines of {self.path / _CLASSES}."
-      )
-    return {"where": where, "image": images[0], "captions": captions, "label": label}
+  def _example(self, where: str, files: sample.Files, limits: Limits) -> dict[str, Any]:
+    label, captions = -1, []
+    try:
+      image = sample.image(files)
+      if self.task == RETRIEVAL:
+        captions, _ = sample.captions(files)
+      else:
+        label = sample.label(files)
+        if label < 0:
+          raise sample.Unusable("label out of range", str(label))
+    except sample.Unusable as error:
+      wanted = sample.wanted(self.task == RETRIEVAL, self.task == CLASSIFICATION)
+      reason = str(error).replace("data.max_", f"{limits.given_by}max_")
+      raise RunError(f"{where} must have {wanted}: {reason}.") from error
+    return {"where": where, "image": image, "captions": captions, "label": label}
+
+  def _refuse_labels(self, split: str, limits: Limits) -> None:
+    """Raises the RunError of a split with a label beyond the names; counts all labels for it."""
+    counts = collections.Counter(
+      self._example(f"{shard}: {key}", files, limits)["label"]
+      for shard in self.shards(split)
+      for key, files in tar_shards.checked_samples(str(shard), limits.member_bytes)
+    )
+    check_labels(counts, len(self.class_names), self.path / split, self.path / _CLASSES)
 
 
-def open_folder(path: str | Path) -> WdsFolder:
-  """The data set in a folder.
+def open_folder(path: str | Path, what: str = "--data") -> WdsFolder:
+  """The data set in a folder, which the flag or field `what` names.
 
   Raises:
     RunError: a file is missing or holds something else; the message says what it should hold.
   """
-  path = Path(path).expanduser().absolute()
+  path = local_path(path, what).absolute()
   if not path.is_dir():
-    raise RunError(f"{path} is no folder: --data needs folders as CLIP_benchmark keeps them.")
+    raise RunError(f"{path} is no folder: {what} needs folders as CLIP_benchmark keeps them.")
   kind = path / "dataset_type.txt"
-  kind = kind.read_text().strip().lower() if kind.is_file() else "classification"
+  kind = "".join(read_lines(kind)).lower() if kind.is_file() else "classification"
   if kind == "retrieval":
     return WdsFolder(path, RETRIEVAL, [], [])
   if kind != "classification":
@@ -112,20 +138,13 @@ def open_folder(path: str | Path) -> WdsFolder:
       f"{path / 'dataset_type.txt'} holds {kind!r}: only 'classification' and 'retrieval' can be"
       " evaluated."
     )
-  templates = [line.replace("{c}", "{}") for line in _lines(path / _TEMPLATES)]
+  for name, holds in _HOLDS.items():
+    if not (path / name).is_file():
+      raise RunError(f"{path / name} is missing: it should hold {holds}.")
+  templates = [line.replace("{c}", "{}") for line in read_lines(path / _TEMPLATES) if line]
+  if not templates:
+    raise RunError(f"{path / _TEMPLATES} is empty: it should hold {_HOLDS[_TEMPLATES]}.")
   for line in templates:
     if "{}" not in line:
       raise RunError(f"{path / _TEMPLATES}: {line!r} has no {{c}}, where the class name goes.")
-  return WdsFolder(path, CLASSIFICATION, _lines(path / _CLASSES), templates)
-
-
-def _lines(path: Path) -> list[str]:
-  try:
-    lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-  except FileNotFoundError:
-    raise RunError(f"{path} is missing: it should hold {_HOLDS[path.name]}.") from None
-  while lines and not lines[-1]:
-    lines.pop()
-  if not lines:
-    raise RunError(f"{path} is empty: it should hold {_HOLDS[path.name]}.")
-  return lines
+  return WdsFolder(path, CLASSIFICATION, read_class_names(path / _CLASSES), templates)

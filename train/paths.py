@@ -1,0 +1,36 @@
+"""Paths that a user gives: of local files alone, with ~ for the home folder."""
+
+import os
+import re
+from pathlib import Path
+
+from train.errors import RunError
+
+# "gs://bucket", which pathlib shortens to "gs:/bucket", and what open_clip and webdataset write
+# without slashes. A drive has one letter.
+_SCHEME = re.compile(r"(?i)[a-z][a-z0-9+.-]+:/|(pipe|hf-hub|local-dir|file):")
+
+
+def local_path(path: str | os.PathLike, what: str) -> Path:
+  """The path that the flag or field `what` gives.
+
+  Raises:
+    RunError: it is none of this machine's, or there is no home folder for its ~.
+  """
+  check_local(path, what)
+  try:
+    return Path(path).expanduser()
+  except RuntimeError as error:
+    raise RunError(f"{what}={os.fspath(path)!r} needs a home folder: set HOME.") from error
+
+
+def check_local(path: str | os.PathLike, what: str) -> None:
+  """Raises a RunError if the path names a place on another machine, or has a null byte."""
+  text = os.fspath(path)
+  if _SCHEME.match(text):
+    raise RunError(
+      f"{what}={text!r} is no path of this machine: only local files and folders are read and"
+      " written. Mount that place, or copy the files to a disk."
+    )
+  if "\0" in text:
+    raise RunError(f"{what}={text!r} has a null byte, which no path may have.")
