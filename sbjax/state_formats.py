@@ -74,6 +74,7 @@ def compress_state(
   min_size: int = 4096,
   stacked: Any | Callable[[optax.Params], Any] | None = None,
   axis_name: Axes | None = None,
+  mask: Any | Callable[[optax.Params], Any] | None = None,
   **formats: Format,
 ) -> optax.GradientTransformationExtraArgs:
   """An optimizer that keeps the named fields of its state in other formats.
@@ -90,6 +91,8 @@ def compress_state(
     stacked: how many leading axes of a leaf number tensors of their own; see `stable_adamw`.
     axis_name: within a `jax.shard_map`, the mesh axes whose devices hold shards of a tensor; see
       `stable_adamw`.
+    mask: what is stored in these formats, as a tree of bools that is like the parameters or a prefix
+      of them, or a function from parameters to such a tree. None: everything.
     **formats: a Format for each name of a field.
 
   Raises:
@@ -105,7 +108,7 @@ def compress_state(
     if not isinstance(one, Format):
       raise ValueError(f"{name}={one!r} is no Format: take one of {', '.join(FORMATS)}.")
   optimizer = optax.with_extra_args_support(optimizer)
-  options = stacked, min_size, axis_name
+  options = stacked, min_size, axis_name, mask
   decode = functools.partial(_in_fields, formats, _decode)
   first = functools.partial(_in_fields, formats, functools.partial(_encode_first, *options))
 
@@ -200,36 +203,44 @@ def _decode(name: str, form: Format, node, tree):
   return jax.tree.map(decode, tree, is_leaf=_is_coded)
 
 
-def _encode_first(stacked, min_size: int, axis_name, name: str, form: Format, node, tree):
+def _encode_first(stacked, min_size: int, axis_name, mask, name: str, form: Format, node, tree):
   """A field of a new state: in the format where that is smaller."""
   del name, node
 
-  def encode(axes, x):
-    if not (_is_large(x, axes, min_size) and jnp.issubdtype(x.dtype, jnp.floating)):
+  def encode(axes, chosen, x):
+    if not (chosen and _is_large(x, axes, min_size) and jnp.issubdtype(x.dtype, jnp.floating)):
       return x
     coded = form.encode(x.astype(jnp.float32), axes, axis_name)
     return _stored(coded) if sum(part.nbytes for part in jax.tree.leaves(coded)) <= x.nbytes else x
 
-  return jax.tree.map(encode, leading_axes(stacked, tree), tree)
+  return jax.tree.map(encode, leading_axes(stacked, tree), _chosen(mask, tree), tree)
 
 
-def _encode(count, stacked, min_size: int, axis_name, name: str, form: Format, node, old, new):
+def _encode(
+  count, stacked, min_size: int, axis_name, mask, name: str, form: Format, node, old, new
+):
   """A field of a state that was updated, as its old one is stored, rounded by chance."""
   del node
   salt = zlib.crc32(name.encode())
 
-  def encode(axes, old, x):
+  def encode(axes, chosen, old, x):
     if x is None or _is_coded(x):
       return x
     if _is_coded(old) or (
-      old.dtype == _dtype_without_details(form) and _is_large(x, axes, min_size)
+      chosen and old.dtype == _dtype_without_details(form) and _is_large(x, axes, min_size)
     ):
       chance = hashed(positions(count, x.shape, axes, salt))
       return _stored(form.encode(x.astype(jnp.float32), axes, axis_name, chance))
     return x.astype(old.dtype)
 
   arrays = jax.tree.map(lambda x: x.values if _is_coded(x) else x, old, is_leaf=_is_coded)
-  return jax.tree.map(encode, leading_axes(stacked, arrays), old, new)
+  return jax.tree.map(encode, leading_axes(stacked, arrays), _chosen(mask, arrays), old, new)
+
+
+def _chosen(mask, tree):
+  """True for each leaf of a tree like the parameters that `compress_state`'s mask chooses."""
+  mask = True if mask is None else mask(tree) if callable(mask) else mask
+  return jax.tree.map(lambda yes, part: jax.tree.map(lambda _: bool(yes), part), mask, tree)
 
 
 def _is_large(x, axes: int, min_size: int) -> bool:
