@@ -3,7 +3,8 @@
 Adam keeps two moments of 4 bytes a parameter. They are read and written once a step, so they may
 be stored in fewer bits: decode, update in float32, encode. `compress_state` does that around any
 optax transformation. The update uses the new moments before they are rounded, as in COAT and
-FP8-LM.
+FP8-LM. They are rounded by chance (`sbjax.dither`), except BFLOAT16_PAIR: to the nearest number
+they would stop to decay.
 
 XLA for GPUs (jax 0.10 and 0.11) updates all but E4M3_EXPANDED in place, without temporary memory.
 Of that it writes both new moments in float32: 8 bytes a parameter, of a leaf at a time. So
@@ -91,8 +92,8 @@ def compress_state(
     stacked: how many leading axes of a leaf number tensors of their own; see `stable_adamw`.
     axis_name: within a `jax.shard_map`, the mesh axes whose devices hold shards of a tensor; see
       `stable_adamw`.
-    mask: what is stored in these formats, as a tree of bools that is like the parameters or a prefix
-      of them, or a function from parameters to such a tree. None: everything.
+    mask: what is stored in these formats, as a tree of bools that is like the parameters or a
+      prefix of them, or a function from parameters to such a tree. None: everything.
     **formats: a Format for each name of a field.
 
   Raises:
