@@ -97,6 +97,12 @@ def encode(x: jax.Array, chance: jax.Array | None = None) -> Coded:
 
 def decode(coded: Coded) -> jax.Array:
   """The array that `encode` coded, in float32."""
+  for scales in coded.details:
+    if scales.shape[:-1] != coded.shape[:-1]:
+      raise ValueError(
+        f"Scales {scales.shape} of groups do not fit their array {coded.shape}: within a"
+        " jax.shard_map, split both alike."
+      )
   groups = contract(coded._replace(values=in_groups(coded.values)))
   return out_of_groups(groups, coded.values)
 

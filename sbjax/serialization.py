@@ -17,10 +17,11 @@ from sbjax.linear import NoMaster, QuantizedWeight
 from sbjax.loss_scale import LossScaleState
 from sbjax.quantize import Quantized, Spec
 from sbjax.stable_adamw import ScaleByStableAdamState
+from sbjax.state_formats import CompressedState
 
 _NAMEDTUPLES = (
   *(QuantizedWeight, Grouped, LayerNormParams),
-  *(ScaleByStableAdamState, LossScaleState, CompensatedState, Coded),
+  *(ScaleByStableAdamState, LossScaleState, CompensatedState, CompressedState, Coded),
 )
 
 

@@ -400,3 +400,23 @@ def test_a_donated_state_is_updated_in_place():
 def test_errors_name_the_value_and_what_would_be_right(call, message):
   with pytest.raises(ValueError, match=message):
     call()
+
+
+def test_quality_is_that_of_all_shards():
+  """Of a matrix that is split, and a vector that each device has."""
+  mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+  optimizer = compensated(optax.sgd(1e-4), None, measure=True)
+  params = {"w": jnp.exp2(jnp.arange(8.0)).astype(jnp.bfloat16), "b": jnp.ones(3, jnp.bfloat16)}
+  gradients = {"w": jnp.exp2(jnp.arange(16.0, 0, -2)), "b": jnp.full(3, 20.0)}
+
+  def quality(g, params):
+    return descent_quality(optimizer.update(g, optimizer.init(params), params)[1])
+
+  specs = {"w": jax.sharding.PartitionSpec("d"), "b": jax.sharding.PartitionSpec()}
+  split = jax.shard_map(
+    quality, mesh=mesh, in_specs=(specs, specs), out_specs=jax.sharding.PartitionSpec()
+  )
+  expected = quality(gradients, params)
+  assert 0.1 < expected["lost"] < 0.9
+  for name, value in jax.jit(split)(gradients, params).items():
+    np.testing.assert_allclose(value, expected[name], rtol=1e-6)

@@ -19,6 +19,7 @@ from sbjax.state_formats import (
   BFLOAT16,
   BFLOAT16_PAIR,
   E4M3_EXPANDED,
+  E4M3_SCALED,
   FLOAT32,
   compress_state,
   join_details,
@@ -258,3 +259,31 @@ def test_errors_name_the_right_value():
     compress_state(optax.adam(0.1), nu="coat")
   with pytest.raises(ValueError, match=r"No state .* 'v': count, mu, nu"):
     compress_state(optax.adam(0.1), v=BFLOAT16).init(tree())
+
+
+def test_scales_of_a_whole_tensor_beside_a_shard_of_it_are_refused():
+  mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+  optimizer, params = compress_state(stable_adamw(0.1), **COAT), jnp.ones((64, 256))
+  state, rows = optimizer.init(params), PartitionSpec("d")
+  specs = optax.tree_map_params(
+    optimizer, lambda _: rows, state, transform_non_params=lambda _: PartitionSpec()
+  )
+  update = jax.shard_map(optimizer.update, mesh=mesh, in_specs=(rows, specs), out_specs=rows)
+  with pytest.raises(ValueError, match=r"Scales \(64, 2\) of groups do not fit .* split both"):
+    jax.eval_shape(update, params, state)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shards_share_the_scale_of_their_tensor(check_vma):
+  """So the state of all shards is that of the whole tensor."""
+  mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+  optimizer = compress_state(optax.adam(0.1), mu=E4M3_SCALED)
+  g = jnp.outer(jnp.exp2(jnp.arange(64.0)), jnp.ones(256))
+
+  def moment(g):
+    state = optimizer.update(g, optimizer.init(jnp.zeros_like(g)))[1]
+    return state.inner_state[0].mu
+
+  rows = PartitionSpec("d")
+  split = jax.shard_map(moment, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=check_vma)
+  np.testing.assert_array_equal(jax.jit(split)(g), jax.jit(moment)(g))

@@ -243,3 +243,30 @@ def test_states_without_a_scale_or_with_two():
 def test_wrong_values_are_named(make, message):
   with pytest.raises(ValueError, match=message):
     make()
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("scale", [fixed_loss_scale, dynamic_loss_scale])
+def test_all_shards_of_a_tensor_are_skipped_together(scale, check_vma):
+  mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+  optimizer, rows = scale(optax.sgd(1.0), 8.0), jax.sharding.PartitionSpec("d")
+
+  def update(g):
+    updates, state = optimizer.update(g, optimizer.init(g))
+    return updates, state.skipped
+
+  split = jax.shard_map(
+    update,
+    mesh=mesh,
+    in_specs=rows,
+    out_specs=(rows, jax.sharding.PartitionSpec()),
+    check_vma=check_vma,
+  )
+  updates, skipped = jax.jit(split)(jnp.ones(8).at[0].set(jnp.inf))
+  np.testing.assert_array_equal(updates, 0)
+  assert skipped == 1
+
+
+def test_no_tensors_at_all_are_finite():
+  optimizer = dynamic_loss_scale(optax.sgd(1.0))
+  assert optimizer.update({}, optimizer.init({}))[1].finite_steps == 1

@@ -15,6 +15,7 @@ from sbjax import Quantized, Spec
 from sbjax.models.clip import CLIP
 from sbjax.models.sizes import SIZES
 from sbjax.models.transformer import BlockOptions
+from sbjax.state_formats import CompressedState, join_details
 from train.config import MeshConfig, OptimizerConfig
 from train.optimizer import make_optimizer, matrix_dtype
 from train.sharding import (
@@ -118,21 +119,31 @@ def test_moments_in_few_bits_are_split_like_their_parameters(states):
   task = CLIPTask(CLIP(SIZES["tiny"], options), matrix_dtype=matrix_dtype(states))
   state = jax.eval_shape(make_init(task, optimizer, 0))
   mesh = make_mesh(MeshConfig(data=2, fsdp=4))
-  of_state = specs(state_shardings(state, state.params, mesh))
-  coded = residuals = 0
+
+  def is_compressed(x):
+    return isinstance(x, CompressedState)
+
+  shardings = state_shardings(state, state.params, mesh)
+  assert jax.tree.structure(shardings) == jax.tree.structure(state)
+  of_state = specs(
+    jax.tree.map(
+      lambda x: join_details(x) if is_compressed(x) else x, shardings, is_leaf=is_compressed
+    )
+  )
+  residuals = 0
   for name, spec in specs(parameter_shardings(state.params, mesh)).items():
     for moment in ("mu", "nu"):
       ends = (f"/{moment}/{name}", f"/{moment}/{name}/values")
       (path,) = (p for p in of_state if p.endswith(ends))
       assert of_state[path] == spec, path
       details = [s for p, s in of_state.items() if f"/{moment}/{name}/details" in p]
-      coded += path.endswith("values")
       if states == "coat" and spec[-1:] == (None,):  # A number a group is split with its rows.
         assert all(s == spec for s in details), path
     residual = [s for p, s in of_state.items() if p.endswith(f"/residual/{name}")]
     assert all(s == spec for s in residual), name
     residuals += len(residual)
-  assert coded > 10
+  (compressed,) = filter(is_compressed, jax.tree.leaves(state.opt_state, is_leaf=is_compressed))
+  assert sum(x.dtype.itemsize < 4 for x in jax.tree.leaves(compressed)) > 10
   assert (residuals > 10) == (states == "collage_plus")
 
 

@@ -1,9 +1,11 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import serialization
+from flax import serialization, struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sbjax.stable_adamw import scale_by_stable_adam, stable_adamw, tensor_rms
@@ -359,3 +361,85 @@ def test_errors_name_the_right_value():
   tx = stable_adamw(0.1, mask=lambda tree: jax.tree.map(lambda p: p.ndim > 1, tree))
   with pytest.raises(ValueError, match="needs the parameters"):
     tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
+
+
+def on_four(function, *arrays, **options):
+  """The results of a function of shards of rows; a device's arrays are beside the others'."""
+  mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+  rows = PartitionSpec("d")
+  run = jax.shard_map(function, mesh=mesh, in_specs=rows, out_specs=rows, **options)
+  return jax.jit(run)(*arrays)
+
+
+def spiked():
+  """Gradients of two steps; the second has a spike in the first of four shards."""
+  first = jnp.ones((8, 4))
+  return first, first.at[:2].set(50.0)
+
+
+def second_update(optimizer, first, second):
+  params = jnp.zeros_like(first)
+  _, state = optimizer.update(first, optimizer.init(params), params)
+  updates, state = optimizer.update(second, state, params)
+  return updates, state[0].rms
+
+
+@pytest.mark.parametrize(
+  ("axis_name", "check_vma"), [(None, True), (None, False), ("d", True), (("d",), False)]
+)
+def test_shards_have_the_rms_of_the_whole_tensor(axis_name, check_vma):
+  optimizer = stable_adamw(1.0, axis_name=axis_name)
+  whole, rms = second_update(stable_adamw(1.0), *spiked())
+
+  def update(*gradients):
+    updates, rms = second_update(optimizer, *gradients)
+    return updates, jax.lax.pcast(rms, "d", to="varying") if check_vma else rms
+
+  shards, each = on_four(update, *spiked(), check_vma=check_vma)
+  assert rms[0] > 1.1
+  np.testing.assert_allclose(shards, whole, rtol=1e-6)
+  np.testing.assert_allclose(each, np.repeat(rms, 4), rtol=1e-6)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_device_s_own_tensors_have_an_rms_each_with_no_axis_name(check_vma):
+  optimizer = stable_adamw(1.0, axis_name=())
+  updates, rms = on_four(
+    functools.partial(second_update, optimizer), *spiked(), check_vma=check_vma
+  )
+  for i, (a, b) in enumerate(zip(*(np.split(g, 4) for g in spiked()), strict=True)):
+    expected, own = second_update(stable_adamw(1.0), jnp.asarray(a), jnp.asarray(b))
+    np.testing.assert_allclose(np.split(updates, 4)[i], expected, rtol=1e-6)
+    np.testing.assert_allclose(rms[i], own[0], rtol=1e-6)
+
+
+def test_an_axis_name_outside_a_shard_map_is_refused():
+  optimizer, params = stable_adamw(0.1, axis_name="d"), jnp.ones(2)
+  with pytest.raises(ValueError, match=r"'d' is no mesh axis here; .* within a jax.shard_map"):
+    optimizer.update(params, optimizer.init(params), params)
+
+
+def test_tensor_rms_wants_the_optimizer_s_own_stacked():
+  params = {"w": jnp.ones((3, 2))}
+  state = stable_adamw(0.1, stacked=1).init(params)
+  assert tensor_rms(state, 1)["w"].shape == (3,)
+  with pytest.raises(ValueError, match=r"each of 3 tensors, and stacked=None makes 1 .* own"):
+    tensor_rms(state)
+
+
+@struct.dataclass
+class CallableAxes:
+  w: int
+
+  def __call__(self, x):
+    raise AssertionError("A tree was called.")
+
+
+def test_a_tree_of_axes_may_be_callable():
+  params = CallableAxes(jnp.ones((3, 2)))
+  state = stable_adamw(0.1, stacked=CallableAxes(1)).init(params)
+  assert state[0].rms.shape == (3,)
+
+
+def test_a_state_without_tensors_has_no_array_that_orbax_refuses():
+  assert min(x.size for x in jax.tree.leaves(stable_adamw(0.1).init({}))) == 1

@@ -106,7 +106,7 @@ class Checkpointer:
       reasons = "; ".join(f"step {step}: {reason}" for step, reason in damaged.items())
       raise RunError(
         f"No checkpoint in {self.directory} can be restored: {reasons}."
-        " Was it written with another model? A new --workdir starts afresh."
+        " Was it written with another model, or by an older version? A new --workdir starts afresh."
       )
     return None
 
