@@ -102,8 +102,8 @@ def compress_state(
   >>> from sbjax.state_formats import E4M3_EXPANDED
   >>> optimizer = compress_state(optax.adamw(1e-3), mu=E4M3_EXPANDED, nu=E4M3_EXPANDED)
   >>> state = optimizer.init({"w": jnp.ones((64, 128))})
-  >>> sum(x.nbytes for x in jax.tree.leaves(state)) / (64 * 128)  # With the count's 4 bytes.
-  2.12548828125
+  >>> sum(x.nbytes for x in jax.tree.leaves(state)) / (64 * 128)  # With 4 bytes of each count.
+  2.1259765625
   """
   for name, one in formats.items():
     if not isinstance(one, Format):
