@@ -288,7 +288,10 @@ def test_8_bit_states_train_stacked_layers_like_separate_layers():
   optimizer, _ = make_optimizer(config(states="fp8_lm"), 10)
   scanned, _ = train(optimizer, params, gradients)
   apart, _ = train(optimizer, unstack(params), [unstack(g) for g in gradients])
-  assert_close(unstack(scanned), apart)
+  for a, b in zip(*map(jax.tree.leaves, (unstack(scanned), apart)), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-3)
+    # A last bit that XLA rounds otherwise may send a moment to its other neighbour.
+    assert np.mean(~np.isclose(a, b, rtol=1e-5, atol=1e-6)) < 1e-3
 
 
 def test_only_modules_named_blocks_are_stacked():
