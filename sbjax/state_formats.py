@@ -3,7 +3,8 @@
 Adam keeps two moments of 4 bytes a parameter. They are read and written once a step, so they may
 be stored in fewer bits: decode, update in float32, encode. `compress_state` does that around any
 optax transformation. The update uses the new moments before they are rounded, as in COAT and
-FP8-LM.
+FP8-LM. They are rounded by chance (`sbjax.dither`), except BFLOAT16_PAIR: to the nearest number
+they would stop to decay.
 
 XLA for GPUs (jax 0.10 and 0.11) updates all but E4M3_EXPANDED in place, without temporary memory.
 Of that it writes both new moments in float32: 8 bytes a parameter, of a leaf at a time. So
@@ -74,6 +75,7 @@ def compress_state(
   min_size: int = 4096,
   stacked: Any | Callable[[optax.Params], Any] | None = None,
   axis_name: Axes | None = None,
+  mask: Any | Callable[[optax.Params], Any] | None = None,
   **formats: Format,
 ) -> optax.GradientTransformationExtraArgs:
   """An optimizer that keeps the named fields of its state in other formats.
@@ -90,6 +92,8 @@ def compress_state(
     stacked: how many leading axes of a leaf number tensors of their own; see `stable_adamw`.
     axis_name: within a `jax.shard_map`, the mesh axes whose devices hold shards of a tensor; see
       `stable_adamw`.
+    mask: what is stored in these formats, as a tree of bools that is like the parameters or a
+      prefix of them, or a function from parameters to such a tree. None: everything.
     **formats: a Format for each name of a field.
 
   Raises:
@@ -98,14 +102,14 @@ def compress_state(
   >>> from sbjax.state_formats import E4M3_EXPANDED
   >>> optimizer = compress_state(optax.adamw(1e-3), mu=E4M3_EXPANDED, nu=E4M3_EXPANDED)
   >>> state = optimizer.init({"w": jnp.ones((64, 128))})
-  >>> sum(x.nbytes for x in jax.tree.leaves(state)) / (64 * 128)  # With the count's 4 bytes.
-  2.12548828125
+  >>> sum(x.nbytes for x in jax.tree.leaves(state)) / (64 * 128)  # With 4 bytes of each count.
+  2.1259765625
   """
   for name, one in formats.items():
     if not isinstance(one, Format):
       raise ValueError(f"{name}={one!r} is no Format: take one of {', '.join(FORMATS)}.")
   optimizer = optax.with_extra_args_support(optimizer)
-  options = stacked, min_size, axis_name
+  options = stacked, min_size, axis_name, mask
   decode = functools.partial(_in_fields, formats, _decode)
   first = functools.partial(_in_fields, formats, functools.partial(_encode_first, *options))
 
@@ -200,36 +204,44 @@ def _decode(name: str, form: Format, node, tree):
   return jax.tree.map(decode, tree, is_leaf=_is_coded)
 
 
-def _encode_first(stacked, min_size: int, axis_name, name: str, form: Format, node, tree):
+def _encode_first(stacked, min_size: int, axis_name, mask, name: str, form: Format, node, tree):
   """A field of a new state: in the format where that is smaller."""
   del name, node
 
-  def encode(axes, x):
-    if not (_is_large(x, axes, min_size) and jnp.issubdtype(x.dtype, jnp.floating)):
+  def encode(axes, chosen, x):
+    if not (chosen and _is_large(x, axes, min_size) and jnp.issubdtype(x.dtype, jnp.floating)):
       return x
     coded = form.encode(x.astype(jnp.float32), axes, axis_name)
     return _stored(coded) if sum(part.nbytes for part in jax.tree.leaves(coded)) <= x.nbytes else x
 
-  return jax.tree.map(encode, leading_axes(stacked, tree), tree)
+  return jax.tree.map(encode, leading_axes(stacked, tree), _chosen(mask, tree), tree)
 
 
-def _encode(count, stacked, min_size: int, axis_name, name: str, form: Format, node, old, new):
+def _encode(
+  count, stacked, min_size: int, axis_name, mask, name: str, form: Format, node, old, new
+):
   """A field of a state that was updated, as its old one is stored, rounded by chance."""
   del node
   salt = zlib.crc32(name.encode())
 
-  def encode(axes, old, x):
+  def encode(axes, chosen, old, x):
     if x is None or _is_coded(x):
       return x
     if _is_coded(old) or (
-      old.dtype == _dtype_without_details(form) and _is_large(x, axes, min_size)
+      chosen and old.dtype == _dtype_without_details(form) and _is_large(x, axes, min_size)
     ):
       chance = hashed(positions(count, x.shape, axes, salt))
       return _stored(form.encode(x.astype(jnp.float32), axes, axis_name, chance))
     return x.astype(old.dtype)
 
   arrays = jax.tree.map(lambda x: x.values if _is_coded(x) else x, old, is_leaf=_is_coded)
-  return jax.tree.map(encode, leading_axes(stacked, arrays), old, new)
+  return jax.tree.map(encode, leading_axes(stacked, arrays), _chosen(mask, arrays), old, new)
+
+
+def _chosen(mask, tree):
+  """True for each leaf of a tree like the parameters that `compress_state`'s mask chooses."""
+  mask = True if mask is None else mask(tree) if callable(mask) else mask
+  return jax.tree.map(lambda yes, part: jax.tree.map(lambda _: bool(yes), part), mask, tree)
 
 
 def _is_large(x, axes: int, min_size: int) -> bool:

@@ -58,7 +58,8 @@ def sharded_update(mesh_for, width):
     shapes,
     is_leaf=lambda x: type(x) is tuple,
   )
-  optimizer, _ = make_optimizer(OptimizerConfig(states="coat", warmup_steps=1), 10)
+  config = OptimizerConfig(states="coat", warmup_steps=1, float32_moments=())
+  optimizer, _ = make_optimizer(config, 10)
   with mesh_for((1, 4), ("data", "fsdp")) as mesh:
     arrays = params, jax.eval_shape(optimizer.init, params), params
     arguments = jax.tree.map(

@@ -34,6 +34,7 @@ _STANDARD_PROMOTION = (
   "test_optimizers_everywhere",
   "test_loss_scale",
   "test_compress_state",
+  "test_dither",
   "test_collage",
   "test_optimizer",
   "test_figures",

@@ -266,13 +266,32 @@ def test_matrices_of_collage_are_bfloat16_and_its_vectors_float32():
     assert {p.dtype.name for name, p in cast.items() if name not in narrow} == {"float32"}
 
 
+@pytest.mark.parametrize("states", ["coat", "fp8_lm", "bfloat16"])
+def test_moments_of_the_token_embedding_stay_float32_unless_the_config_says_otherwise(states):
+  params = {
+    "text": {"token_embedding": {"embedding": jnp.ones((64, 128))}, "w": jnp.ones((64, 128))}
+  }
+  for patterns, wide in ((None, {"token_embedding"}), ((), set()), (("text/w",), {"w"})):
+    c = (
+      config(states=states) if patterns is None else config(states=states, float32_moments=patterns)
+    )
+    state = jax.eval_shape(make_optimizer(c, 20)[0].init, params)
+    for moment in ("mu", "nu"):
+      ((_, of_text),) = optax.tree.get_all_with_path(state, moment)
+      found = {k for k, x in of_text["text"].items() if jax.tree.leaves(x)[0].dtype == jnp.float32}
+      assert found == wide
+
+
 def test_8_bit_states_train_stacked_layers_like_separate_layers():
   shapes = {"image": {"blocks": {"w": jnp.ones((LAYERS, 64, 128)), "b": jnp.ones((LAYERS, 128))}}}
   params, *gradients = (random_like(shapes, seed) for seed in range(6))
   optimizer, _ = make_optimizer(config(states="fp8_lm"), 10)
   scanned, _ = train(optimizer, params, gradients)
   apart, _ = train(optimizer, unstack(params), [unstack(g) for g in gradients])
-  assert_close(unstack(scanned), apart)
+  for a, b in zip(*map(jax.tree.leaves, (unstack(scanned), apart)), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-3)
+    # A last bit that XLA rounds otherwise may send a moment to its other neighbour.
+    assert np.mean(~np.isclose(a, b, rtol=1e-5, atol=1e-6)) < 1e-3
 
 
 def test_only_modules_named_blocks_are_stacked():

@@ -108,6 +108,9 @@ class OptimizerConfig:
   # "collage_light" and "collage_plus" also split each matrix into two bfloat16, and the model
   # computes with the first
   states: str = "float32"
+  # Patterns of parameters whose moments stay float32 with any `states`: rows of rare tokens have
+  # long times without a gradient, and 8 bits are least exact there
+  float32_moments: tuple[str, ...] = ("text/token_embedding/.*",)
   measure_edq: bool = False  # for Collage: record how much of each update survives its rounding
   decay_with: str = "clipped"  # StableAdamW: "clipped" (the paper) or "plain" rate (its code)
   clip_norm: float = 0.0  # global gradient norm; 0: off

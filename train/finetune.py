@@ -100,6 +100,9 @@ def check_patterns(config: Config, names: Iterable[str]) -> None:
     "optimizer.learning_rate_scale": [
       rate.pattern for rate in parse_rates(config.optimizer.learning_rate_scale)
     ],
+    "optimizer.float32_moments": [
+      compiled("optimizer.float32_moments", pattern) for pattern in config.optimizer.float32_moments
+    ],
   }
   for field, patterns in fields.items():
     for pattern in patterns:

@@ -30,7 +30,8 @@ from sbjax.state_formats import (
   compress_state,
 )
 from train.config import OptimizerConfig
-from train.finetune import frozen, parse_rates, scale_by_path, scale_each
+from train.finetune import compiled, frozen, parse_rates, scale_by_path, scale_each
+from train.sharding import path_name
 
 STACK = "blocks"  # The module of sbjax.models.clip whose parameters are [layers, ...].
 
@@ -60,7 +61,8 @@ def make_optimizer(
   else:
     optimizer = OPTIMIZERS[config.name](config, schedule)
   if formats := STATES[config.states]:
-    optimizer = compress_state(optimizer, stacked=stacked, **formats)
+    mask = functools.partial(in_few_bits, config.float32_moments)
+    optimizer = compress_state(optimizer, stacked=stacked, mask=mask, **formats)
   if config.clip_norm:
     optimizer = optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
   if rates := parse_rates(config.learning_rate_scale):
@@ -72,6 +74,14 @@ def make_optimizer(
     trained = optax.masked(optimizer, lambda params: jax.tree.map(operator.not_, still(params)))
     optimizer = optax.chain(trained, optax.masked(optax.set_to_zero(), still))
   return LOSS_SCALES[config.loss_scale](optimizer, config.initial_loss_scale), schedule
+
+
+def in_few_bits(float32_moments: Sequence[str], params):
+  """A tree like `params`: False where a pattern says that moments stay float32."""
+  patterns = [compiled("optimizer.float32_moments", pattern) for pattern in float32_moments]
+  return jax.tree_util.tree_map_with_path(
+    lambda path, _: not any(pattern.fullmatch(path_name(path)) for pattern in patterns), params
+  )
 
 
 def _stable_adamw(config: OptimizerConfig, schedule: optax.Schedule, clip_threshold: float = 1.0):
