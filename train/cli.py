@@ -47,7 +47,7 @@ def _run(job, overrides, argv) -> None:
   if len(argv) > 1:
     sys.exit(f"Arguments must be flags: {' '.join(argv[1:])}. Did you mean --config.{argv[1]}?")
   with explained(_DEBUG.value):
-    workdir = local_path(_WORKDIR.value, "--workdir")
+    workdir = local_path(_WORKDIR.value, "--workdir", utf8=True)
     config = config_flags.load(_CONFIG.value)
     config_flags.override(config, overrides)
     if _DISTRIBUTED.value:

@@ -11,13 +11,17 @@ from train.errors import RunError
 _SCHEME = re.compile(r"(?i)[a-z][a-z0-9+.-]+:/|(pipe|hf-hub|local-dir|file):")
 
 
-def local_path(path: str | os.PathLike, what: str) -> Path:
+def local_path(path: str | os.PathLike, what: str, utf8: bool = False) -> Path:
   """The path that the flag or field `what` gives.
+
+  utf8: it must be UTF-8, because libraries in C++ write there.
 
   Raises:
     RunError: it is none of this machine's, or there is no home folder for its ~.
   """
   check_local(path, what)
+  if utf8 and any("\ud800" <= letter <= "\udfff" for letter in os.path.abspath(path)):
+    raise RunError(f"{what}={os.path.abspath(path)!r} is not UTF-8: rename it.")
   try:
     return Path(path).expanduser()
   except RuntimeError as error:
