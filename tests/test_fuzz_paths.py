@@ -153,7 +153,7 @@ def place(path, odd):
   ODD[odd](path)
 
 
-@pytest.mark.parametrize(("what", "odd"), draws())
+@pytest.mark.parametrize(("what", "odd"), [*draws()])
 def test_whatever_stands_at_a_path_a_program_works_or_says_one_message(
   train, run, tmp_path, monkeypatch, capsys, what, odd
 ):
