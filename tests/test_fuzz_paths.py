@@ -19,6 +19,8 @@ from shards_case import pairs, write_shard
 from configs import quickstart
 from train import cli, embed, evaluate, export, loop, spikes
 
+# A program that ends leaves files to the system.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 DRAWS = 40 * max(1, int(os.environ.get("SBJAX_FUZZ", "1")))
 
 
