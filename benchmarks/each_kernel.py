@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from sbjax.backends import NAMES, Backend, get_backend
+from sbjax.dither import positions
 from sbjax.expansion import expand, in_groups
 from sbjax.formats import E4M3, INT8
 from sbjax.fused_ops import LayerNormParams
@@ -112,7 +113,7 @@ def adam_step(ops: Backend):
   """Runs Adam's step on coded moments, with a number of groups that no block divides."""
   g = in_groups(jax.random.normal(jax.random.key(3), (33, 384)))
   weights = jnp.array([0.1, 0.02, 1e-6], jnp.float32)
-  return ops.adam_direction(weights, g, expand(g), expand(g**2))
+  return ops.adam_direction(weights, g, expand(g), expand(g**2), positions(1, g.shape)[..., 0])
 
 
 if __name__ == "__main__":

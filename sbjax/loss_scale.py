@@ -220,7 +220,7 @@ def _where_like(params, finite, state, other):
   def select(new, old):
     if isinstance(new, CompressedState):
       joined = map(join_details, (new, old))
-      return split_details(_where_like(params, finite, *joined))
+      return split_details(_where_like(params, finite, *joined), new.count)
     return _where(finite, new, old) if is_like(new) else new
 
   return jax.tree.map(select, state, other, is_leaf=is_leaf)

@@ -195,8 +195,8 @@ def _attention_heads(*arrays, **options):
   return None
 
 
-def _whole_groups(weights, g, mu, nu):
-  del weights, mu, nu
+def _whole_groups(weights, g, mu, nu, first):
+  del weights, mu, nu, first
   if g.shape[-1] != expansion.GROUP:
     return f"takes groups of {expansion.GROUP}, not {g.shape[-1]}"
   return f"takes at most 5 axes, not {g.ndim - 1}" if g.ndim > 6 else None
@@ -255,7 +255,7 @@ OPERATIONS = {
   ),
   "adam_direction": _in_triton(
     expansion.adam_direction,
-    f". abcdk. {_CODED} {_CODED} -> abcdk. {_CODED} {_CODED}",
+    f". abcdk. {_CODED} {_CODED} abcdk -> abcdk. {_CODED} {_CODED}",
     "adam_triton",
     _whole_groups,
   ),

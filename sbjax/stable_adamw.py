@@ -19,7 +19,8 @@ import numpy as np
 import optax
 
 from sbjax.backends import get_backend, has_kernel
-from sbjax.expansion import Coded, decode, encode, in_groups
+from sbjax.dither import halves_swapped, hashed, positions
+from sbjax.expansion import Coded, decode, encode, in_groups, out_of_groups, without_dust
 from sbjax.formats import floating_dtype
 from sbjax.partition import Axes, is_explicit, is_manual, over_shards
 from sbjax.quantize import as_floating
@@ -86,7 +87,7 @@ def scale_by_stable_adam(
     w1 = _newest_weight(b1, count)
     w2 = _scheduled_weight(b2, state.count) if callable(b2) else _newest_weight(b2, count)
     g = _map(_as_gradient, updates, state.mu)
-    step = functools.partial(_step, w1, w2, jnp.asarray(eps, jnp.float32), axis_name)
+    step = functools.partial(_step, count, w1, w2, jnp.asarray(eps, jnp.float32), axis_name)
     stepped = _map(step, g, leading_axes(stacked, g), state.mu, state.nu)
     direction, mu, nu, rms = (_map(lambda g, s, i=i: s[i], g, stepped) for i in range(4))
 
@@ -284,21 +285,25 @@ def _scheduled_weight(b2, count):
   return 1 - jnp.asarray(b2(count), jnp.float32)
 
 
-def _step(w1, w2, eps, axis_name, g, axes, mu, nu):
+def _step(count, w1, w2, eps, axis_name, g, axes, mu, nu):
   """A leaf's unscaled direction, its new moments as they are kept, and its RMS."""
   m = (1 - w1) * _decoded(mu) + w1 * g
   n = (1 - w2) * _decoded(nu) + w2 * g**2
   rms = _rms(g, n, eps, axes, axis_name)
   if isinstance(mu, Coded) and isinstance(nu, Coded):
     operands = in_groups(g), *(x._replace(values=in_groups(x.values)) for x in (mu, nu))
+    operands += (positions(count, operands[0].shape, axes)[..., 0],)
     weights = jnp.stack([w1, w2, jnp.asarray(eps, jnp.float32)])
     if has_kernel("adam_direction", weights, *operands) and _are_whole(operands[0].shape[-2]):
       # The RMS reads nu before the kernel overwrites it: else XLA might copy nu.
       weights, rms = jax.lax.optimization_barrier((weights, rms))
       direction, *new = get_backend().adam_direction(weights, *operands)
-      mu, nu = (x._replace(values=x.values.reshape(g.shape)) for x in new)
-      return direction.reshape(g.shape), mu, nu, rms
-  return m / (jnp.sqrt(n) + eps), _like(mu, m), _like(nu, n), rms
+      mu, nu = (x._replace(values=out_of_groups(x.values, g)) for x in new)
+      return out_of_groups(direction, g), mu, nu, rms
+  direction = m / (jnp.sqrt(n) + eps)
+  chance = hashed(positions(count, g.shape, axes))
+  m = without_dust(m, n) if isinstance(mu, Coded) else m
+  return direction, _like(mu, m, chance), _like(nu, n, halves_swapped(chance)), rms
 
 
 def _are_whole(groups: int) -> bool:
@@ -316,8 +321,8 @@ def _decoded(moment) -> jax.Array:
   return decode(moment) if isinstance(moment, Coded) else moment.astype(jnp.float32)
 
 
-def _like(old, moment):
-  return encode(moment) if isinstance(old, Coded) else moment.astype(old.dtype)
+def _like(old, moment, chance):
+  return encode(moment, chance) if isinstance(old, Coded) else moment.astype(old.dtype)
 
 
 def _rms(g, nu, eps, axes: int, axis_name):

@@ -26,6 +26,7 @@ second.
 
 import functools
 import math
+import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ import jax.numpy as jnp
 import optax
 
 from sbjax import expansion
+from sbjax.dither import hashed, positions, round_by_chance
 from sbjax.expansion import Coded
 from sbjax.formats import E4M3, max_value
 from sbjax.partition import Axes, over_shards
@@ -42,10 +44,11 @@ from sbjax.stable_adamw import ScaleByStableAdamState, leading_axes
 
 
 class Format(NamedTuple):
-  """How an array is stored: `decode(encode(x, axes, axis_name))` is close to x, a float32 array.
+  """How an array is stored: `decode(encode(x, axes, axis_name, chance))` is close to x, float32.
 
   axes: how many leading axes of x number tensors of their own.
   axis_name: of the shards of a tensor; see `stable_adamw`.
+  chance: of `sbjax.dither.round_by_chance`, like x; None rounds to the nearest.
   """
 
   encode: Callable[..., Coded]
@@ -62,6 +65,7 @@ class CompressedState(NamedTuple):
   inner_state: Any  # the optimizer's, with arrays in the dtypes of their formats
   # {number of a leaf of inner_state: Coded.details}, for those that have any; a zero if none has.
   details: Any
+  count: jax.Array  # int32 []: updates made  # pyright: ignore
 
 
 def compress_state(
@@ -104,7 +108,6 @@ def compress_state(
   options = stacked, min_size, axis_name
   decode = functools.partial(_in_fields, formats, _decode)
   first = functools.partial(_in_fields, formats, functools.partial(_encode_first, *options))
-  encode = functools.partial(_in_fields, formats, functools.partial(_encode, *options))
 
   def init(params):
     state = optimizer.init(params)
@@ -113,12 +116,14 @@ def compress_state(
       if name not in names:
         raise ValueError(f"No state of the optimizer has a field {name!r}: {', '.join(names)}.")
     # The moments are zeros. XLA would encode them while it compiles, number by number.
-    return split_details(first(jax.tree.map(jax.lax.optimization_barrier, state)))
+    state = first(jax.tree.map(jax.lax.optimization_barrier, state))
+    return split_details(state, jnp.zeros([], jnp.int32))
 
   def update(updates, state, params=None, **extra):
-    old = join_details(state)
+    old, count = join_details(state), optax.safe_increment(state.count)
     updates, new = optimizer.update(updates, decode(old), params, **extra)
-    return updates, split_details(encode(old, new))
+    encode = functools.partial(_encode, count, *options)
+    return updates, split_details(_in_fields(formats, encode, old, new), jnp.asarray(count))
 
   return optax.GradientTransformationExtraArgs(init, update)
 
@@ -132,20 +137,20 @@ def join_details(state: CompressedState):
   )
 
 
-def split_details(state, nothing: Any = None) -> CompressedState:
+def split_details(state, count, nothing: Any = None) -> CompressedState:
   """What `join_details` joins; `nothing` is for no details at all."""
   leaves, structure = jax.tree.flatten(state, is_leaf=_is_coded)
   details = {str(i): x.details for i, x in enumerate(leaves) if _is_coded(x)}
   arrays = structure.unflatten(x.values if _is_coded(x) else x for x in leaves)
   # Not an empty dict: optax.tree_map_params compares with the state of no parameters.
   nothing = jnp.zeros([], jnp.float32) if nothing is None else nothing
-  return CompressedState(arrays, details or nothing)
+  return CompressedState(arrays, details or nothing, count)
 
 
 def _in_fields(formats: dict[str, Format], function: Callable, state, *new):
-  """A state with `function(format, node, field)` for each field of a node that has a format.
+  """A state with `function(name, format, node, field)` for each field of a node that has a format.
 
-  With a new state, the new one with `function(format, node, field, new field)`.
+  With a new state, the new one with `function(name, format, node, field, new field)`.
   """
 
   def has_fields(node):
@@ -156,7 +161,7 @@ def _in_fields(formats: dict[str, Format], function: Callable, state, *new):
     if not has_fields(node):
       return last
     fields = {
-      name: function(formats[name], node, *values)
+      name: function(name, formats[name], node, *values)
       if name in formats
       else _in_fields(formats, function, *values)
       for name, *values in zip(node._fields, node, *new, strict=True)
@@ -182,7 +187,8 @@ def _is_coded(x) -> bool:
   return isinstance(x, Coded)
 
 
-def _decode(form: Format, node, tree):
+def _decode(name: str, form: Format, node, tree):
+  del name
   if form == E4M3_EXPANDED and isinstance(node, ScaleByStableAdamState):
     return tree  # It takes coded moments, and returns new ones.
 
@@ -194,9 +200,9 @@ def _decode(form: Format, node, tree):
   return jax.tree.map(decode, tree, is_leaf=_is_coded)
 
 
-def _encode_first(stacked, min_size: int, axis_name, form: Format, node, tree):
+def _encode_first(stacked, min_size: int, axis_name, name: str, form: Format, node, tree):
   """A field of a new state: in the format where that is smaller."""
-  del node
+  del name, node
 
   def encode(axes, x):
     if not (_is_large(x, axes, min_size) and jnp.issubdtype(x.dtype, jnp.floating)):
@@ -207,9 +213,10 @@ def _encode_first(stacked, min_size: int, axis_name, form: Format, node, tree):
   return jax.tree.map(encode, leading_axes(stacked, tree), tree)
 
 
-def _encode(stacked, min_size: int, axis_name, form: Format, node, old, new):
-  """A field of a state that was updated, as its old one is stored."""
+def _encode(count, stacked, min_size: int, axis_name, name: str, form: Format, node, old, new):
+  """A field of a state that was updated, as its old one is stored, rounded by chance."""
   del node
+  salt = zlib.crc32(name.encode())
 
   def encode(axes, old, x):
     if x is None or _is_coded(x):
@@ -217,7 +224,8 @@ def _encode(stacked, min_size: int, axis_name, form: Format, node, old, new):
     if _is_coded(old) or (
       old.dtype == _dtype_without_details(form) and _is_large(x, axes, min_size)
     ):
-      return _stored(form.encode(x.astype(jnp.float32), axes, axis_name))
+      chance = hashed(positions(count, x.shape, axes, salt))
+      return _stored(form.encode(x.astype(jnp.float32), axes, axis_name, chance))
     return x.astype(old.dtype)
 
   arrays = jax.tree.map(lambda x: x.values if _is_coded(x) else x, old, is_leaf=_is_coded)
@@ -245,7 +253,7 @@ def _scaled(dtype, limit: float, least: float) -> Format:
   least: the magnitude that smaller ones but zero are rounded to.
   """
 
-  def encode(x, axes: int, axis_name: Axes | None = None):
+  def encode(x, axes: int, axis_name: Axes | None = None, chance=None):
     size = magnitude(x)
     absmax = jnp.max(size, range(axes, x.ndim), keepdims=True)
     absmax = over_shards(jax.lax.pmax, absmax, axis_name)
@@ -253,26 +261,32 @@ def _scaled(dtype, limit: float, least: float) -> Format:
     power = jnp.clip(power, -126, 126).astype(jnp.int32)
     size = jnp.minimum(size * jnp.ldexp(jnp.float32(1), power), limit)
     size = jnp.where(x == 0, 0.0, jnp.maximum(size, least))
+    size = size if chance is None else round_by_chance(size, chance, dtype)
     scale = jnp.where(jnp.isfinite(absmax), jnp.ldexp(jnp.float32(1), -power), jnp.nan)
     return Coded((jnp.sign(x) * size).astype(dtype), (scale,))
 
   return Format(encode, lambda coded: coded.values.astype(jnp.float32) * coded.details[0])
 
 
-def _pair(x, axes: int, axis_name: Axes | None = None) -> Coded:
+def _bfloat16(x, axes: int, axis_name: Axes | None = None, chance=None) -> Coded:
+  x = x if chance is None else round_by_chance(x, chance, jnp.bfloat16)
+  return Coded(x.astype(jnp.bfloat16), ())
+
+
+def _pair(x, axes: int, axis_name: Axes | None = None, chance=None) -> Coded:
   high = jax.lax.reduce_precision(x, 8, 7)  # XLA may drop the rounding of two casts.
   return Coded(high + jax.lax.reduce_precision(x - high, 8, 7), ())
 
 
+def _expanded(x, axes: int, axis_name: Axes | None = None, chance=None) -> Coded:
+  return expansion.encode(x, chance)  # A group has numbers of one tensor and one device.
+
+
 FORMATS = {
-  "FLOAT32": Format(lambda x, axes, axis_name=None: Coded(x, ()), lambda coded: coded.values),
-  "BFLOAT16": Format(
-    lambda x, axes, axis_name=None: Coded(x.astype(jnp.bfloat16), ()),
-    lambda coded: coded.values.astype(jnp.float32),
-  ),
+  "FLOAT32": Format(lambda x, axes, *how: Coded(x, ()), lambda coded: coded.values),
+  "BFLOAT16": Format(_bfloat16, lambda coded: coded.values.astype(jnp.float32)),
   "BFLOAT16_PAIR": Format(_pair, lambda coded: coded.values),
-  # A group has numbers of one tensor and one device.
-  "E4M3_EXPANDED": Format(lambda x, axes, axis_name=None: expansion.encode(x), expansion.decode),
+  "E4M3_EXPANDED": Format(_expanded, expansion.decode),
   "E4M3_SCALED": _scaled(E4M3, max_value(E4M3), least=0.0),
   "FLOAT16_SCALED": _scaled(jnp.float16, 65504.0, least=2.0**-24),
 }

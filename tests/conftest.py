@@ -31,6 +31,7 @@ os.environ["XLA_FLAGS"] += f" {QUICK}"
 # optax mixes integer steps with floating-point rates.
 _STANDARD_PROMOTION = (
   "test_stable_adamw",
+  "test_optimizers_everywhere",
   "test_loss_scale",
   "test_compress_state",
   "test_collage",

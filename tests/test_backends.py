@@ -285,7 +285,7 @@ def test_kernels_chosen_for_a_gpu_still_compute_on_a_cpu(installed):
     o, lse = chosen.attention_forward(qkv, causal=True, length=4)
     chosen.attention_backward(o, lse, o, qkv, causal=True, length=4)
     moment = expansion.expand(jnp.ones((2, 128)))
-    chosen.adam_direction(jnp.ones(3), jnp.ones((2, 128)), moment, moment)
+    chosen.adam_direction(jnp.ones(3), jnp.ones((2, 128)), moment, moment, jnp.zeros(2, jnp.uint32))
     return chosen.scaled_matmul(chosen.quantize(x, ROWWISE), w_q_transposed, jnp.float32)
 
   y = on_a_cpu(forward, x, w, capability=89)  # It has fp8.

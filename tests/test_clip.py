@@ -111,6 +111,26 @@ def test_text_features_come_from_the_first_end_token_and_are_causal():
   assert np.all(np.max(np.abs(changed - features), axis=-1) > 1e-3)
 
 
+def text_features(ids, eot_id):
+  config = dataclasses.replace(MICRO, text=dataclasses.replace(MICRO.text, eot_id=eot_id))
+  batch = pairs(len(ids))[0], jnp.array(ids, jnp.int32)
+  return outputs(clip(config), random_params(), batch)["text_features"]
+
+
+def test_without_an_end_id_the_largest_id_of_a_text_ends_it():
+  """The table may have rows beyond the end token's: open_clip's argmax does not see them."""
+  ids = [[3, 5, 61, 0, 61, 9, 0, 0], [3, 7, 5, 40, 2, 0, 0, 0]]
+  features = text_features(ids, None)
+  for row, largest in enumerate((61, 40)):
+    np.testing.assert_array_equal(features[row], text_features(ids, largest)[row])
+
+
+def test_a_text_without_its_end_token_is_read_at_its_first_position():
+  """As transformers and open_clip's pooling "eos" do."""
+  features = text_features([[3, 5, 61, 0, 0, 0, 0, 0], [3, 9, 9, 9, 9, 9, 9, 9]], 40)
+  np.testing.assert_array_equal(features[0], features[1])
+
+
 def test_image_attention_is_not_causal():
   image, text = pairs()
   features = outputs(clip(), random_params())["image_features"]

@@ -103,7 +103,7 @@ def test_parameters_stay_near_those_of_float32_states(name, formats):
   ours, *_ = train(compress_state(optimizer, stacked=stacked, **named), 20)
   for a, b, start in zip(*map(jax.tree.leaves, (ours, plain, tree(99))), strict=True):
     moved = np.linalg.norm(b - start)
-    assert np.linalg.norm(a - b) < 0.05 * moved
+    assert np.linalg.norm(a - b) < 0.08 * moved
 
 
 def test_float32_is_the_optimizer_itself():

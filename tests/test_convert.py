@@ -214,6 +214,12 @@ def test_a_config_beside_the_weights_must_be_of_the_same_architecture(tmp_path, 
     ({"vision_cfg": {}}, r"The config has vision_cfg .* and lacks embed_dim and text_cfg\."),
     ({"vision_cfg": {}, "text_cfg": {}}, r"lacks embed_dim\."),
     ({"model_type": "clip", "projection_dim": None}, r"projection_dim=null: expected a number"),
+    ({"model_type": "clip", "text_config": {"eos_token_id": None}}, r"eos_token_id=null: expected"),
+    (
+      {"model_type": "clip", "text_config": {"eos_token_id": [1, 2]}},
+      r"eos_token_id=\[1, 2\]: exp",
+    ),
+    ({"model_type": "clip", "text_config": {"vocab_size": 9}}, r"eot_id=49407 must be below"),
   ],
 )
 def test_a_config_that_lacks_a_field_names_it(values, message):

@@ -158,7 +158,7 @@ def test_an_example_without_finite_logits_is_wrong(colours):
 @pytest.mark.parametrize("task", ["colours", "captioned"])
 def test_texts_whose_features_are_not_finite_are_no_scores(task, request):
   broken = types.SimpleNamespace(**vars(MODEL))
-  broken.embed_texts = lambda texts: np.full((len(texts), 3), np.nan, np.float32)
+  broken.embed_texts = lambda texts: check_finite("text", np.full((len(texts), 3), np.nan), texts)
   with pytest.raises(RunError, match=r"The text tower gives 12 of 12 texts .* of them 'red'"):
     evaluate_folder(broken, open_folder(request.getfixturevalue(task)))
 
@@ -188,7 +188,9 @@ def test_pictures_have_the_pixels_that_clip_benchmark_sees(tmp_path):
   (folder / "dataset_type.txt").write_text("retrieval\n")
   seen = []
   model = types.SimpleNamespace(**vars(MODEL))
-  model.embed_pixels = lambda pixels: (seen.append(pixels), unit(pixels.mean(axis=(1, 2))))[1]
+  model.embed_pixels = lambda pixels, names: (seen.append(pixels), unit(pixels.mean(axis=(1, 2))))[
+    1
+  ]
   evaluate_folder(model, open_folder(folder))
   for got, (_, content) in zip(np.concatenate(seen), pictures, strict=True):
     image = Image.open(io.BytesIO(content)).convert("RGB")

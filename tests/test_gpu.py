@@ -14,6 +14,7 @@ from sbjax import RECIPES, LayerNormParams, Quantized, Spec, expansion, quantize
 from sbjax.attention import attention, cudnn_runs, length_for
 from sbjax.attention_ops import HEAD_DIMS
 from sbjax.backends import NAMES, get_backend
+from sbjax.dither import positions
 from sbjax.formats import E4M3, E5M2, INT8
 from sbjax.matmul import scaled_matmul
 from sbjax.pallas import scaled_matmul_sm90
@@ -140,6 +141,7 @@ def test_adam_s_step_on_coded_moments_is_the_definition_s_to_rounding(backend, b
   signs = jnp.sign(jax.random.normal(jax.random.key(1), sizes.shape))
   g, mu, nu = jnp.exp2(binades * sizes.clip(-3, 3)) * signs
   operands = jnp.asarray([0.1, 0.02, 1e-6]), g, expansion.expand(mu), expansion.expand(jnp.abs(nu))
+  operands += (positions(7, g.shape)[..., 0],)
   direction, *coded = jax.jit(backend.adam_direction)(*operands)
   expected, *same = on_cpu(expansion.adam_direction, *operands)
   # Both terms of a new moment may cancel.

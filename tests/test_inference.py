@@ -1,10 +1,13 @@
 """A run's checkpoint embeds one's own pictures and texts as the run's evaluation does."""
 
+import dataclasses
 import json
 import runpy
+import shutil
 import sys
 from pathlib import Path
 
+import jax
 import loop_case
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ from interop import import_open_clip
 from PIL import Image
 
 from sbjax import RECIPES
+from sbjax.models.config_files import to_open_clip
 from sbjax.models.serving import size_of
 from sbjax.quantize import Quantized
 from train import inference
@@ -20,6 +24,7 @@ from train.config import Config, ModelConfig
 from train.errors import RunError
 from train.images import normalize
 from train.run import make_run
+from train.tokenizer import make_tokenizer
 
 ROOT = Path(__file__).parents[1]
 TEXTS = ["a red circle", "a blue ring", "a green star"]
@@ -188,6 +193,77 @@ def test_images_of_weights_are_cropped_or_squashed_as_beside_them(
     model.embed_images([tmp_path / "wide.png"]),
     model.embed_pixels(crop(example | {"where": ""})["image"][None]),
   )
+
+
+@pytest.fixture
+def exported(workdir, tmp_path, monkeypatch):
+  """The run's parameters as weights with a config and a tokenizer beside them, and their size."""
+  run = inference.load(workdir)
+  monkeypatch.setattr(inference, "load_weights", lambda path, config: run.params)
+  (tmp_path / "clip.pt").touch()
+  shutil.copy(workdir / "tokenizer.json", tmp_path)
+  config = {"model_cfg": to_open_clip(run.task.model.config)}
+  (tmp_path / "open_clip_config.json").write_text(json.dumps(config))
+  return tmp_path, run
+
+
+def test_weights_need_their_own_tokenizer(exported, tmp_path):
+  """Another one may have as many tokens."""
+  folder, run = exported
+
+  def load(tokenizer=folder / "tokenizer.json"):
+    return inference.load(folder / "clip.pt", size=run.size, tokenizer=str(tokenizer))
+
+  assert load().fingerprint()["vocabulary"] == run.fingerprint()["vocabulary"]
+  other = make_tokenizer(
+    "bpe", ["cats and dogs play football on a beach"], run.tokenizer.vocab_size
+  )
+  other.save(tmp_path / "other.json")
+  with pytest.raises(
+    RunError, match=r"other.json' gives words other ids than .* pass --tokenizer="
+  ):
+    load(tmp_path / "other.json")
+  config = json.loads((folder / "open_clip_config.json").read_text())
+  config["model_cfg"]["text_cfg"] |= {"pool_type": "eos", "eos_id": 7}
+  (folder / "open_clip_config.json").write_text(json.dumps(config))
+  with pytest.raises(
+    RunError, match=r"it ends texts with the token 7, and the tokenizer .* with 2"
+  ):
+    load()
+
+
+def test_a_fingerprint_is_that_of_all_that_makes_a_vector(workdir):
+  model = inference.load(workdir)
+  mine = model.fingerprint()
+  assert mine == inference.load(workdir, batch_size=3).fingerprint()
+  params = jax.tree.map(np.array, model.params)
+  params["text"]["ln_final"]["bias"][-1] += 1e-3
+  recipe = dataclasses.replace(model.task.model.options, recipe="switchback")
+  task = model.task._replace(model=model.task.model.clone(options=recipe))
+  tokenizer = make_tokenizer("bpe", ["a dog"], 300)
+  for field, changed in {
+    "weights": model._replace(params=params),
+    "computation": model._replace(task=task),
+    "vocabulary": model._replace(tokenizer=tokenizer),
+  }.items():
+    assert {k for k, v in changed.fingerprint().items() if v != mine[k]} == {field}
+  assert inference.load(workdir, int8=True).fingerprint()["weights"] != mine["weights"]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])
+@pytest.mark.parametrize("int8", [False, True])
+def test_features_that_are_not_finite_end_what_would_use_them(workdir, pictures, value, int8):
+  """A square that overflows leaves zeros: they are no direction either."""
+  model, (_, paths) = inference.load(workdir, int8=int8), pictures
+  for tower, embed, name in [
+    ("image", lambda m: m.embed_images(paths), paths[0]),
+    ("text", lambda m: m.embed_texts(TEXTS), "a red circle"),
+  ]:
+    params = {**model.params, tower: {**model.params[tower]}}
+    params[tower]["proj"] = np.full_like(params[tower]["proj"], value)
+    message = rf"The {tower} tower gives .* of . {tower}s features that are not finite or all zero"
+    with pytest.raises(RunError, match=rf"{message}, the first of them '{name}'"):
+      embed(model._replace(params=params))
 
 
 @pytest.mark.interop

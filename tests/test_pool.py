@@ -5,7 +5,9 @@ import errno
 import multiprocessing
 import os
 import signal
+import sys
 import time
+import types
 
 import pytest
 
@@ -118,3 +120,13 @@ def caused(cause):
 )
 def test_an_error_of_the_system_is_told_from_one_of_the_data(error, words):
   assert machine.system_error(error) == words
+
+
+@pytest.mark.program
+def test_a_process_does_not_import_the_program(monkeypatch, tmp_path):
+  program = types.ModuleType("__main__")
+  program.__file__ = str(tmp_path / "program.py")
+  (tmp_path / "program.py").write_text("raise SystemExit(7)")
+  monkeypatch.setitem(sys.modules, "__main__", program)
+  assert len(list(pool.run(square, JOBS, 2, lambda message: None))) == len(JOBS)
+  assert sys.modules["__main__"] is program

@@ -106,9 +106,13 @@ class Slurm:
       return subprocess.Popen(command, env=self.env, stdout=log, stderr=log)
 
   def end(self) -> None:
-    self("scancel", "--full", f"--user={os.getuid()}", check=False)
-    time.sleep(2)
-    self("scancel", "--signal=KILL", "--full", f"--user={os.getuid()}", check=False)
+    user = f"--user={os.getuid()}"
+    for options in (("--full",), ("--full", "--signal=KILL")):
+      self("scancel", *options, user, check=False)
+      time.sleep(2)
+    end = time.monotonic() + 60
+    while self("squeue", "--noheader", check=False).strip() and time.monotonic() < end:
+      time.sleep(0.5)
     for daemon in reversed(self.daemons):
       daemon.terminate()
     for daemon in self.daemons:
@@ -323,17 +327,20 @@ def test_a_signal_to_the_shell_alone_saves(slurm, start):
   assert job.saved_step() >= 1
 
 
-def test_a_killed_task_ends_all_and_the_job_starts_again(slurm, start, undisturbed):
-  job = start("killed", "--nodes=2")
+def test_a_killed_task_ends_all_and_the_file_continues_the_run(slurm, start, undisturbed):
+  job = start("killed")
   job.reaches(8)
-  slurm("scontrol", "requeue", job.number)  # For a checkpoint.
+  os.kill(tasks(job)[1], signal.SIGTERM)  # One is enough: all save, and Slurm starts them again.
+  job.requeued()
   job.has("Continuing after step")
   job.reaches(job.saved_step() + 3)
   os.kill(tasks(job)[1], signal.SIGKILL)
   job.has("Process 1 of 2 ended without a message")
-  job.requeued(2)
-  job.has("Continuing after step", 2)
-  assert_same_bits(job, undisturbed, job.saved_step() + 4)
+  ended = job.ends()
+  assert (ended["JobState"], ended["Restarts"]) == ("FAILED", "1")
+  again = start("killed")
+  again.has("Continuing after step", 2)
+  assert_same_bits(again, undisturbed, again.saved_step() + 4)
 
 
 def tasks(job: Job) -> list[int]:

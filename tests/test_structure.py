@@ -15,7 +15,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 # A file imports only from lines before its own.
 ORDER = [
-  ["sbjax.formats", "sbjax.device"],
+  ["sbjax.formats", "sbjax.device", "sbjax.dither"],
   ["sbjax.quantize", "sbjax.partition"],
   ["sbjax.by_rows"],
   [

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 from interop import assert_same_features, import_open_clip, perturb
 
+from sbjax.models.clip import CLIP
 from sbjax.models.config_files import config_from_dict, to_open_clip
 from sbjax.models.convert import load_weights, save_weights, state_dict
 from sbjax.models.hf_config import to_hf
+from sbjax.models.transformer import BlockOptions
 
 # open_clip's fields that change the architecture, by the models that have them.
 VARIANTS = {
@@ -122,6 +124,45 @@ def test_logits_equal_transformers(tmp_path, kind, activation):
   assert config_from_dict(to_hf(config)) == config
   for name, tensor in state_dict(params, config, format="hf").items():
     np.testing.assert_array_equal(tensor, model.state_dict()[name].numpy())
+
+
+@pytest.mark.interop
+@pytest.mark.parametrize("rows", [64, 80])
+@pytest.mark.parametrize("kind", ["open_clip", "eos", "hf", "hf_largest"])
+def test_texts_end_where_their_own_model_ends_them(kind, rows):
+  """Also in a table with more rows, and texts without an end token."""
+  open_clip = import_open_clip()
+  import torch
+
+  ids = np.array([[1, 5, 63, 0, 0, 0, 0, 0], [9, 63, 3, 63, 2, 0, 0, 0], [7, 40, 5, 9, 1, 1, 1, 1]])
+  if kind in ("open_clip", "eos"):
+    text = TEXT_CFG | {"vocab_size": rows} | (VARIANTS["worldwide"][2] if kind == "eos" else {})
+    config = {"embed_dim": 24, "vision_cfg": VISION_CFG, "text_cfg": text}
+    model = open_clip.model.CLIP(**config).eval()
+    encode = model.encode_text
+  else:
+    transformers = pytest.importorskip("transformers")
+    one = dict(num_attention_heads=2, num_hidden_layers=2, hidden_size=32, intermediate_size=64)
+    text = one | {"max_position_embeddings": 8, "vocab_size": rows}
+    text["eos_token_id"] = 2 if kind == "hf_largest" else 63
+    vision = one | {"image_size": 16, "patch_size": 4}
+    model = transformers.CLIPModel(
+      transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=24)
+    ).eval()
+    config = model.config.to_dict()
+
+    def encode(ids):
+      out = model.text_model(input_ids=ids)
+      return model.text_projection(out.pooler_output)
+
+  perturb(model)
+  with torch.no_grad():
+    want = encode(torch.from_numpy(ids)).numpy()
+  config = config_from_dict(config)
+  params = load_weights(model.state_dict(), config)
+  clip = CLIP(config, BlockOptions(dtype="float32"))
+  got = clip.apply({"params": params}, ids.astype(np.int32), method="encode_text", normalize=False)
+  np.testing.assert_allclose(got, want, atol=1e-4)
 
 
 @pytest.mark.interop

@@ -27,7 +27,7 @@ from train.config import Config, flat
 from train.errors import RunError
 
 PATIENCE = 24 * 3600.0  # seconds; another process may import a data set meanwhile
-_MINUTE = 60.0
+_MINUTE, _TICK = 60.0, 1.0
 _LATE = 10.0  # seconds after which a network file system shows a new file
 
 # Where this process finds its data, and how it reads them.
@@ -147,14 +147,14 @@ def _awaited(key: str, what: str, index: int) -> str:
   """The text at a key of the store that process 0 holds, as soon as it is there."""
   client, waited = distributed.global_state.client, 0.0
   while waited < PATIENCE:
-    if waited and not index:  # One process says it, for all.
-      print(f"Waiting for {what} for {waited / 60:.0f} min.", file=sys.stderr, flush=True)
     try:
-      return client.blocking_key_value_get(key, int(1000 * _MINUTE))
+      return client.blocking_key_value_get(key, int(1000 * _TICK))  # Signals are handled between.
     except jax.errors.JaxRuntimeError as error:
       if "DEADLINE_EXCEEDED" not in str(error):
         raise
-    waited += _MINUTE
+    waited += _TICK
+    if waited % _MINUTE < _TICK and not index:  # One process says it, for all.
+      print(f"Waiting for {what} for {waited / 60:.0f} min.", file=sys.stderr, flush=True)
   raise RunError(f"Process {index} waited {PATIENCE / 3600:.0f} hours for {what}, and ends.")
 
 

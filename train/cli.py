@@ -59,8 +59,9 @@ def _run(job, overrides, argv) -> None:
 @contextlib.contextmanager
 def explained(debug: bool = False) -> Iterator[None]:
   """Ends the program with one message for an error that a user can fix; quiets other logs."""
-  if hasattr(sys.stdout, "reconfigure"):  # A name may have letters that the encoding lacks.
-    sys.stdout.reconfigure(errors="backslashreplace")
+  for stream in (sys.stdout, sys.stderr):  # A name may have letters that the encoding lacks.
+    if hasattr(stream, "reconfigure"):
+      stream.reconfigure(errors="backslashreplace")
   # orbax logs every file that it writes, and its threads log errors that are raised here as well.
   logging.set_verbosity(logging.FATAL)
   sys.unraisablehook = _quiet(sys.unraisablehook)

@@ -167,6 +167,12 @@ def _open_clip(path: Path, size: str, tokenizer: str):
         f"it ends texts with the token {beside.text.end_id}, and the tokenizer"
         f" {tokenizer or 'clip'!r} with {made.eot_id}: pass its own with --tokenizer."
       )
+    own = path.parent / "tokenizer.json"
+    if own.is_file() and not made.agrees_with(Tokenizer.load(own)):
+      raise ValueError(
+        f"the tokenizer {tokenizer or 'clip'!r} gives words other ids than the one beside the"
+        f" weights: pass --tokenizer={own}."
+      )
     params = load_weights(path, make_task(config, made).model.config)
   except ValueError as error:
     raise RunError(f"{path} as a model of --model={size}: {error}") from error

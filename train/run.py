@@ -38,7 +38,7 @@ _MAY_CHANGE = {
   "checkpoint_minutes", "max_hours",
   "wandb_project", "mesh", "accumulate", "data.data_dir", "data.root", "data.prefetch",
   "model.backend", "model.attention_backend", "model.remat", "model.unroll",
-  "data.eval_split", "data.eval_shards", "data.eval_data",
+  "data.eval_split", "data.eval_shards", "data.train_shards", "data.eval_data",
   "data.workers", "data.max_member_bytes", "data.max_image_pixels", "data.max_aspect_ratio",
   "data.max_label", "step_timeout_seconds", "pause_timeout_seconds", "profile_steps", "watch",
 }  # fmt: skip

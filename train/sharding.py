@@ -130,7 +130,7 @@ def state_shardings(state, params, mesh: Mesh):
     joined = jax.tree_util.tree_map_with_path(
       lambda rest, leaf: sharding((*path, *rest), leaf), join_details(node)
     )
-    return split_details(joined, replicated(mesh))
+    return split_details(joined, replicated(mesh), replicated(mesh))
 
   return jax.tree_util.tree_map_with_path(
     sharding_of, state, is_leaf=lambda x: isinstance(x, CompressedState)

@@ -14,10 +14,11 @@ import triton.language as tl
 from sbjax import expansion
 from sbjax.expansion import Coded
 from sbjax.formats import E4M3, max_value
-from sbjax.pallas.rounding_triton import cast_finite, larger
-from sbjax.pallas.triton import compute_capability, triton_call
+from sbjax.pallas.rounding_triton import larger
+from sbjax.pallas.triton import triton_call
 
 SPAN, LEAST = tl.constexpr(expansion.SPAN), tl.constexpr(expansion.LEAST)
+DUST = tl.constexpr(expansion.DUST)
 GROUP, LIMIT = tl.constexpr(expansion.GROUP), tl.constexpr(max_value(E4M3))
 TINY = tl.constexpr(float(jnp.finfo(jnp.float32).tiny))
 
@@ -32,13 +33,19 @@ class Config:
 
 
 def adam_direction(
-  weights: jax.Array, g: jax.Array, mu: Coded, nu: Coded, *, config: Config | None = None
+  weights: jax.Array,
+  g: jax.Array,
+  mu: Coded,
+  nu: Coded,
+  first: jax.Array,
+  *,
+  config: Config | None = None,
 ) -> tuple[jax.Array, Coded, Coded]:
   """`sbjax.expansion.adam_direction` for groups of 128, to the error of approximate powers."""
   config = Config() if config is None else config
   groups = g.size // expansion.GROUP
   direction, mu, nu = triton_call(
-    *(weights, g, *jax.tree.leaves((mu, nu))),
+    *(weights, g, *jax.tree.leaves((mu, nu)), first),
     kernel=_kernel,
     name="sbjax_adam_direction",
     grid=triton.cdiv(groups, config.groups),
@@ -46,7 +53,6 @@ def adam_direction(
     num_warps=config.warps,
     in_place={operand: operand - 1 for operand in range(1, 8)},
     **dict(GROUPS=groups, BLOCK=config.groups, VECTOR=config.vector),
-    VIA_FLOAT16=compute_capability() < 90,
   )
   return direction, mu, nu
 
@@ -61,6 +67,7 @@ def _kernel(
   nu_ptr,
   nu_top_ptr,
   nu_exponent_ptr,
+  first_ptr,
   direction_ptr,  # This and all below are the operands, or None.
   new_mu_ptr,
   new_mu_top_ptr,
@@ -71,7 +78,6 @@ def _kernel(
   GROUPS: tl.constexpr,
   BLOCK: tl.constexpr,
   VECTOR: tl.constexpr,
-  VIA_FLOAT16: tl.constexpr,
 ):
   """Makes BLOCK groups of the direction and of both moments."""
   row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -84,10 +90,15 @@ def _kernel(
   nu = _contract(nu_ptr, nu_top_ptr, nu_exponent_ptr, row, at, GROUPS)
   mu = (1 - w1) * mu + w1 * g
   nu = (1 - w2) * nu + w2 * (g * g)
+  first = tl.load(first_ptr + row, mask=row < GROUPS, other=0)[:, None]
+  chance = _hashed(first + column[None, :].to(tl.uint32))
   tl.debug_barrier()  # All threads have loaded what is overwritten.
-  tl.store(g_ptr + at, mu / (tl.sqrt(nu) + eps), mask=mask)
-  _expand(mu, mu_ptr, mu_top_ptr, mu_exponent_ptr, row, at, GROUPS, VIA_FLOAT16)
-  _expand(nu, nu_ptr, nu_top_ptr, nu_exponent_ptr, row, at, GROUPS, VIA_FLOAT16)
+  root = tl.sqrt(nu)
+  tl.store(g_ptr + at, mu / (root + eps), mask=mask)
+  mu = tl.where(tl.abs(mu) < DUST * root, 0.0, mu)
+  _expand(mu, chance, mu_ptr, mu_top_ptr, mu_exponent_ptr, row, at, GROUPS)
+  chance = (chance << 16) | (chance >> 16)
+  _expand(nu, chance, nu_ptr, nu_top_ptr, nu_exponent_ptr, row, at, GROUPS)
 
 
 @triton.jit
@@ -103,16 +114,7 @@ def _contract(values_ptr, top_ptr, exponent_ptr, row, at, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def _expand(
-  x,
-  values_ptr,
-  top_ptr,
-  exponent_ptr,
-  row,
-  at,
-  GROUPS: tl.constexpr,
-  VIA_FLOAT16: tl.constexpr,
-):
+def _expand(x, chance, values_ptr, top_ptr, exponent_ptr, row, at, GROUPS: tl.constexpr):
   """`sbjax.expansion.expand`, stored."""
   size = tl.abs(x)
   top = tl.reduce(size, 1, larger)
@@ -122,11 +124,32 @@ def _expand(
   exponent = tl.where(top > 0, tl.clamp(exponent, 1 / 16, 64.0), 1.0)
   factor = 1.0 / tl.where(top == 0, 1.0, larger(top, TINY))  # A division for a group is cheap.
   expanded = larger(_power(size * factor[:, None], exponent[:, None]) * LIMIT, LEAST)
+  # Beyond its largest number e4m3 has NaN, and a power may be a bit too large.
+  expanded = tl.minimum(expanded, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+  expanded = _round_by_chance(expanded, chance)
   expanded = tl.where(size == 0, 0.0, tl.where(x < 0, -expanded, expanded))
-  values = cast_finite(expanded, values_ptr.dtype.element_ty, VIA_FLOAT16)
+  values = expanded.to(values_ptr.dtype.element_ty)
   tl.store(values_ptr + at, values, mask=(row < GROUPS)[:, None])
   tl.store(top_ptr + row, top, mask=row < GROUPS)
   tl.store(exponent_ptr + row, exponent, mask=row < GROUPS)
+
+
+@triton.jit
+def _hashed(x):
+  """`sbjax.dither.hashed`."""
+  x ^= x >> 16
+  x *= 0x7FEB352D
+  x ^= x >> 15
+  x *= 0x846CA68B
+  return x ^ (x >> 16)
+
+
+@triton.jit
+def _round_by_chance(x, chance):
+  """`sbjax.dither.round_by_chance` to e4m3, for x >= 0."""
+  shift = tl.where(x < 2.0**-6, 2.0**-6, 0.0)
+  bits = (x + shift).to(tl.uint32, bitcast=True) + (chance >> 12)
+  return (bits & 0xFFF00000).to(tl.float32, bitcast=True) - shift
 
 
 @triton.jit

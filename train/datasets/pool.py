@@ -8,7 +8,9 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 import threading
+import types
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection, resource_tracker
 from multiprocessing.reduction import ForkingPickler
@@ -84,22 +86,26 @@ def _died(process, job: Any) -> RunError:
 def _start(work: Callable, count: int) -> dict[connection.Connection, Any]:
   """Processes with all signals blocked, by the channels to them."""
   context = multiprocessing.get_context("spawn")  # A fork of JAX's threads may hang.
-  started = {}
+  started, program = {}, sys.modules["__main__"]
   before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
   try:
     resource_tracker.ensure_running()  # Unblocks two of them, when it starts.
     signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
+    # A process would import the program again, with JAX: for seconds, and its memory.
+    sys.modules["__main__"] = types.ModuleType("__main__")
     for _ in range(count):
       ours, theirs = context.Pipe()
       with theirs:
-        started[ours] = context.Process(target=_serve, args=(theirs, work), daemon=True)
-        started[ours].start()
+        process = context.Process(target=_serve, args=(theirs, work), daemon=True)
+        process.start()
+        started[ours] = process
     return started
   except BaseException:
     for process in started.values():
       process.kill()
     raise
   finally:
+    sys.modules["__main__"] = program
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 

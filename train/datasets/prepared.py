@@ -56,7 +56,15 @@ def _imported(config: DataConfig) -> WebDataset:
   """The newest version of an import, which is made if there is none with all of the shards."""
   builder = _shards_builder(config)
   _check_features(builder, config)
-  if not _is_current(builder, config):
+  current = _is_current(builder, config)
+  if not current and builder.data_path.exists() and not os.access(builder.data_dir, os.W_OK):
+    print(f"{builder.data_dir} cannot be written to: further shards are not imported.", flush=True)
+    current = True
+  if current:
+    splits = builder.info.splits.items()
+    sizes = ", ".join(f"{split.num_examples:,} {name}" for name, split in splits)
+    print(f"Imported before, {builder.info.full_name}: {sizes}.", flush=True)
+  else:
     with _alone(builder):  # One process imports; the others then find its data set.
       builder = _shards_builder(config)
       if not _is_current(builder, config):
@@ -167,7 +175,12 @@ def _explained(config: DataConfig) -> Iterator[None]:
   except tfds.core.DatasetNotFoundError:
     raise
   except Exception as error:  # Broken JSON and missing files raise many kinds.
-    if isinstance(error, PermissionError) or not folder.exists():
+    of_a_shard = (
+      isinstance(error, OSError)
+      and error.filename
+      and folder not in (pathlib.Path(os.fsdecode(error.filename)).parents)
+    )
+    if of_a_shard or isinstance(error, PermissionError) or not folder.exists():
       raise
     raise unreadable(f"The data set {config.name}", str(folder), error) from error
 
@@ -247,6 +260,8 @@ def _check_source(builder: WebDataset, config: DataConfig) -> None:
     paths = tar_shards.expand(pattern, builder.root)
     if not paths:
       raise ValueError(f"No shard matches {pattern!r} {where}.")
+    for path in paths:
+      _check_shard(path, f"data.{fields[pattern]}={pattern!r}")
     if absent := builder.absent(pattern):
       few = ", ".join(absent[:5]) + (f" and {len(absent) - 5:,} more" if len(absent) > 5 else "")
       raise ValueError(
@@ -254,8 +269,13 @@ def _check_source(builder: WebDataset, config: DataConfig) -> None:
         f" {'it' if len(absent) == 1 else 'them'} there, or name only what is there; a glob such as"
         " *.tar takes what it finds."
       )
-    for path in paths:
-      _check_shard(path, f"data.{fields[pattern]}={pattern!r}")
+  if shared := builder.shared():
+    more = f" and {len(shared) - 1:,} more" if len(shared) > 1 else ""
+    raise ValueError(
+      f"data.train_shards={config.train_shards!r} and data.eval_shards={config.eval_shards!r} both"
+      f" name {shared[0]}{more}: an evaluation would score what was trained on. Name other shards,"
+      " or parts of one split: data.train_split='train[:90%]', data.eval_split='train[90%:]'."
+    )
   if builder.class_names is None:
     raise ValueError(f"No file data.class_names={config.class_names!r} {where}.")
 
@@ -316,6 +336,13 @@ def _build(builder: tfds.core.DatasetBuilder) -> None:
       builder.download_and_prepare()
   except RuntimeError as error:  # ArrayRecord raises these, for example if the disk is full.
     raise OSError(f"Could not prepare {builder.data_dir}: {error}") from error
+  except OSError as error:
+    error.filename = error.filename or builder.data_dir
+    raise
+  except MemoryError as error:
+    raise RunError(
+      f"Could not prepare {builder.data_dir}: there is no memory left. What is finished stays."
+    ) from error
 
 
 def _check_features(builder: tfds.core.DatasetBuilder, config: DataConfig) -> None:

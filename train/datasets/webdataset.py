@@ -29,7 +29,7 @@ from train.machine import cores
 _BYTES_PER_PROCESS = 8 * 2**20  # Importing fewer bytes takes less time than starting a process.
 PARTS = "incomplete.import"  # the folder of parts, beside the versions
 _FIRST_VERSION = "1.0.0"
-_SAMPLED = 2**16  # bytes of a shard's start, middle and end in its checksum
+_SAMPLED = 2**13  # bytes of a shard's start, middle and end in its checksum
 
 
 class WebDataset(tfds.core.dataset_builder.FileReaderBuilder, skip_registration=True):
@@ -73,6 +73,7 @@ class WebDataset(tfds.core.dataset_builder.FileReaderBuilder, skip_registration=
     self._class_file = class_file
     self.patterns, self.root = dict(shards), root
     self.paths = {split: tar_shards.expand(pattern, root) for split, pattern in shards.items()}
+    self._seen: dict[str, list[Shard]] = {}
     folder = Path(data_dir or tfds.core.constants.DATA_DIR, name)
     self.VERSION = tfds.core.Version(version or newest(folder) or _FIRST_VERSION)
     super().__init__(data_dir=data_dir, file_format=tfds.core.FileFormat.ARRAY_RECORD)
@@ -104,15 +105,22 @@ class WebDataset(tfds.core.dataset_builder.FileReaderBuilder, skip_registration=
     if self.class_names is None:
       now["class_names"] = before["class_names"]
     differs = [key for key in now if before.get(key, now[key]) != now[key]]
-    for split, paths in self.paths.items():
+    for split in self.paths:
       gone, more = self._compared(split)
-      if paths and gone:
+      if gone and self._shards(split):
         differs.insert(0, f"shards (without {_few(gone)}{'; with ' * bool(more)}{_few(more)})")
     return differs
 
   def further(self) -> dict[str, list[Shard]]:
     """The shards of each split that the prepared data set does not have."""
     return {split: self._compared(split)[1] for split in self.paths}
+
+  def shared(self) -> list[str]:
+    """The names of shards that are in two splits."""
+    owners = collections.Counter(
+      (shard.name, shard.size) for split in self.paths for shard in self._shards(split)
+    )
+    return [name for (name, _), count in owners.items() if count > 1]
 
   def absent(self, pattern: str) -> list[str]:
     """What the pattern names that is not there, and not in the prepared data set either."""
@@ -129,7 +137,7 @@ class WebDataset(tfds.core.dataset_builder.FileReaderBuilder, skip_registration=
       for shard in shards:
         if not tar_shards.has_end(shard.path):
           print(f"{shard.path} has no end yet, and is left out until it has.", flush=True)
-          self.paths[split].remove(shard.path)
+          self._shards(split).remove(shard)
 
   def is_of_older_rules(self) -> bool:
     """Whether the prepared data set was read by the rules of an earlier version of this file."""
@@ -159,13 +167,21 @@ class WebDataset(tfds.core.dataset_builder.FileReaderBuilder, skip_registration=
     }
 
   def _shards(self, split: str) -> list[Shard]:
-    found = []
+    """The shards of a split that are there. A file with two names counts once."""
+    if split in self._seen:  # There may be many, on a slow disk.
+      return self._seen[split]
+    found = {}
     for path in self.paths[split]:
-      stat = os.stat(path)
+      try:
+        stat = os.stat(path)
+      except FileNotFoundError:  # deleted, or a link to nothing
+        continue
       name = os.path.relpath(path, self.root or None)
       name = os.path.abspath(path) if name.startswith("..") else name
-      found.append(Shard(name, path, stat.st_size, stat.st_mtime_ns))
-    return found
+      shard = Shard(name, path, stat.st_size, stat.st_mtime_ns)
+      found.setdefault((stat.st_dev, stat.st_ino), shard)
+    self._seen[split] = list(found.values())
+    return self._seen[split]
 
   def plan(self, base: "WebDataset | None") -> None:
     """Compares what the import needs with what the disk has, before anything is written.
@@ -237,8 +253,7 @@ class WebDataset(tfds.core.dataset_builder.FileReaderBuilder, skip_registration=
     shutil.rmtree(final, ignore_errors=True)
     final.mkdir()
     found, splits = {}, []
-    order = {path: n for paths in self.paths.values() for n, path in enumerate(paths)}
-    jobs = sorted(self._kept + self._todo, key=lambda job: order[job.shards[0].path])
+    jobs = sorted(self._kept + self._todo, key=lambda job: job.shards[0].path)
     for split in dict.fromkeys([*(self._base.info.splits if self._base else ()), *self.paths]):
       mine = [(job, parts.found(job)) for job in jobs if job.split == split]
       found[split] = parts.total([values for _, values in mine])
@@ -272,7 +287,7 @@ class WebDataset(tfds.core.dataset_builder.FileReaderBuilder, skip_registration=
 
   def _nothing(self, split: str, found: Found) -> str:
     """Why there is no usable sample."""
-    shards = len(self.paths[split])
+    shards = len(self._shards(split))
     text = (
       f"No usable sample in {self.patterns[split]!r}: {shards} shard(s), {len(found.damaged)} of"
       f" them damaged; skipped: {_listed(found.skipped) or 'none'}."
