@@ -49,7 +49,7 @@ ODD = {
   "junk": junk,
 }
 TEXTS = (
-  *("", "-", "--", "x" * 300, "a\nb", "~nobody-has-this-name/x", "/dev/null/x", "/dev/full"),
+  *("", "-", "x" * 300, "a\nb", "~nobody-has-this-name/x", "/dev/null/x", "/dev/full"),
   *("/proc/self/mem", "caf\udce9", "[", "{", "*", "a{0..2}b", "..", "%s", "a=b", "s3://b"),
 )
 

@@ -22,14 +22,11 @@ def local_path(path: str | os.PathLike, what: str, utf8: bool = False) -> Path:
   check_local(path, what)
   if utf8 and any("\ud800" <= letter <= "\udfff" for letter in os.path.abspath(path)):
     raise RunError(f"{what}={os.path.abspath(path)!r} is not UTF-8: rename it.")
-  try:
-    return Path(path).expanduser()
-  except RuntimeError as error:
-    raise RunError(f"{what}={os.fspath(path)!r} needs a home folder: set HOME.") from error
+  return Path(path).expanduser()
 
 
 def check_local(path: str | os.PathLike, what: str) -> None:
-  """Raises a RunError if the path names a place on another machine, or has a null byte."""
+  """Raises a RunError for a place on another machine, a null byte, and a ~ without a home."""
   text = os.fspath(path)
   if _SCHEME.match(text):
     raise RunError(
@@ -38,3 +35,7 @@ def check_local(path: str | os.PathLike, what: str) -> None:
     )
   if "\0" in text:
     raise RunError(f"{what}={text!r} has a null byte, which no path may have.")
+  try:
+    Path(path).expanduser()
+  except RuntimeError as error:
+    raise RunError(f"{what}={text!r} needs a home folder: set HOME, or name a user.") from error
