@@ -184,6 +184,17 @@ def test_an_empty_directory_restores_nothing(tmp_path, state):
   assert restore(tmp_path, state) is None
 
 
+@pytest.mark.parametrize(
+  "name", ["run[1]", "a*", "a?", "a**b", "[", "{a,b}", "a\nb", "\u732b", "%41"]
+)
+def test_a_folder_s_name_is_no_pattern(tmp_path, state, name):
+  (tmp_path / "a1").mkdir()
+  save(tmp_path / name, state, [1, 2])
+  restored = restore(tmp_path / name, state)
+  np.testing.assert_array_equal(restored.state["kernel"], after(state, 2)["kernel"])
+  assert not list((tmp_path / "a1").iterdir())
+
+
 def test_the_newest_steps_are_kept(tmp_path, state):
   save(tmp_path, state, [1, 2, 3, 4], keep=2)
   assert sorted(p.name for p in tmp_path.iterdir() if p.name.isdigit()) == ["3", "4"]

@@ -158,7 +158,7 @@ def test_an_example_without_finite_logits_is_wrong(colours):
 @pytest.mark.parametrize("task", ["colours", "captioned"])
 def test_texts_whose_features_are_not_finite_are_no_scores(task, request):
   broken = types.SimpleNamespace(**vars(MODEL))
-  broken.embed_texts = lambda texts: np.full((len(texts), 3), np.nan, np.float32)
+  broken.embed_texts = lambda texts: check_finite("text", np.full((len(texts), 3), np.nan), texts)
   with pytest.raises(RunError, match=r"The text tower gives 12 of 12 texts .* of them 'red'"):
     evaluate_folder(broken, open_folder(request.getfixturevalue(task)))
 

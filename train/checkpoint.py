@@ -12,6 +12,7 @@ whose write failed it waits for the others, which wait for that write.
 """
 
 import contextlib
+import glob
 import itertools
 import shutil
 import sys
@@ -24,10 +25,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 
 from train.agreement import gather
 from train.errors import RunError
 from train.workdir import newest_step, steps_on_disk
+
+
+def _glob(folder: epath.Path, pattern: str) -> Iterator[epath.Path]:
+  return (folder / name for name in glob.glob(pattern, root_dir=folder))
+
+
+# orbax looks for the parts of a checkpoint with it. etils' own takes the folder's name for a
+# pattern, too: in "run[1]" it finds none of them, and the checkpoint is lost.
+type(epath.Path()).glob = _glob
 
 
 class Restored(NamedTuple):

@@ -47,7 +47,7 @@ def _run(job, overrides, argv) -> None:
   if len(argv) > 1:
     sys.exit(f"Arguments must be flags: {' '.join(argv[1:])}. Did you mean --config.{argv[1]}?")
   with explained(_DEBUG.value):
-    workdir = local_path(_WORKDIR.value, "--workdir")
+    workdir = local_path(_WORKDIR.value, "--workdir", utf8=True)
     config = config_flags.load(_CONFIG.value)
     config_flags.override(config, overrides)
     if _DISTRIBUTED.value:
@@ -59,8 +59,9 @@ def _run(job, overrides, argv) -> None:
 @contextlib.contextmanager
 def explained(debug: bool = False) -> Iterator[None]:
   """Ends the program with one message for an error that a user can fix; quiets other logs."""
-  if hasattr(sys.stdout, "reconfigure"):  # A name may have letters that the encoding lacks.
-    sys.stdout.reconfigure(errors="backslashreplace")
+  for stream in (sys.stdout, sys.stderr):  # A name may have letters that the encoding lacks.
+    if hasattr(stream, "reconfigure"):
+      stream.reconfigure(errors="backslashreplace")
   # orbax logs every file that it writes, and its threads log errors that are raised here as well.
   logging.set_verbosity(logging.FATAL)
   sys.unraisablehook = _quiet(sys.unraisablehook)

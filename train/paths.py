@@ -11,21 +11,22 @@ from train.errors import RunError
 _SCHEME = re.compile(r"(?i)[a-z][a-z0-9+.-]+:/|(pipe|hf-hub|local-dir|file):")
 
 
-def local_path(path: str | os.PathLike, what: str) -> Path:
+def local_path(path: str | os.PathLike, what: str, utf8: bool = False) -> Path:
   """The path that the flag or field `what` gives.
+
+  utf8: it must be UTF-8, because libraries in C++ write there.
 
   Raises:
     RunError: it is none of this machine's, or there is no home folder for its ~.
   """
   check_local(path, what)
-  try:
-    return Path(path).expanduser()
-  except RuntimeError as error:
-    raise RunError(f"{what}={os.fspath(path)!r} needs a home folder: set HOME.") from error
+  if utf8 and any("\ud800" <= letter <= "\udfff" for letter in os.path.abspath(path)):
+    raise RunError(f"{what}={os.path.abspath(path)!r} is not UTF-8: rename it.")
+  return Path(path).expanduser()
 
 
 def check_local(path: str | os.PathLike, what: str) -> None:
-  """Raises a RunError if the path names a place on another machine, or has a null byte."""
+  """Raises a RunError for a place on another machine, a null byte, and a ~ without a home."""
   text = os.fspath(path)
   if _SCHEME.match(text):
     raise RunError(
@@ -34,3 +35,7 @@ def check_local(path: str | os.PathLike, what: str) -> None:
     )
   if "\0" in text:
     raise RunError(f"{what}={text!r} has a null byte, which no path may have.")
+  try:
+    Path(path).expanduser()
+  except RuntimeError as error:
+    raise RunError(f"{what}={text!r} needs a home folder: set HOME, or name a user.") from error

@@ -61,6 +61,7 @@ def _write(workdir: Path, title: str, samples: Sequence[Sample]) -> None:
     lines = [textwrap.shorten(line, 150, placeholder=" ...") for line in title.splitlines()]
     above.suptitle("\n".join(lines), fontsize="large")
     _make_room(figure, above, _draw_curves(above, records))
+    partial.unlink(missing_ok=True)
     figure.savefig(partial, dpi=110, format="png")
   partial.replace(workdir / "report.png")
 

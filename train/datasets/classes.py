@@ -12,7 +12,10 @@ def read_class_names(path: Path) -> list[str]:
 
   Raises:
     RunError: a line is empty, which would move the names after it, or is not UTF-8.
+    FileNotFoundError: there is no such file.
   """
+  if path.exists() and not path.is_file():  # A pipe could be read once.
+    raise RunError(f"{path} is no file: it should hold the name of a class on each line.")
   names = read_lines(path)
   if "" in names:
     raise RunError(

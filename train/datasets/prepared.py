@@ -151,7 +151,7 @@ def _explained(config: DataConfig) -> Iterator[None]:
 
 
 def _data_dir(config: DataConfig) -> pathlib.Path:
-  return local_path(config.data_dir or tfds.core.constants.DATA_DIR, "data.data_dir")
+  return local_path(config.data_dir or tfds.core.constants.DATA_DIR, "data.data_dir", utf8=True)
 
 
 def _shapes_builder(config: DataConfig) -> Shapes:
@@ -249,10 +249,8 @@ def _check_shard(path: str, field: str) -> None:
   """Raises a ValueError for a folder, a table or a picture in place of a shard."""
   if os.path.islink(path) and not os.path.exists(path):
     raise ValueError(f"{field} matches {path}, a link to {os.readlink(path)}, which is not there.")
-  if path.endswith(tar_shards.ENDINGS):
-    if not os.path.isdir(path):
-      return
-  elif not os.path.isdir(path) and tarfile.is_tarfile(path):
+  # What is no file, such as a pipe, could be waited for.
+  if os.path.isfile(path) and (path.endswith(tar_shards.ENDINGS) or tarfile.is_tarfile(path)):
     return
   what = "a folder" if os.path.isdir(path) else "no tar archive"
   raise ValueError(
