@@ -5,6 +5,9 @@ import io
 import pathlib
 import subprocess
 import sys
+import threading
+import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +16,9 @@ from PIL import Image
 
 from train import data
 from train.config import Config, DataConfig, ModelConfig
+from train.datasets import prepared
 from train.datasets.prepared import prepare
+from train.errors import RunError
 
 
 def _png(value):
@@ -118,6 +123,7 @@ def test_reading_needs_no_tensorflow(tmp_path):
 import sys
 from train import data
 from train.config import Config, DataConfig, ModelConfig
+from train.datasets import prepared
 data_config = DataConfig(name="shapes/tiny", data_dir=sys.argv[1])
 config = Config(model=ModelConfig(size=""), data=data_config)
 builder = data.prepare(config.data)
@@ -126,3 +132,59 @@ assert "tensorflow" not in sys.modules
 """
   root = pathlib.Path(__file__).parents[1]
   subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, cwd=root)
+
+
+@pytest.fixture
+def held(tmp_path):
+  """A data set whose folder another process holds."""
+  code = """
+import pathlib, sys
+from train.workdir import lock
+with lock(pathlib.Path(sys.argv[1])):
+  print(flush=True)
+  sys.stdin.read()
+"""
+  holder = subprocess.Popen(
+    [sys.executable, "-c", code, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+  )
+  holder.stdout.readline()
+  yield SimpleNamespace(data_dir=str(tmp_path / "1.0.0")), holder
+  holder.communicate()
+
+
+def test_a_wait_for_another_s_import_is_said_each_minute(held, monkeypatch, capfd):
+  builder, holder = held
+  monkeypatch.setattr(prepared, "_SAY_SECONDS", 0.3)
+  monkeypatch.setattr(prepared, "_POLL_SECONDS", 0.1)
+  threading.Timer(1.5, holder.communicate).start()
+  with prepared._alone(builder):
+    assert holder.wait() == 0
+  said = capfd.readouterr().out.splitlines()
+  assert len(said) > 1 and f"in use by process {holder.pid} on " in said[0]
+
+
+@pytest.mark.parametrize("clock", [0, 7200])  # seconds before the file server's
+def test_a_wait_for_another_s_import_ends_when_that_writes_nothing(held, monkeypatch, clock):
+  builder, holder = held
+  monkeypatch.setattr(prepared, "_POLL_SECONDS", 0.1)
+  monkeypatch.setattr(prepared, "_WAIT_SECONDS", 1.0)
+  now = time.time
+  monkeypatch.setattr(time, "time", lambda: now() + clock)
+  start = time.monotonic()
+  folder = pathlib.Path(builder.data_dir).parent / "incomplete.1"
+  folder.mkdir()
+
+  def write():
+    while time.monotonic() < start + 2:
+      (folder / "part").touch()
+      time.sleep(0.1)
+
+  thread = threading.Thread(target=write)
+  thread.start()
+  with (
+    pytest.raises(RunError, match=f"in use by process {holder.pid} on .*has written nothing"),
+    prepared._alone(builder),
+  ):
+    pass
+  thread.join()
+  assert time.monotonic() - start > 2.9
