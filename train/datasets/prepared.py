@@ -115,14 +115,18 @@ def _alone(builder: tfds.core.DatasetBuilder) -> Iterator[None]:
   folder = pathlib.Path(builder.data_dir).parent
   folder.mkdir(parents=True, exist_ok=True)
   with contextlib.ExitStack() as stack:
-    start = said = time.monotonic()
+    start = said = changed = time.monotonic()
+    written = None
     while True:
       try:
         stack.enter_context(lock(folder))
         break
       except RunError as error:
         holder = str(error).partition(". ")[0]
-      idle = time.time() - _last_write(folder)
+      before, written = written, _last_write(folder)
+      if written != before:  # Not compared with this machine's clock: the file system has its own.
+        changed = time.monotonic()
+      idle = time.monotonic() - changed
       if idle > _WAIT_SECONDS:
         raise RunError(
           f"{holder}, which has written nothing for {idle / 60:.0f} minutes. Continue it if it is"
