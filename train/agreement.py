@@ -124,7 +124,7 @@ def _processes(indices: Sequence[int]) -> str:
 def gather(what: str, value) -> list:
   """A JSON value of each process, in order; all must call this at the same point.
 
-  It needs no device, so steps may run meanwhile. Process 0 says each minute for whom it waits.
+  It needs no device, so steps may run meanwhile. A process says each minute for whom all wait.
 
   what: the work of the others that the wait is for, for its messages.
 
@@ -137,13 +137,14 @@ def gather(what: str, value) -> list:
   client, key = distributed.global_state.client, f"sbjax/{next(_calls)}"
   client.key_value_set(f"{key}/{index}", json.dumps(value))
   if index:
-    return json.loads(_awaited(f"{key}/all", f"{what} of all processes", index))
-  texts = [_awaited(f"{key}/{i}", f"{what} of process {i}", index) for i in range(count)]
+    _awaited(f"{key}/0", f"{what} of process 0", says=index == 1)
+    return json.loads(_awaited(f"{key}/all", f"{what} of all processes", says=False))
+  texts = [_awaited(f"{key}/{i}", f"{what} of process {i}", says=True) for i in range(count)]
   client.key_value_set(f"{key}/all", f"[{','.join(texts)}]")
   return [json.loads(text) for text in texts]
 
 
-def _awaited(key: str, what: str, index: int) -> str:
+def _awaited(key: str, what: str, says: bool) -> str:
   """The text at a key of the store that process 0 holds, as soon as it is there."""
   client, waited = distributed.global_state.client, 0.0
   while waited < PATIENCE:
@@ -153,9 +154,11 @@ def _awaited(key: str, what: str, index: int) -> str:
       if "DEADLINE_EXCEEDED" not in str(error):
         raise
     waited += _TICK
-    if waited % _MINUTE < _TICK and not index:  # One process says it, for all.
+    if waited % _MINUTE < _TICK and says:
       print(f"Waiting for {what} for {waited / 60:.0f} min.", file=sys.stderr, flush=True)
-  raise RunError(f"Process {index} waited {PATIENCE / 3600:.0f} hours for {what}, and ends.")
+  raise RunError(
+    f"Process {jax.process_index()} waited {PATIENCE / 3600:.0f} hours for {what}, and ends."
+  )
 
 
 def check(what: str, facts: Callable[[], dict[str, object]]) -> None:

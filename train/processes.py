@@ -222,10 +222,11 @@ def _receive(port: int, me: Process, deadline: float) -> list[int] | None:
     try:
       server = closing.enter_context(listen(port))
     except OSError as error:
+      reason = os.strerror(error.errno)
       raise RunError(
-        f"Process 0 cannot listen at port {port}, where the processes meet: {error.strerror}."
-        " Choose another port: in JAX_COORDINATOR_ADDRESS, or for Slurm, Open MPI and Kubernetes"
-        " in JAX_COORDINATOR_PORT, the same for all processes."
+        f"Process 0 cannot listen at port {port}, where the processes meet: {reason}. Take another"
+        " port: in JAX_COORDINATOR_ADDRESS, or for Slurm, Open MPI and Kubernetes in"
+        " JAX_COORDINATOR_PORT, the same for all processes."
       ) from error
     guests = []
     try:

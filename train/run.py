@@ -14,7 +14,6 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import optax
-from jax.experimental import multihost_utils
 
 from train import agreement, data
 from train.checkpoint import Checkpointer, Restored
@@ -313,7 +312,7 @@ def _tokenizer(config: Config, builder, workdir: Path) -> Tokenizer:
     partial = path.with_suffix(".partial")
     tokenizer.save(partial)
     partial.replace(path)
-  multihost_utils.sync_global_devices("tokenizer.json is there")
+  agreement.gather("the tokenizer", None)
   try:
     return Tokenizer.load(path)
   except ValueError as error:
