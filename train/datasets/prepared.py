@@ -259,7 +259,7 @@ def _check_source(builder: WebDataset, config: DataConfig) -> None:
   for pattern in builder.patterns.values():
     paths = tar_shards.expand(pattern, builder.root)
     if not paths:
-      raise ValueError(f"No shard matches {pattern!r} {where}.")
+      raise ValueError(f"No shard matches {os.path.join(builder.root, pattern)!r} {where}.")
     for path in paths:
       _check_shard(path, f"data.{fields[pattern]}={pattern!r}")
     if absent := builder.absent(pattern):
