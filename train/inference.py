@@ -161,7 +161,7 @@ def _open_clip(path: Path, size: str, tokenizer: str):
     model = clip_config(config.model)
     squash = is_squashed(path.name, path, model.vision.image_size)
     made = make_tokenizer(tokenizer or "clip", None, 0)
-    beside = config_of(path) or (model if Path(size).expanduser().exists() else None)
+    beside = config_of(path) or (model if local_path(size, "--model").exists() else None)
     if beside is not None and beside.text.end_id != made.eot_id:
       raise ValueError(
         f"it ends texts with the token {beside.text.end_id}, and the tokenizer"
