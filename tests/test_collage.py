@@ -96,8 +96,8 @@ def distance(b2, residual, steps=400, **formats):
 DISTANCES = {
   ("light", 0.95): 0.0015,
   ("light", 0.999): 0.006,  # The second moment stands still in bfloat16.
-  ("plus", 0.95): 0.001,
-  ("plus", 0.999): 0.001,
+  ("plus", 0.95): 0.0015,
+  ("plus", 0.999): 0.0015,
 }
 
 

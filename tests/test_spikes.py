@@ -140,7 +140,7 @@ def test_the_rms_is_the_patch_embedding_s_unless_another_is_named(tmp_path):
   folder = write(tmp_path / "run", *run())
   control, bias = "rms/image/block_1/fc2/kernel", "rms/image/patch_embedding/bias"
   path = folder / "metrics.jsonl"
-  records = [json.loads(line) | {control: 1.5, bias: 2.0} for line in path.open()]
+  records = [json.loads(line) | {control: 1.5, bias: 2.0} for line in path.read_text().splitlines()]
   path.write_text("".join(json.dumps(record) + "\n" for record in records))
   assert spikes.read_run(folder)[3] == "rms/image/patch_embedding/kernel"
   _, _, rms, name = spikes.read_run(folder, control)
