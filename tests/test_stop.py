@@ -312,6 +312,28 @@ with stop.listening():
   assert end(process) == (0, "0\n", "")
 
 
+def test_a_suspension_is_no_signal():
+  code = """
+import sys
+from train import stop
+with stop.listening():
+  print("ready", flush=True)
+  sys.stdin.read()
+  print(stop.received())
+"""
+  process = subprocess.Popen(
+    [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+  )
+  assert process.stdout.readline() == "ready\n"
+  for _ in range(3):
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(0.6)
+    process.send_signal(signal.SIGCONT)
+    time.sleep(0.1)
+  out, _ = process.communicate(timeout=60)
+  assert (process.returncode, out) == (0, "0\n")
+
+
 def test_a_signal_in_a_destructor_is_not_lost():
   process = program("""
 from train import stop

@@ -169,7 +169,7 @@ class _Listener:
       taken = signal.sigtimedwait(signals, _TICK)
       if taken is None:
         self._waited += _TICK
-      elif taken.si_signo != _NUDGE:
+      elif taken.si_signo in self._signals:  # Python returns any number after a SIGCONT.
         self._take(taken.si_signo)
       if self.signum and not self.deferring and not self._over:
         self._press()
