@@ -33,7 +33,13 @@ from train.run import Run, make_run
 from train.tokenizer import make_tokenizer
 
 NEW_STATE = Run.new_state
-NAMES = ["image/blocks/fc1/kernel", "image/proj", "text/proj", "logit_scale"]
+NAMES = [
+  "image/blocks/fc1/kernel",
+  "image/proj",
+  "text/proj",
+  "text/token_embedding/embedding",
+  "logit_scale",
+]
 
 
 def config(**fields):
