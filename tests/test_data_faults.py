@@ -295,7 +295,8 @@ IMPORT = """
 import os, sys
 from train.config import DataConfig
 from train.data import prepare
-from train.datasets import webdataset
+from train.datasets import prepared, webdataset
+prepared._check_shard = lambda *_: None  # It would refuse a pipe.
 webdataset.cores, webdataset._BYTES_PER_PROCESS = lambda: 2, 1
 prepare(DataConfig(name="mine", data_dir=sys.argv[1], root=sys.argv[2], train_shards="*.tar*"))
 """
