@@ -14,6 +14,7 @@ from sbjax.models.clip import CLIP
 from train.checkpoint import Checkpointer
 from train.config import MeshConfig, OptimizerConfig
 from train.errors import RunError
+from train.older_states import older
 from train.optimizer import make_optimizer, matrix_dtype
 from train.sharding import batch_sharding, make_mesh, replicated, state_shardings
 from train.step import make_init
@@ -303,3 +304,23 @@ def test_a_failed_write_is_reported_and_loses_nothing(tmp_path, state):
   finally:
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
   assert_nothing_is_lost(tmp_path, state)
+
+
+@pytest.mark.parametrize("freeze", [(), ("image/.*",)])
+def test_a_checkpoint_with_an_rms_for_each_parameter_is_restored(tmp_path, freeze):
+  """Earlier versions had the RMS in a tree like the parameters."""
+  mesh = make_mesh(MeshConfig(data=2, fsdp=4))
+  task = CLIPTask(CLIP(MICRO))
+  optimizer, _ = make_optimizer(OptimizerConfig(warmup_steps=1), 10, freeze)
+  state = jax.jit(make_init(task, optimizer, 0))()
+  like = shapes(jax.tree.map(jax.device_put, state, state_shardings(state, state.params, mesh)))
+  before = jax.tree.map(
+    lambda x: jax.device_put(jnp.ones(x.shape, x.dtype), x.sharding), older(like)
+  )
+  assert jax.tree.structure(before) != jax.tree.structure(state)
+  save(tmp_path, before, [1])
+  restored = Checkpointer(tmp_path, 3).restore(like).state
+  jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, np.full(y.shape, 2)), restored, like)
+  assert [x.sharding for x in jax.tree.leaves(restored)] == [
+    x.sharding for x in jax.tree.leaves(like)
+  ]

@@ -29,6 +29,7 @@ from etils import epath
 
 from train.agreement import gather
 from train.errors import RunError
+from train.older_states import newer, older
 from train.workdir import newest_step, steps_on_disk
 
 
@@ -102,6 +103,9 @@ class Checkpointer:
     while steps := self._steps() - failed.keys():
       step = max(steps)
       restored, reason = self._restore(step, like)
+      if restored is None and (before := older(like)) is not None:
+        restored, _ = self._restore(step, before)
+        restored = restored and restored._replace(state=newer(restored.state, like))
       if restored is None:
         failed[step] = reason
         continue
