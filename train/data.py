@@ -38,7 +38,7 @@ from train.datasets.scenes import Scenes, Steps, make_train_drawing
 from train.datasets.scenes_words import WORDS
 from train.datasets.wds_folder import EVAL_SPLIT, WdsFolder, open_folder
 from train.errors import RunError
-from train.machine import cores
+from train.machine import cores, describe_exit
 from train.paths import local_path
 from train.sharding import batch_sharding
 from train.tokenizer import Tokenizer
@@ -465,8 +465,8 @@ class _Batches(grain.DatasetIterator):
       if not code:
         raise
       raise RunError(
-        f"A worker process that loads data was ended {_explain(int(code[1]))} The same command"
-        f" continues (data.workers={self._workers})."
+        f"A worker process that loads data {_describe_end(int(code[1]), self._workers)} The same"
+        " command continues."
       ) from error
     self._given += 1
     # Copies out of the workers' shared memory. grain frees that with its arrays: late, at exit.
@@ -499,22 +499,15 @@ class _Batches(grain.DatasetIterator):
       self._iterator = None
 
 
-def _explain(exit_code: int) -> str:
-  """Why a process ended, as its exit code in Python tells."""
-  if exit_code >= 0:
-    return f"with exit code {exit_code}; what it printed is above."
-  name = signal.Signals(-exit_code).name
-  return f"by {name}" + {
-    "SIGKILL": ", perhaps for lack of memory: fewer data.workers, or a smaller data.prefetch, take"
-    " less.",
-    "SIGBUS": f": /dev/shm, through which batches pass, is full. It has {_size_of('/dev/shm')}; for"
-    " a container --shm-size sets it. Fewer data.workers and a smaller data.prefetch or batch_size"
-    " take less, and data.workers=0 takes none.",
-  }.get(name, ".")
-
-
-def _size_of(folder: str) -> str:
-  return f"{shutil.disk_usage(folder).total / 1e6:,.0f} MB"
+def _describe_end(code: int, workers: int) -> str:
+  """How a worker ended, and what would need less memory or less of /dev/shm, where batches pass."""
+  if -code not in (signal.SIGKILL, signal.SIGBUS):
+    return f"{describe_exit(code)}."
+  room = shutil.disk_usage("/dev/shm").total / 1e6
+  return (
+    f"{describe_exit(code)}. Fewer data.workers (now {workers}) and a smaller data.prefetch take"
+    f" less; /dev/shm has {room:,.0f} MB, and data.workers=0 takes nothing there."
+  )
 
 
 def _leave_the_accelerator(worker: int, workers: int) -> None:

@@ -18,8 +18,7 @@ from typing import Any
 
 from train.errors import RunError
 from train.machine import describe_exit
-
-_BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+from train.stop import SIGNALS
 
 
 def run(
@@ -87,10 +86,10 @@ def _start(work: Callable, count: int) -> dict[connection.Connection, Any]:
   """Processes with all signals blocked, by the channels to them."""
   context = multiprocessing.get_context("spawn")  # A fork of JAX's threads may hang.
   started, program = {}, sys.modules["__main__"]
-  before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
+  before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
   try:
     resource_tracker.ensure_running()  # Unblocks two of them, when it starts.
-    signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     # A process would import the program again, with JAX: for seconds, and its memory.
     sys.modules["__main__"] = types.ModuleType("__main__")
     for _ in range(count):
