@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -30,7 +31,7 @@ def by_rows(function: Callable, operands: tuple, rows: tuple, most: int | None =
     most: the most rows that one call may get from several examples; None for any number.
   """
   leaves, tree = jax.tree.flatten(operands)
-  if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+  if not any(isinstance(leaf, Tracer) for leaf in leaves):
     return function(*operands)
   structures = []
 
@@ -91,7 +92,7 @@ def _map(axis, arrays, axes, *, function: _Function, jaxpr):
     function = dataclasses.replace(function, mapped=(*function.mapped, (is_mapped, axis.spmd_name)))
     results = _call(function, arrays)
     return results, [0] * len(results)
-  folded, splits = [], None
+  folded, splits = [], []
   for i, x in enumerate(arrays):
     if function.has_rows[i]:
       x = x if is_mapped[i] else jnp.broadcast_to(x[None], (axis.size, *x.shape))
@@ -128,7 +129,8 @@ def _tangent(primals, tangents, *, function: _Function, jaxpr):
     changing = dict(zip(places, arrays, strict=True))
     return function(*(changing.get(i, x) for i, x in enumerate(primals)))
 
-  return jax.jvp(of_changing, *(tuple(all[i] for i in places) for all in (primals, tangents)))
+  points, changes = (tuple(all[i] for i in places) for all in (primals, tangents))
+  return jax.jvp(of_changing, points, changes)
 
 
 def _evaluate(*arrays, function: _Function, jaxpr):

@@ -90,10 +90,10 @@ def forward(ops: Backend, recipe: Recipe, x, w, bias, dtype, residual=None, mult
 
   x may be quantized, w a QuantizedWeight.
   """
-  if recipe.fp4 is not None:
+  if (fp4 := recipe.fp4) is not None:
 
     def multiply(x, w, bias, residual):
-      total = times(fp4_ops.product(x, w, recipe.fp4), multiplier)
+      total = times(fp4_ops.product(x, w, fp4), multiplier)
       return with_added(total, dtype, bias, residual)
 
     operands = x, master_weight(w), bias, residual
@@ -196,7 +196,9 @@ def output_grad_spec(recipe: Recipe, w) -> Spec | None:
 
 def _shares_scale(recipe: Recipe, w: QuantizedWeight) -> bool:
   """Whether the 8 bits of a frozen w for the forward pass, transposed, are those for `dgrad`."""
-  return not w.fwd.spec.is_rowwise and (recipe.dgrad[1].dtype == INT8) == (w.fwd.spec.dtype == INT8)
+  assert recipe.dgrad is not None and w.fwd is not None
+  spec = w.fwd.spec
+  return not spec.is_rowwise and (recipe.dgrad[1].dtype == INT8) == (spec.dtype == INT8)
 
 
 def quantize_output_grad(ops: Backend, recipe: Recipe, dys, bias, w):
