@@ -95,7 +95,7 @@ def _kernel(
   tl.debug_barrier()  # All threads have loaded what is overwritten.
   root = tl.sqrt(nu)
   tl.store(g_ptr + at, mu / (root + eps), mask=mask)
-  mu = tl.where(tl.abs(mu) < DUST * root, 0.0, mu)
+  mu = tl.where(tl.abs(mu) < root * DUST, 0.0, mu)
   _expand(mu, chance, mu_ptr, mu_top_ptr, mu_exponent_ptr, row, at, GROUPS)
   chance = (chance << 16) | (chance >> 16)
   _expand(nu, chance, nu_ptr, nu_top_ptr, nu_exponent_ptr, row, at, GROUPS)
