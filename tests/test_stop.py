@@ -15,6 +15,7 @@ from pairwise import mainly
 
 from train import data, loop, stop
 from train.checkpoint import Checkpointer
+from train.due import Due
 from train.run import Run
 
 ROOT = Path(__file__).parents[1]
@@ -214,6 +215,13 @@ def test_the_file_stop_ends_a_run_and_is_removed(train, whole, tmp_path, monkeyp
   assert error.exit_code == 130 and not (tmp_path / "stop").exists()
   monkeypatch.setattr(loop, "jit_train_step", loop_case.adding_step)
   assert train(tmp_path, **EVALUATING) == whole
+
+
+def test_the_file_stop_is_not_forgotten_until_processes_agree(tmp_path):
+  due = Due(loop_case.config(tmp_path), tmp_path, time.monotonic())
+  (tmp_path / "stop").touch()
+  reasons = [due._reason() for _ in range(3)]  # Several agree at the third, for example.
+  assert reasons[0] and len(set(reasons)) == 1
 
 
 def test_max_hours_end_a_run_that_may_go_on(train, tmp_path):

@@ -43,6 +43,7 @@ class Due:
   def __init__(self, config: Config, workdir: Path, hours_since: float):
     self._config, self._file = config, workdir / "stop"
     self._since, self._saved, self._looked = hours_since, time.monotonic(), 0.0
+    self._found = False  # the file
     self._agree = _Agreement(config.log_every)
     self.end = 0  # the reason to end that all know of
 
@@ -98,9 +99,8 @@ class Due:
     if 0 < self._config.max_hours * 3600 <= now - self._since:
       return _HOURS
     if jax.process_index() == 0 and now - self._looked > _LOOK_SECONDS:
-      self._looked = now
-      return _FILE if self._file.exists() else 0
-    return 0
+      self._looked, self._found = now, self._file.exists()
+    return _FILE if self._found else 0
 
   def _minutes(self) -> float:
     return (time.monotonic() - self._saved) / 60
