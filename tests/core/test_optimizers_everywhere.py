@@ -25,8 +25,8 @@ from sbjax import (
   fixed_loss_scale,
   stable_adamw,
 )
-from sbjax.stable_adamw import ScaleByStableAdamState, states_of, tensor_rms
-from sbjax.state_formats import FORMATS
+from sbjax.optim.stable_adamw import ScaleByStableAdamState, states_of, tensor_rms
+from sbjax.optim.state_formats import FORMATS
 
 pytestmark = pytest.mark.standard_promotion  # As optax needs.
 
