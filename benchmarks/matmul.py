@@ -23,7 +23,7 @@ from benchmarks.timing import TRITON_GEMM, append, contender, provenance, race
 from sbjax.backends import get_backend
 from sbjax.formats import E4M3, INT8
 from sbjax.matmul import scaled_matmul
-from sbjax.pallas.scaled_matmul_sm90 import MANY_ROWS
+from sbjax.pallas.sm90.scaled_matmul import MANY_ROWS
 
 
 def main() -> None:

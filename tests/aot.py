@@ -39,7 +39,7 @@ from sbjax import (
   quantized_dot,
   quantized_dot_general,
 )
-from sbjax.pallas import scaled_matmul_sm90 as sm90
+from sbjax.pallas.sm90 import scaled_matmul as sm90
 from sbjax.recipes import SWITCHBACK
 from sbjax.split_k_matmul import split_k_matmul
 

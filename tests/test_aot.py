@@ -21,7 +21,7 @@ import pytest
 from pairwise import mainly
 
 import sbjax
-from sbjax.pallas import scaled_matmul_sm90
+from sbjax.pallas.sm90 import scaled_matmul as scaled_matmul_sm90
 
 pytestmark = pytest.mark.aot
 

@@ -17,7 +17,7 @@ from sbjax.backends import NAMES, get_backend
 from sbjax.dither import positions
 from sbjax.formats import E4M3, E5M2, INT8
 from sbjax.matmul import scaled_matmul
-from sbjax.pallas import scaled_matmul_sm90
+from sbjax.pallas.sm90 import scaled_matmul as scaled_matmul_sm90
 
 pytestmark = pytest.mark.gpu
 

@@ -14,8 +14,8 @@ import triton.language as tl
 from sbjax import expansion
 from sbjax.expansion import Coded
 from sbjax.formats import E4M3, max_value
-from sbjax.pallas.rounding_triton import larger
-from sbjax.pallas.triton import triton_call
+from sbjax.pallas.triton.call import triton_call
+from sbjax.pallas.triton.rounding import larger
 
 SPAN, LEAST = tl.constexpr(expansion.SPAN), tl.constexpr(expansion.LEAST)
 DUST = tl.constexpr(expansion.DUST)

@@ -13,7 +13,8 @@ import triton.language as tl
 from sbjax import fused_ops
 from sbjax.formats import INT8, max_value
 from sbjax.fused_ops import NORM_EPSILON, LayerNormParams
-from sbjax.pallas.rounding_triton import (
+from sbjax.pallas.triton.call import compute_capability, triton_call
+from sbjax.pallas.triton.rounding import (
   Config,
   load_row,
   quantize_row,
@@ -24,7 +25,6 @@ from sbjax.pallas.rounding_triton import (
   to_float32,
   zero_row,
 )
-from sbjax.pallas.triton import compute_capability, triton_call
 from sbjax.quantize import Quantized, Spec
 
 _struct = jax.ShapeDtypeStruct

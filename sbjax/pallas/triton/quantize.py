@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 
 from sbjax.formats import max_value
-from sbjax.pallas.rounding_triton import (
+from sbjax.pallas.triton.call import compute_capability, triton_call
+from sbjax.pallas.triton.rounding import (
   Config,
   cast,
   larger,
@@ -22,7 +23,6 @@ from sbjax.pallas.rounding_triton import (
   rounding_factor,
   to_float32,
 )
-from sbjax.pallas.triton import compute_capability, triton_call
 from sbjax.quantize import Quantized, Spec, check_quantizable, factor_and_scale
 
 _struct = jax.ShapeDtypeStruct
