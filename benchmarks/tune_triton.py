@@ -13,7 +13,7 @@ from benchmarks.kernels import kernel_race
 from benchmarks.operands import tops
 from benchmarks.timing import TRITON_GEMM, Contender, contender, race
 from benchmarks.tune import non_defaults
-from sbjax import matmul
+from sbjax.ops import matmul
 from sbjax.pallas.triton import scaled_matmul as product
 from sbjax.pallas.triton.call import compute_capability
 from sbjax.pallas.triton.scaled_matmul import TileConfig

@@ -120,7 +120,7 @@ def attention_backward(
   num_sms: int | None = None,
   interpret=False,
 ) -> tuple[jax.Array, ...]:
-  """`sbjax.attention_ops.attention_backward`, but for the rounding of sums.
+  """`sbjax.ops.attention.attention_backward`, but for the rounding of sums.
 
   Padding, and what does not fit (`fits`), go to Triton.
 

@@ -56,7 +56,7 @@ def fits(tokens: int, head_dim: int) -> bool:
 def attention_forward(
   *qkv: jax.Array, causal: bool, length: int, num_sms: int | None = None, interpret=False
 ) -> tuple[jax.Array, jax.Array]:
-  """`sbjax.attention_ops.attention_forward`, but for the rounding of sums.
+  """`sbjax.ops.attention.attention_forward`, but for the rounding of sums.
 
   Padding, and what does not fit (`fits`), go to Triton.
 

@@ -12,7 +12,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from sbjax import device as devices
+from sbjax.ops import device as devices
 
 TILE = 64  # Rows of a tile of queries or keys.
 LOG2_E = math.log2(math.e)

@@ -30,12 +30,11 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from sbjax import device as devices
-from sbjax.formats import accumulator_dtype
-from sbjax.matmul import check_operands, check_residual, nothing
+from sbjax.ops import device as devices
+from sbjax.ops.matmul import check_operands, check_residual, nothing
 from sbjax.pallas import tuning
 from sbjax.pallas.tuning import MANY_ROWS
-from sbjax.quantize import Quantized
+from sbjax.quantize import Quantized, format_of
 
 NAME = "scaled_matmul_sm90"  # In tables.
 
@@ -160,7 +159,7 @@ def scaled_matmul(
   num_sms: int | None = None,
   interpret=False,
 ) -> jax.Array:
-  """`sbjax.matmul.scaled_matmul`, bit for bit in int8; K and N must be multiples of 16.
+  """`sbjax.ops.matmul.scaled_matmul`, bit for bit in int8; K and N must be multiples of 16.
 
   The tensor core sums fp8 products with fewer bits than float32 has.
 
@@ -184,7 +183,7 @@ def accumulate(
   lhs: jax.Array, rhs: jax.Array, *, config=None, num_sms=None, interpret=False
 ) -> jax.Array:
   """`lhs @ rhs.T` [M, N] without scales, in int32 or float32: partial sums of a sharded K."""
-  out_dtype = accumulator_dtype(lhs.dtype)
+  out_dtype = format_of(lhs.dtype).accumulator
   return _matmul(lhs, rhs, [], None, out_dtype, config, num_sms, interpret)
 
 
@@ -331,7 +330,7 @@ def _kernel(lhs, rhs, *refs, config: TileConfig, has_residual: bool):
           plgpu.barrier_arrive(free_barriers.at[lax.rem(first_step + steps - 1, stages)])
           return acc[...]
 
-        acc = plgpu.ACC((tile_m, tile_n), accumulator_dtype(lhs.dtype))  # pyright: ignore
+        acc = plgpu.ACC((tile_m, tile_n), format_of(lhs.dtype).accumulator)  # pyright: ignore
         total = pl.run_scoped(multiply, acc)
         tiles.store(total, scale)
 
