@@ -41,7 +41,7 @@ from sbjax.models.sizes import SIZES
 from sbjax.models.transformer import BlockOptions
 from sbjax.ops.matmul import scaled_matmul
 from sbjax.ops.registry import get_backend
-from sbjax.pallas.scaled_matmul_sm90 import NARROW, TileConfig
+from sbjax.pallas.sm90.scaled_matmul import NARROW, TileConfig
 from sbjax.quantize import E4M3, INT8, Spec, quantize
 from sbjax.recipes import SWITCHBACK
 from train import remat
@@ -274,7 +274,7 @@ def test_the_shipped_table_has_the_config_of_each_shape_s_last_tuning():
 
   results = rows("benchmarks/results/tuning.jsonl")
   tuned = [table_row(row) for row in results if row.get("kernel", kernel) == kernel]
-  assert configs(rows(f"sbjax/pallas/{kernel}.jsonl")) == configs(tuned)
+  assert configs(rows(tune.SHIPPED[kernel])) == configs(tuned)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])

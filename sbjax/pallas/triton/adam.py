@@ -13,8 +13,8 @@ import triton.language as tl
 
 from sbjax.ops import adam as expansion
 from sbjax.ops.adam import Coded
-from sbjax.pallas.rounding_triton import larger
-from sbjax.pallas.triton import triton_call
+from sbjax.pallas.triton.call import triton_call
+from sbjax.pallas.triton.rounding import larger
 from sbjax.quantize import E4M3, FORMATS
 
 SPAN, LEAST = tl.constexpr(expansion.SPAN), tl.constexpr(expansion.LEAST)

@@ -16,19 +16,17 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from sbjax.pallas.attention_heads_sm90 import (
-  COMPUTE_REGISTERS,
-  MEMORY_REGISTERS,
-  Heads,
-  ThreadBlock,
-  barriers_of,
-)
-from sbjax.pallas.attention_parts_sm90 import (
+from sbjax.pallas.sm90.hopper import (
   BY_COLUMN,
+  COMPUTE_REGISTERS,
   COMPUTE_WARPGROUPS,
   LOG2_E,
+  MEMORY_REGISTERS,
   TILE,
+  Heads,
+  ThreadBlock,
   across,
+  barriers_of,
   first_column,
   fits_tma,
   load,
@@ -37,6 +35,7 @@ from sbjax.pallas.attention_parts_sm90 import (
   varying,
   with_zeros,
 )
+from sbjax.pallas.triton import attention_short as attention_triton
 
 SHARED_MEMORY = 232_448  # Bytes that a thread block can have.
 
@@ -55,14 +54,19 @@ def fits(tokens: int, head_dim: int) -> bool:
 
 
 def attention_forward(
-  *qkv: jax.Array, causal: bool, num_sms: int | None = None, interpret=False
+  *qkv: jax.Array, causal: bool, length: int, num_sms: int | None = None, interpret=False
 ) -> tuple[jax.Array, jax.Array]:
-  """`sbjax.ops.attention.attention_forward` without padding, but for the rounding of sums.
+  """`sbjax.ops.attention.attention_forward`, but for the rounding of sums.
+
+  Padding, and what does not fit (`fits`), go to Triton.
 
   Args:
     num_sms: how many thread blocks run; None for one on each SM of the device.
     interpret: False, or plgpu.InterpretGPUParams for a run on the CPU.
   """
+  _, tokens, _, _, head_dim = qkv[0].shape
+  if not fits(tokens, head_dim) or length != tokens:
+    return attention_triton.attention_forward(*qkv, causal=causal, length=length)
   plan = Plan.of(qkv, causal)
   batch, tokens, heads = plan.batch, plan.tokens, plan.heads
   o = jax.ShapeDtypeStruct((batch, tokens, 1, heads, plan.head_dim), plan.dtype)

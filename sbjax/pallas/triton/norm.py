@@ -12,7 +12,8 @@ import triton.language as tl
 
 from sbjax.ops import rows as fused_ops
 from sbjax.ops.rows import NORM_EPSILON, LayerNormParams
-from sbjax.pallas.rounding_triton import (
+from sbjax.pallas.triton.call import compute_capability, triton_call
+from sbjax.pallas.triton.rounding import (
   Config,
   load_row,
   quantize_row,
@@ -23,7 +24,6 @@ from sbjax.pallas.rounding_triton import (
   to_float32,
   zero_row,
 )
-from sbjax.pallas.triton import compute_capability, triton_call
 from sbjax.quantize import FORMATS, INT8, Quantized, Spec
 
 _struct = jax.ShapeDtypeStruct

@@ -11,7 +11,7 @@ import math
 import triton
 import triton.language as tl
 
-from sbjax.pallas.rounding_triton import plus
+from sbjax.pallas.triton.rounding import plus
 
 LOG2_E, LOG_2 = tl.constexpr(math.log2(math.e)), tl.constexpr(math.log(2))
 ROWS = tl.constexpr(64)  # Of a tensor core's instruction on Hopper.

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from sbjax.pallas.rounding_triton import (
+from sbjax.pallas.triton.call import compute_capability, triton_call
+from sbjax.pallas.triton.rounding import (
   Config,
   cast,
   larger,
@@ -21,7 +22,6 @@ from sbjax.pallas.rounding_triton import (
   rounding_factor,
   to_float32,
 )
-from sbjax.pallas.triton import compute_capability, triton_call
 from sbjax.quantize import Quantized, Spec, check_quantizable, factor_and_scale
 
 _struct = jax.ShapeDtypeStruct

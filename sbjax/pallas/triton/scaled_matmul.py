@@ -10,7 +10,7 @@ import triton.language as tl
 from sbjax.ops.device import target
 from sbjax.ops.matmul import check_operands, check_residual, nothing
 from sbjax.pallas import tuning
-from sbjax.pallas.triton import compute_capability, triton_call
+from sbjax.pallas.triton.call import compute_capability, triton_call
 from sbjax.quantize import Quantized, format_of
 
 NAME = "scaled_matmul_triton"
@@ -82,7 +82,7 @@ def by_rule(m: int, n: int, capability: int, has_residual: bool = False) -> Tile
 
 @functools.cache
 def _shipped() -> list[dict]:
-  return tuning.shipped_table(NAME)
+  return tuning.shipped_table(__file__)
 
 
 def tile_configs() -> set[TileConfig]:

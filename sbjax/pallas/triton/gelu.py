@@ -23,8 +23,9 @@ import triton.language as tl
 
 from sbjax.ops import rows as fused_ops
 from sbjax.ops.rows import MAX_WIDTH_IN_REGISTERS
-from sbjax.pallas.quantize_triton import quantize
-from sbjax.pallas.rounding_triton import (
+from sbjax.pallas.triton.call import compute_capability, triton_call
+from sbjax.pallas.triton.quantize import quantize
+from sbjax.pallas.triton.rounding import (
   Config,
   load_row,
   piece,
@@ -34,7 +35,6 @@ from sbjax.pallas.rounding_triton import (
   to_float32,
   zero_row,
 )
-from sbjax.pallas.triton import compute_capability, triton_call
 from sbjax.quantize import Quantized, Spec
 
 _struct = jax.ShapeDtypeStruct

@@ -13,16 +13,14 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from sbjax.pallas.attention_heads_sm90 import (
+from sbjax.pallas.sm90.hopper import (
   COMPUTE_REGISTERS,
+  COMPUTE_WARPGROUPS,
   MEMORY_REGISTERS,
+  TILE,
   Heads,
   ThreadBlock,
   barriers_of,
-)
-from sbjax.pallas.attention_parts_sm90 import (
-  COMPUTE_WARPGROUPS,
-  TILE,
   persistent_kernel,
   sums,
   tiled,

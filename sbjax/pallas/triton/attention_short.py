@@ -3,7 +3,7 @@
 The keys and values of a head, or its queries, fit in shared memory. So the forward pass computes
 softmax at once, and the backward pass has each product once: it holds the gradient of all queries
 in registers, while it computes those of one tile of keys after another. Nothing is added in memory.
-Longer sequences go to attention_tiles_triton.py.
+Longer sequences go to attention_tiles.py.
 """
 
 import dataclasses
@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from sbjax.pallas import attention_tiles_triton as tiles
-from sbjax.pallas.attention_parts_triton import (
+from sbjax.pallas.triton import attention_tiles as tiles
+from sbjax.pallas.triton.attention_parts import (
   LOG2_E,
   LOG_2,
   add_dot,
@@ -32,8 +32,8 @@ from sbjax.pallas.attention_parts_triton import (
   three,
   zeros,
 )
-from sbjax.pallas.rounding_triton import larger, plus
-from sbjax.pallas.triton import compute_capability, triton_call
+from sbjax.pallas.triton.call import compute_capability, triton_call
+from sbjax.pallas.triton.rounding import larger, plus
 
 _struct = jax.ShapeDtypeStruct
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from sbjax.pallas.attention_parts_triton import (
+from sbjax.pallas.triton.attention_parts import (
   LOG2_E,
   LOG_2,
   ROWS,
@@ -34,8 +34,8 @@ from sbjax.pallas.attention_parts_triton import (
   three,
   zeros,
 )
-from sbjax.pallas.rounding_triton import larger, plus
-from sbjax.pallas.triton import triton_call
+from sbjax.pallas.triton.call import triton_call
+from sbjax.pallas.triton.rounding import larger, plus
 
 _WIDE_STEP = 64  # Of a last tile's program, so that the tensor cores have enough rows.
 
