@@ -19,12 +19,13 @@ import numpy as np
 from absl import flags
 
 from benchmarks.timing import append, provenance
-from train import cli, data
+from train import cli
 from train.config import Config
+from train.data import source as data
 from train.loop import jit_train_step
 from train.optimizer import COLLAGE, STATES
+from train.parallel.sharding import batch_sharding
 from train.run import make_run
-from train.sharding import batch_sharding
 
 _STATES = flags.DEFINE_list(
   "states", ["float32", "option_a", "collage_light", "collage_plus"], "Choices to train with."

@@ -29,9 +29,9 @@ import numpy as np
 from PIL import Image
 
 from benchmarks.host_rate import rate
-from train import data
 from train.config import Config, DataConfig, ModelConfig
-from train.tokenizer import make_tokenizer
+from train.data import source as data
+from train.data.tokenizer import make_tokenizer
 
 _RESULTS = pathlib.Path(__file__).parent / "results" / "data.jsonl"
 _PHOTOS = 512

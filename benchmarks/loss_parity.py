@@ -28,12 +28,13 @@ from absl import flags
 from benchmarks.flax_block import FlaxBlock
 from benchmarks.timing import append
 from sbjax.attention import BACKENDS
-from train import cli, data
+from train import cli
 from train.config import Config
+from train.data import source as data
 from train.loop import jit_train_step
 from train.optimizer import STATES
+from train.parallel.sharding import batch_sharding
 from train.run import Run, make_run
-from train.sharding import batch_sharding
 
 _VARIANTS = flags.DEFINE_list(
   "variants", ["full unfused", "switchback", "switchback unfused"], "The first is the base."

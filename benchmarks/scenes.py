@@ -2,7 +2,7 @@
 
   python -m benchmarks.scenes
 
-Draws batches as a run does (train/datasets/scenes.py), on all devices. Then trains the model of
+Draws batches as a run does (train/data/scenes/scenes.py), on all devices. Then trains the model of
 configs/scenes_s8.py, as train.main compiles the step: on one batch that stays on the devices, and
 on batches that are drawn for each step. The three take turns, and medians count. Adds a line to
 results/scenes.jsonl with images a second of each, the milliseconds that drawing adds to a step, and
@@ -20,8 +20,8 @@ import numpy as np
 
 from benchmarks.timing import append, provenance
 from configs import scenes_s8
-from train import data
 from train.config import Config
+from train.data import source as data
 from train.loop import jit_train_step
 from train.run import Run, make_run
 

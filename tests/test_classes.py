@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from shards_case import data_config, image_bytes, write_shard
 
-from train import data
 from train.config import Config, ModelConfig
-from train.datasets.classes import read_class_names
-from train.datasets.wds_folder import open_folder
+from train.data import source as data
+from train.data.classes import read_class_names
+from train.data.wds_folder import open_folder
 from train.errors import RunError
 
 

@@ -6,9 +6,10 @@ import re
 import loop_case
 import pytest
 
-from train import data, run
+from train import run
 from train.config import Config, DataConfig
-from train.tokenizer import make_tokenizer
+from train.data import source as data
+from train.data.tokenizer import make_tokenizer
 
 REFUSED = [
   ("model.size", "Q/9", "model.size='Q/9': 'Q/9' is no model: known are tiny"),

@@ -16,9 +16,9 @@ import pytest
 import tensorflow_datasets as tfds
 from PIL import Image
 
-from train import data
 from train.config import Config, DataConfig, ModelConfig
-from train.tokenizer import make_tokenizer
+from train.data import source as data
+from train.data.tokenizer import make_tokenizer
 
 SIZE, LENGTH = 24, 16
 

@@ -16,11 +16,11 @@ import tracemalloc
 import pytest
 from shards_case import captions, data_config, image_bytes, pairs, write_shard
 
-from train import data
 from train.config import Config, ModelConfig
-from train.datasets import sample, tar_shards
+from train.data import sample, tar_shards
+from train.data import source as data
+from train.data.tokenizer import make_tokenizer
 from train.errors import RunError
-from train.tokenizer import make_tokenizer
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -294,9 +294,9 @@ def test_a_worker_s_end_is_explained_by_its_signal(config, folder, signum, messa
 IMPORT = """
 import os, sys
 from train.config import DataConfig
-from train.data import prepare
-from train.datasets import prepared, webdataset
-prepared._check_shard = lambda *_: None  # It would refuse a pipe.
+from train.data.source import prepare
+from train.data import builders, webdataset
+builders._check_shard = lambda *_: None  # It would refuse a pipe.
 webdataset.cores, webdataset._BYTES_PER_PROCESS = lambda: 2, 1
 prepare(DataConfig(name="mine", data_dir=sys.argv[1], root=sys.argv[2], train_shards="*.tar*"))
 """

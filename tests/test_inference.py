@@ -19,12 +19,12 @@ from sbjax.models.config_files import to_open_clip
 from sbjax.models.serving import size_of
 from sbjax.quantize import Quantized
 from train import inference
-from train.augment import CentreCrop, Squash
 from train.config import Config, ModelConfig
+from train.data.augment import CentreCrop, Squash
+from train.data.preprocessing import normalize
+from train.data.tokenizer import make_tokenizer
 from train.errors import RunError
-from train.images import normalize
 from train.run import make_run
-from train.tokenizer import make_tokenizer
 
 ROOT = Path(__file__).parents[1]
 TEXTS = ["a red circle", "a blue ring", "a green star"]

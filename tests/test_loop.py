@@ -20,19 +20,21 @@ import orbax.checkpoint as ocp
 import pytest
 from shards_case import image_bytes, write_shard
 
-from train import loop, processes
+from train import loop
 from train.config import Config, ModelConfig
 from train.errors import RunError
+from train.parallel import processes
+from train.parallel.watchdog import EXIT_CODE
 from train.run import _MAY_CHANGE, Run, check_continues
 from train.task import CLIPTask
-from train.watchdog import EXIT_CODE
 
 ROOT = Path(__file__).parents[1]
 EVALUATE = Run.evaluate  # The fixture replaces it.
 HANGING = """
 import pathlib, sys, threading, time
 import loop_case
-from train import data, loop
+from train import loop
+from train.data import source as data
 
 workdir = pathlib.Path(sys.argv[2])
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from train.config import Config, MeshConfig, ModelConfig
 from train.errors import RunError
 from train.memory import asked_bytes, explain, explained, is_out_of_memory
-from train.sharding import make_mesh
+from train.parallel.sharding import make_mesh
 
 GPU = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 68719476736 bytes."
 TEXTS = {

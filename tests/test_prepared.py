@@ -11,9 +11,9 @@ import pytest
 import tensorflow_datasets as tfds
 from PIL import Image
 
-from train import data
 from train.config import Config, DataConfig, ModelConfig
-from train.datasets.prepared import prepare
+from train.data import source as data
+from train.data.builders import prepare
 
 
 def _png(value):
@@ -116,7 +116,7 @@ def test_a_data_set_in_another_format_is_refused(tmp_path):
 def test_reading_needs_no_tensorflow(tmp_path):
   code = """
 import sys
-from train import data
+from train.data import source as data
 from train.config import Config, DataConfig, ModelConfig
 data_config = DataConfig(name="shapes/tiny", data_dir=sys.argv[1])
 config = Config(model=ModelConfig(size=""), data=data_config)

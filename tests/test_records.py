@@ -8,11 +8,11 @@ import random
 import pytest
 from shards_case import data_config, pairs, write_shard
 
-from train import data
 from train.config import Config, ModelConfig
-from train.datasets import records
-from train.datasets.prepared import prepare, unreadable
-from train.datasets.records import Records
+from train.data import records
+from train.data import source as data
+from train.data.builders import prepare, unreadable
+from train.data.records import Records
 from train.errors import RunError
 
 

@@ -11,11 +11,11 @@ import pytest
 from flax_case import bitwise
 from scene_case import MANY, drawn, rows_of
 
-from train import data
 from train.config import Config, DataConfig, ModelConfig
-from train.datasets import scenes
-from train.datasets import scenes_words as words
-from train.datasets.scenes_layout import (
+from train.data import source as data
+from train.data.preprocessing import MEAN
+from train.data.scenes import scenes, words
+from train.data.scenes.layout import (
   SIDE,
   VARIANTS,
   Dice,
@@ -23,12 +23,11 @@ from train.datasets.scenes_layout import (
   allowed,
   is_held_out,
 )
-from train.datasets.scenes_pixels import _grains, draw_pixels
-from train.datasets.scenes_shapes import GRID, REACH, signed_distances
-from train.datasets.scenes_words import COLOURS, SHAPES, TEXTURES, WORDS
-from train.images import MEAN
-from train.sharding import make_mesh
-from train.tokenizer import make_tokenizer
+from train.data.scenes.pixels import _grains, draw_pixels
+from train.data.scenes.shapes import GRID, REACH, signed_distances
+from train.data.scenes.words import COLOURS, SHAPES, TEXTURES, WORDS
+from train.data.tokenizer import make_tokenizer
+from train.parallel.sharding import make_mesh
 
 FULL, SMALL_VARIANT = VARIANTS["full"], VARIANTS["small"]
 

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 from scene_case import MANY, drawn, rows_of
 
-from train.datasets import scenes
-from train.datasets import scenes_words as words
-from train.datasets.scenes_captions import draw_caption
-from train.datasets.scenes_layout import LARGE, SIDE, SMALL, VARIANTS, Scene
-from train.datasets.scenes_words import COLOURS, SHAPES, TEXTURES, VOCABULARY, WORDS
-from train.tokenizer import Tokenizer, make_tokenizer
+from train.data.scenes import scenes, words
+from train.data.scenes.captions import draw_caption
+from train.data.scenes.layout import LARGE, SIDE, SMALL, VARIANTS, Scene
+from train.data.scenes.words import COLOURS, SHAPES, TEXTURES, VOCABULARY, WORDS
+from train.data.tokenizer import Tokenizer, make_tokenizer
 
 
 def synonyms(table) -> dict[str, int]:

@@ -13,9 +13,11 @@ import loop_case
 import pytest
 from pairwise import mainly
 
-from train import data, loop, stop
+from train import loop
 from train.checkpoint import Checkpointer
+from train.data import source as data
 from train.due import Due
+from train.parallel import stop
 from train.run import Run
 
 ROOT = Path(__file__).parents[1]
@@ -254,7 +256,7 @@ def end(process) -> tuple[int, str, str]:
 
 def test_a_signal_to_the_group_leaves_the_children_alive():
   process = program("""
-from train import stop
+from train.parallel import stop
 with stop.listening():
   stop.defer()
   child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3)"])
@@ -270,7 +272,7 @@ with stop.listening():
 
 def test_a_program_that_cannot_answer_is_ended_with_the_message():
   process = program("""
-from train import stop
+from train.parallel import stop
 stop._PATIENCE = 0.5
 with stop.listening():
   signal.pthread_sigmask(signal.SIG_BLOCK, [stop._NUDGE])  # As if it were in C.
@@ -284,7 +286,7 @@ with stop.listening():
 
 def test_only_a_second_ctrl_c_ends_a_run_without_a_save():
   process = program("""
-from train import stop
+from train.parallel import stop
 with stop.listening():
   stop.defer()
   print("ready", flush=True)
@@ -310,7 +312,7 @@ def test_an_ignored_signal_stays_ignored():
   process = program(
     """
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
-from train import stop
+from train.parallel import stop
 with stop.listening():
   os.kill(os.getpid(), signal.SIGHUP)
   time.sleep(0.5)
@@ -323,7 +325,7 @@ with stop.listening():
 def test_a_suspension_is_no_signal():
   code = """
 import sys
-from train import stop
+from train.parallel import stop
 with stop.listening():
   print("ready", flush=True)
   sys.stdin.read()
@@ -344,7 +346,7 @@ with stop.listening():
 
 def test_a_signal_in_a_destructor_is_not_lost():
   process = program("""
-from train import stop
+from train.parallel import stop
 class Slow:
   def __del__(self):
     os.kill(os.getpid(), signal.SIGTERM)

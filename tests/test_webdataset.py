@@ -10,8 +10,8 @@ import pytest
 import tensorflow_datasets as tfds
 from shards_case import captions, data_config, image_bytes, noisy_image_bytes, pairs, write_shard
 
-from train.data import check_eval_splits, check_split, prepare
-from train.datasets import pool, prepared, tar_shards, webdataset
+from train.data import builders, pool, tar_shards, webdataset
+from train.data.source import check_eval_splits, check_split, prepare
 
 
 @pytest.fixture
@@ -291,16 +291,16 @@ def test_an_interrupted_import_leaves_no_data_set(config, folder, monkeypatch):
 
 def test_a_process_that_waited_for_an_import_uses_it(config, folder, monkeypatch):
   write_shard(folder / "a.tar", pairs(2))
-  alone, runs, run = prepared.lock, [], pool.run
+  alone, runs, run = builders.lock, [], pool.run
 
   @contextlib.contextmanager
   def after_another(directory, wait):
     with monkeypatch.context() as patch:
-      patch.setattr(prepared, "lock", alone)
+      patch.setattr(builders, "lock", alone)
       prepare(config)
     yield True
 
-  monkeypatch.setattr(prepared, "lock", after_another)
+  monkeypatch.setattr(builders, "lock", after_another)
   monkeypatch.setattr(pool, "run", lambda *args: runs.append(args) or run(*args))
   assert len(captions(prepare(config))) == 2
   assert len(runs) == 1

@@ -19,12 +19,12 @@ from tqdm import tqdm
 
 from sbjax.models.sizes import open_clip_name
 from train import cli, inference
-from train.batches import prepared
 from train.config import Config, DataConfig
-from train.data import full_name
-from train.datasets import pictures
-from train.datasets.pictures import DEFAULT_LIMITS, Limits
-from train.datasets.wds_folder import CLASSIFICATION, EVAL_SPLIT, WdsFolder, open_folder
+from train.data import decode
+from train.data.batches import prepared
+from train.data.decode import DEFAULT_LIMITS, Limits
+from train.data.source import full_name
+from train.data.wds_folder import CLASSIFICATION, EVAL_SPLIT, WdsFolder, open_folder
 from train.errors import RunError
 from train.inference import Model
 from train.linear_probe import predict, train_probe
@@ -109,7 +109,7 @@ def _features(model: Model, folder: WdsFolder, split: str, limits: Limits):
   """Unit features [N, E] of the images of a split, their labels [N] and their captions."""
   images, labels, captions = [], [], []
   examples = folder.examples(split, limits)
-  crop = dataclasses.replace(model.crop, limits=limits, decode=pictures.decode_plainly)
+  crop = dataclasses.replace(model.crop, limits=limits, decode=decode.plainly)
   with tqdm(desc=f"{folder.name} {split}", unit="image", disable=None) as progress:
     for batch in prepared(examples, crop, model.batch_size):
       images.append(model.embed_pixels(batch["image"], batch["where"]))

@@ -19,11 +19,10 @@ from sbjax.models.config_files import HF_FILE, OPEN_CLIP_FILE, to_open_clip
 from sbjax.models.convert import FORMATS, state_dict, with_end_last
 from sbjax.models.hf_config import to_hf
 from sbjax.models.weight_files import write_file
+from train.data.preprocessing import IMAGES_FILE, MEAN, STD
 from train.errors import RunError
-from train.images import MEAN, STD
 from train.inference import Model, load
 from train.paths import local_path
-from train.preprocessing import IMAGES_FILE
 
 
 def export(workdir: str | Path, format: str, out: str | Path | None = None) -> Path:

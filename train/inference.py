@@ -20,18 +20,18 @@ from sbjax.models.serving import serving_params
 from sbjax.models.sizes import SIZES, open_clip_name
 from sbjax.models.weight_files import WEIGHT_FILES, is_weights
 from sbjax.recipes import parse_recipe, recipes_of
-from train.augment import CentreCrop, Squash
-from train.batches import prepared
 from train.checkpoint import Checkpointer
 from train.config import Config, MeshConfig, ModelConfig
+from train.data.augment import CentreCrop, Squash
+from train.data.batches import prepared
+from train.data.preprocessing import is_squashed
+from train.data.tokenizer import Tokenizer, make_tokenizer
 from train.errors import RunError
 from train.optimizer import make_optimizer
+from train.parallel.sharding import make_mesh
 from train.paths import check_local, local_path
-from train.preprocessing import is_squashed
 from train.run import abstract_state, check_tokenizer
-from train.sharding import make_mesh
 from train.task import CLIPTask, clip_config, make_task
-from train.tokenizer import Tokenizer, make_tokenizer
 from train.workdir import read_config
 from train.zero_shot import check_finite, encode_rows, make_encoders, unit
 

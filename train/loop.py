@@ -15,21 +15,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from train import agreement, data, remat, stop
+from train import memory
 from train.config import Config
+from train.data import source as data
 from train.due import Abandoned, Due, interruptible
 from train.errors import RunError
-from train.flops import BF16_PEAK
 from train.memory import explained
 from train.optimizer import learning_rates
-from train.processes import largest_of_all
-from train.record import Recorder, read_metrics
+from train.parallel import agreement, stop
+from train.parallel.processes import largest_of_all
+from train.parallel.sharding import batch_sharding, replicated
+from train.parallel.watchdog import Watchdog
+from train.record import Recorder, Tracer, read_metrics
 from train.report import describe_end, describe_scores, write_report
 from train.run import Run, check_continues, make_run
-from train.sharding import batch_sharding, replicated
 from train.step import make_train_step, tensor_names
-from train.trace import Tracer
-from train.watchdog import Watchdog
+from train.task import BF16_PEAK
 from train.workdir import lock, newest_step, write_json
 
 
@@ -39,8 +40,8 @@ def train(config: Config, workdir: Path) -> dict:
   Several processes share `workdir`; only the first writes and returns the result.
 
   Raises:
-    train.stop.Stopped: a signal, max_hours or the file workdir/stop ended it; its state is saved.
-    train.stop.Interrupted: a signal ended it, and there was nothing to save.
+    stop.Stopped: a signal, max_hours or the file workdir/stop ended it; its state is saved.
+    stop.Interrupted: a signal ended it, and there was nothing to save.
   """
   began = time.monotonic()
   workdir.mkdir(parents=True, exist_ok=True)
@@ -111,7 +112,7 @@ def _train(run: Run, workdir: Path, watchdog: Watchdog, due: Due) -> None:
   recorder = Recorder(workdir, config, start)
   with contextlib.closing(checkpointer), contextlib.closing(recorder):
     describe(run, recorder, start)
-    run, train_step, choice = remat.choose(
+    run, train_step, choice = memory.choose_remat(
       run,
       jit_train_step,
       workdir,

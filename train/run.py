@@ -15,18 +15,19 @@ import jax
 import numpy as np
 import optax
 
-from train import agreement, data
 from train.checkpoint import Checkpointer, Restored
 from train.config import Config, ModelConfig, flat
+from train.data import source as data
+from train.data.tokenizer import Tokenizer, make_tokenizer
 from train.errors import RunError
 from train.finetune import check_init, check_patterns, check_vocabulary, initial_params
 from train.loss import LOSSES
 from train.optimizer import learning_rates, make_optimizer, warmup_cosine
-from train.sharding import make_mesh, path_name, state_shardings
+from train.parallel import agreement
+from train.parallel.sharding import make_mesh, path_name, state_shardings
 from train.step import TrainState, initial_state, make_init
 from train.task import CLIPTask, block_options, clip_config, make_task
-from train.tokenizer import Tokenizer, make_tokenizer
-from train.watch import check_watch
+from train.tensor_metrics import check_watch
 from train.workdir import newest_step, read_config
 from train.zero_shot import Sample
 
@@ -81,7 +82,7 @@ class Run(NamedTuple):
     return jax.jit(start, out_shardings=shardings)(params)
 
   def to_devices(self):
-    """What brings a batch to the devices: the `put` of train.data.prefetch_to_device."""
+    """What brings a batch to the devices: the `put` of train.data.source.prefetch_to_device."""
     return data.to_devices(self.config, self.builder, self.mesh, **self.task.example_sizes)
 
   def evaluate(self, params) -> dict[str, float]:

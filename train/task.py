@@ -1,7 +1,7 @@
 """CLIPTask: the interface between training and the model.
 
 The step, the loop and the run use a model only through its task. Another model needs another class
-like CLIPTask, and rules for its parameters in train/sharding.py.
+like CLIPTask, and rules for its parameters in train/parallel/sharding.py.
 """
 
 import dataclasses
@@ -15,16 +15,23 @@ from jax.sharding import Mesh
 
 from sbjax.models.clip import CLIP
 from sbjax.models.config_files import read_config
-from sbjax.models.sizes import CLIPConfig
+from sbjax.models.sizes import CLIPConfig, kept_patches
 from sbjax.models.transformer import BlockOptions, unstack_blocks
 from sbjax.unit_scaling import scaled
 from train.config import Config, ModelConfig
-from train.flops import model_flops
-from train.images import normalize
+from train.data.preprocessing import normalize
+from train.data.tokenizer import Tokenizer
 from train.loss import LOSSES
 from train.optimizer import matrix_dtype
-from train.tokenizer import Tokenizer
 from train.zero_shot import Sample, evaluate, make_encoders, nearest_captions
+
+# Dense bfloat16 operations a second, from NVIDIA's data sheets. Other devices get no MFU.
+BF16_PEAK = {
+  "NVIDIA H200": 989.4e12,
+  "NVIDIA H100 80GB HBM3": 989.4e12,
+  "NVIDIA A100-SXM4-40GB": 312e12,
+  "NVIDIA A100-SXM4-80GB": 312e12,
+}
 
 
 class CLIPTask(NamedTuple):
@@ -43,7 +50,7 @@ class CLIPTask(NamedTuple):
 
   @property
   def example_sizes(self) -> dict[str, int]:
-    """The arguments of train.data.train_iterator that depend on the model."""
+    """The arguments of train.data.source.train_iterator that depend on the model."""
     vision, text = self.model.config.vision, self.model.config.text
     return {"image_size": vision.image_size, "context_length": text.context_length}
 
@@ -170,7 +177,7 @@ def _size(name: str) -> CLIPConfig:
 def block_options(config: ModelConfig) -> BlockOptions:
   """The BlockOptions with the values of a ModelConfig's fields of the same names.
 
-  remat="auto" is "none" here: train/remat.py replaces it before a step is compiled.
+  remat="auto" is "none" here: train/memory.py replaces it before a step is compiled.
   """
   values = dataclasses.asdict(config)
   values |= {name: values[name] or None for name in ("backend", "attention_backend", "tau")}
@@ -180,3 +187,21 @@ def block_options(config: ModelConfig) -> BlockOptions:
     values["unroll"] = 0 if jax.default_backend() == "gpu" else 1
   fields = dataclasses.fields(BlockOptions)
   return BlockOptions(**{f.name: values[f.name] for f in fields if f.name in values})
+
+
+def model_flops(config: CLIPConfig, batch_size: int, patch_dropout: float = 0.0) -> float:
+  """Operations of a step: 6 for each weight and token, 12 * length * width for a token's attention.
+
+  Dropped patches count in the patch embedding only. Recomputation by remat or microbatches does not
+  count.
+  """
+  vision, text = config.vision, config.text
+  kept = kept_patches(vision.patches, patch_dropout) + 1
+  total = 0.0
+  for tower, length in ((vision, kept), (text, text.context_length)):
+    weights = tower.width**2 * 4 + 2 * tower.width * int(tower.width * tower.mlp_ratio)
+    total += tower.layers * length * (6 * weights + 12 * length * tower.width)
+    total += 6 * tower.width * config.embed_dim
+  # Pixels take no gradient.
+  total += 4 * vision.patches * 3 * vision.patch_size**2 * vision.width
+  return batch_size * (total + 6 * batch_size * config.embed_dim)

@@ -80,7 +80,7 @@ def series_of(arms: Sequence[Arm], label: Callable[[Arm], Hashable]) -> dict[Any
 
 def change_of(arm: Arm) -> int | None:
   """The step at which an arm's pictures change: the first of a shift, the second of columns."""
-  from train.datasets.scenes import find  # Imports JAX, which takes seconds.
+  from train.data.scenes.scenes import find  # Imports JAX, which takes seconds.
 
   if not (scenes := find(arm.value("data.name"))):
     return None

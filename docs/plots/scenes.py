@@ -13,7 +13,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from PIL import Image
 
-from train.datasets import scenes
+from train.data.scenes import scenes
 
 IMAGE = Path(__file__).parent.parent / "images/scenes.png"
 
