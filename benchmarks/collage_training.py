@@ -21,7 +21,6 @@ from absl import flags
 from benchmarks.timing import append, provenance
 from train import cli
 from train.config import Config
-from train.data import source as data
 from train.loop import jit_train_step
 from train.optimizer import COLLAGE, STATES
 from train.parallel.sharding import batch_sharding
@@ -56,7 +55,7 @@ def train(config: Config, states: str, b2: float, workdir: Path) -> dict:
   with tempfile.TemporaryDirectory(dir=workdir) as scratch:
     run = make_run(dataclasses.replace(config, optimizer=optimizer), Path(scratch))
     step, state, found = jit_train_step(run), run.new_state(), []
-    stream = data.train_iterator(config, run.builder, run.tokenizer, **run.task.example_sizes)
+    stream = run.source.train_iterator(run.tokenizer, **run.task.example_sizes)
     sharding = batch_sharding(run.mesh)
     for _ in range(config.steps):
       state, metrics, _ = step(state, jax.device_put(next(stream), sharding))

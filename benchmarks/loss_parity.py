@@ -30,7 +30,6 @@ from benchmarks.timing import append
 from sbjax.attention import BACKENDS
 from train import cli
 from train.config import Config
-from train.data import source as data
 from train.loop import jit_train_step
 from train.optimizer import STATES
 from train.parallel.sharding import batch_sharding
@@ -90,7 +89,7 @@ def run_of(config: Config, variant: str, workdir: Path) -> Run:
 
 def draw(run: Run) -> list:
   """The batches of all steps, in host memory."""
-  iterator = data.train_iterator(run.config, run.builder, run.tokenizer, **run.task.example_sizes)
+  iterator = run.source.train_iterator(run.tokenizer, **run.task.example_sizes)
   return [next(iterator) for _ in range(_STEPS.value)]
 
 

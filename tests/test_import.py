@@ -16,8 +16,8 @@ from shards_case import captions, data_config, image_bytes, pairs, write_shard
 
 from train.config import Config, ModelConfig
 from train.data import builders, decode, parts, pool, webdataset
-from train.data import source as data
 from train.data.builders import prepare
+from train.data.prepared import Prepared
 from train.data.tokenizer import make_tokenizer
 from train.errors import RunError
 from train.workdir import lock
@@ -246,7 +246,7 @@ def test_a_further_shard_without_an_end_is_left_out_until_it_has_one(config, fol
 def train_iterator(config, builder, **more):
   run = Config(model=ModelConfig(size="test"), data=config, batch_size=4, **more)
   tokenizer = make_tokenizer("bpe", ["a caption"], 300)
-  return data.train_iterator(run, builder, tokenizer, image_size=4, context_length=16)
+  return Prepared(run, builder).train_iterator(tokenizer, image_size=4, context_length=16)
 
 
 @pytest.mark.parametrize("split", ["train", "train[:50%]", "train[25%:]"])

@@ -34,7 +34,6 @@ HANGING = """
 import pathlib, sys, threading, time
 import loop_case
 from train import loop
-from train.data import source as data
 
 workdir = pathlib.Path(sys.argv[2])
 
@@ -49,12 +48,12 @@ def hang():
   Impatient.watchdog._wait.ticks = 10**6  # Simulates a wait beyond the limit.
   threading.Event().wait()
 
-def hanging_source(iterator, put, size, whole=data.prefetch_to_device):
+def hanging_source(iterator, put, size, whole=loop.prefetch_to_device):
   for i, batch in enumerate(whole(iterator, put, size)):
     yield batch if i < 2 else hang()
 
 loop_case.replace_model(setattr)
-data.prefetch_to_device = hanging_source
+loop.prefetch_to_device = hanging_source
 loop.Watchdog = Impatient
 loop.train(loop_case.config(sys.argv[1]), workdir)
 """

@@ -15,7 +15,6 @@ from pairwise import mainly
 
 from train import loop
 from train.checkpoint import Checkpointer
-from train.data import source as data
 from train.due import Due
 from train.parallel import stop
 from train.run import Run
@@ -150,7 +149,7 @@ def test_a_signal_in_an_evaluation_ends_it_at_once(train, whole, tmp_path, monke
 
 
 def test_a_signal_in_a_wait_for_data_saves_the_last_step(train, whole, tmp_path, monkeypatch):
-  prefetch = data.prefetch_to_device
+  prefetch = loop.prefetch_to_device
 
   def hanging(*args):
     for i, batch in enumerate(prefetch(*args)):
@@ -159,9 +158,9 @@ def test_a_signal_in_a_wait_for_data_saves_the_last_step(train, whole, tmp_path,
         time.sleep(60)
       yield batch
 
-  monkeypatch.setattr(data, "prefetch_to_device", hanging)
+  monkeypatch.setattr(loop, "prefetch_to_device", hanging)
   assert "after step 2; saved: step 2 in" in str(stopped(train, tmp_path, **EVALUATING))
-  monkeypatch.setattr(data, "prefetch_to_device", prefetch)
+  monkeypatch.setattr(loop, "prefetch_to_device", prefetch)
   assert train(tmp_path, **EVALUATING) == whole
 
 

@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from train import cli, inference
 from train.data import decode, sample, tar_shards
-from train.data.batches import prepared
+from train.data.batches import decoded
 from train.data.decode import DEFAULT_LIMITS, Limits
 from train.data.sample import Unusable
 from train.data.text_files import read_lines
@@ -230,7 +230,7 @@ def embed_images(
       yield example
 
   def fill(part, stream, progress):
-    for batch in prepared(noted(part, stream), pixels, model.batch_size, part.skipped):
+    for batch in decoded(noted(part, stream), pixels, model.batch_size, part.skipped):
       part.names += batch["where"]
       part.features.append(model.embed_pixels(batch["image"], batch["where"]))
       progress.update(len(batch["where"]))

@@ -23,7 +23,7 @@ from sbjax.recipes import parse_recipe, recipes_of
 from train.checkpoint import Checkpointer
 from train.config import Config, MeshConfig, ModelConfig
 from train.data.augment import CentreCrop, Squash
-from train.data.batches import prepared
+from train.data.batches import decoded
 from train.data.preprocessing import is_squashed
 from train.data.tokenizer import Tokenizer, make_tokenizer
 from train.errors import RunError
@@ -70,7 +70,7 @@ class Model(NamedTuple):
       {"where": path, "image": Path(path).read_bytes(), "captions": [], "label": -1}
       for path in paths
     )
-    batches = prepared(examples, self.crop, self.batch_size)
+    batches = decoded(examples, self.crop, self.batch_size)
     features = [self.embed_pixels(batch["image"], batch["where"]) for batch in batches]
     return np.concatenate([self._no_rows, *features])
 

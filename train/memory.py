@@ -226,7 +226,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 @contextlib.contextmanager
-def explained(run: Run, during: Callable[[], str]) -> Iterator[None]:
+def explain_out_of_memory(run: Run, during: Callable[[], str]) -> Iterator[None]:
   """Turns an out-of-memory error into a RunError that says what would help.
 
   during: returns the name of the current work.

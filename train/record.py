@@ -42,7 +42,7 @@ class Recorder:
     self._workdir = workdir
     self._wandb = WandbLog(config, workdir) if config.wandb_project else None
     path = workdir / "metrics.jsonl"
-    with self._explained():
+    with self._explain_failed_write():
       _drop_after(path, start)
       self._scored = _has_scores(path, start)
       self._events = _Events(workdir / "tensorboard", start)
@@ -70,7 +70,7 @@ class Recorder:
     """Records the scalars of `step`."""
     if not self._writes:
       return
-    with self._explained():
+    with self._explain_failed_write():
       self._file.write(json.dumps({"step": step, **scalars}) + "\n")
       self._events.write(step, scalars)
     if self._wandb is not None:
@@ -88,11 +88,11 @@ class Recorder:
     self._progress.close()
     if self._wandb is not None:
       self._wandb.finish()
-    with self._explained(), contextlib.closing(self._events), self._file:
+    with self._explain_failed_write(), contextlib.closing(self._events), self._file:
       pass  # Both are closed, even if the disk is full.
 
   @contextlib.contextmanager
-  def _explained(self) -> Iterator[None]:
+  def _explain_failed_write(self) -> Iterator[None]:
     try:
       yield
     except OSError as error:

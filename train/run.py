@@ -17,8 +17,18 @@ import optax
 
 from train.checkpoint import Checkpointer, Restored
 from train.config import Config, ModelConfig, flat
-from train.data import source as data
+from train.data.augment import CentreCrop
+from train.data.decode import Limits
+from train.data.source import (
+  Source,
+  check_eval_splits,
+  check_split,
+  eval_folders,
+  eval_splits,
+  open_source,
+)
 from train.data.tokenizer import Tokenizer, make_tokenizer
+from train.data.wds_folder import EVAL_SPLIT
 from train.errors import RunError
 from train.finetune import check_init, check_patterns, check_vocabulary, initial_params
 from train.loss import LOSSES
@@ -46,7 +56,7 @@ _MAY_CHANGE = {
 
 class Run(NamedTuple):
   config: Config
-  builder: data.Source  # of the data set, prepared
+  source: Source
   tokenizer: Tokenizer
   tokenizer_checksum: int  # of tokenizer.json
   mesh: jax.sharding.Mesh
@@ -81,37 +91,29 @@ class Run(NamedTuple):
     start = functools.partial(initial_state, self.task, self.optimizer)
     return jax.jit(start, out_shardings=shardings)(params)
 
-  def to_devices(self):
-    """What brings a batch to the devices: the `put` of train.data.source.prefetch_to_device."""
-    return data.to_devices(self.config, self.builder, self.mesh, **self.task.example_sizes)
-
   def evaluate(self, params) -> dict[str, float]:
     """The scores of parameters on the evaluation split, and on the folders of data.eval_data.
 
     A folder's scores begin with its name, and those of a split, if there are several, with the
     split: "wds_cifar10/zero_shot_top1", "classes/zero_shot_top1".
     """
-    config, splits = self.config, data.eval_splits(self.config)
+    config, splits = self.config, eval_splits(self.config)
     scores = {}
     for split in splits:
       prefix = f"{split.partition('[')[0]}/" if len(splits) > 1 else ""
       found = self._evaluate(
         params,
         self._eval_batches(split),
-        class_names=data.class_names(config, self.builder) or (),
+        class_names=self.source.class_names or (),
         templates=config.data.templates,
         retrieval=bool(config.data.text_key),
       )
       scores |= {f"{prefix}{name}": score for name, score in found.items()}
-    for folder in data.eval_folders(config):
+    crop = CentreCrop(self.task.example_sizes["image_size"])
+    for folder in eval_folders(config):
       found = self._evaluate(
         params,
-        data.folder_batches(
-          config,
-          folder,
-          image_size=self.task.example_sizes["image_size"],
-          batch_size=config.eval_batch_size,
-        ),
+        folder.batches(EVAL_SPLIT, crop, config.eval_batch_size, Limits.of(config.data)),
         class_names=folder.class_names,
         templates=folder.templates,
       )
@@ -143,7 +145,7 @@ class Run(NamedTuple):
 
   def samples(self, params) -> list[Sample]:
     """Images of the first evaluation batch, with their nearest captions; [] without a split."""
-    splits = data.eval_splits(self.config)
+    splits = eval_splits(self.config)
     if not splits:
       return []
     with contextlib.closing(self._eval_batches(splits[0])) as batches:
@@ -156,9 +158,7 @@ class Run(NamedTuple):
     return self.tokenizer(texts, self.task.example_sizes["context_length"])
 
   def _eval_batches(self, split: str):
-    return data.eval_batches(
-      self.config,
-      self.builder,
+    return self.source.eval_batches(
       split,
       image_size=self.task.example_sizes["image_size"],
       batch_size=self.config.eval_batch_size,
@@ -194,12 +194,12 @@ def make_run(config: Config, workdir: Path, read_only: bool = False) -> Run:
   if config.watch:
     init = make_task(config, tokenizer=None).init
     check_watch(config.watch, jax.eval_shape(init, jax.random.key(0)))
-  data.eval_folders(config)
-  builder = data.prepare(config.data)
-  data.check_split(builder, config.data.train_split)
-  data.check_eval_splits(builder, data.eval_splits(config))
-  agreement.check("the data set", lambda: data.identity(builder))
-  tokenizer = _tokenizer(config, builder, workdir)
+  eval_folders(config)
+  source = open_source(config)
+  check_split(source, config.data.train_split)
+  check_eval_splits(source, eval_splits(config))
+  agreement.check("the data set", lambda: {"the data set": source.full_name, **source.identity()})
+  tokenizer = _tokenizer(config, source, workdir)
   agreement.check("the tokenizer", lambda: {"tokenizer.json": _tokenizer_checksum(workdir)})
   task = make_task(config, tokenizer)
   abstract = abstract_state(task, optimizer, config.seed, mesh)
@@ -207,7 +207,7 @@ def make_run(config: Config, workdir: Path, read_only: bool = False) -> Run:
   check_patterns(config, map(path_name, paths))
   return Run(
     config=config,
-    builder=builder,
+    source=source,
     tokenizer=tokenizer,
     tokenizer_checksum=_tokenizer_checksum(workdir),
     mesh=mesh,
@@ -302,13 +302,13 @@ def _may_change(name: str) -> bool:
   return name in _MAY_CHANGE or name.partition(".")[0] in _MAY_CHANGE
 
 
-def _tokenizer(config: Config, builder, workdir: Path) -> Tokenizer:
+def _tokenizer(config: Config, source: Source, workdir: Path) -> Tokenizer:
   """The tokenizer in the workdir if checkpoints depend on it; else makes it."""
   path = workdir / "tokenizer.json"
   needed = newest_step(workdir / "checkpoints") is not None
   if jax.process_index() == 0 and not (needed and path.is_file()):
     tokenizer = make_tokenizer(
-      config.data.tokenizer, data.captions(config, builder), config.data.tokenizer_vocab_size
+      config.data.tokenizer, source.captions(), config.data.tokenizer_vocab_size
     )
     partial = path.with_suffix(".partial")
     tokenizer.save(partial)

@@ -50,7 +50,7 @@ class CLIPTask(NamedTuple):
 
   @property
   def example_sizes(self) -> dict[str, int]:
-    """The arguments of train.data.source.train_iterator that depend on the model."""
+    """The arguments of a Source's `train_iterator` that depend on the model."""
     vision, text = self.model.config.vision, self.model.config.text
     return {"image_size": vision.image_size, "context_length": text.context_length}
 

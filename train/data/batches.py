@@ -1,4 +1,4 @@
-"""Batches of pictures to evaluate or to embed: decoded in threads, in the order of the examples."""
+"""Batches of images to evaluate or to embed: decoded in threads, in the order of the examples."""
 
 import collections
 import itertools
@@ -11,7 +11,7 @@ import numpy as np
 from train.data.machine import cores
 
 
-def prepared(
+def decoded(
   examples: Iterable[dict[str, Any]],
   crop: Callable[[dict[str, Any]], dict[str, Any]],
   batch_size: int,

@@ -1,4 +1,4 @@
-"""Prepares the data set that a config names: drawn, imported from shards, or already on disk."""
+"""Prepares what train/data/prepared.py reads: drawn, imported from shards, or already on disk."""
 
 import contextlib
 import dataclasses
@@ -17,27 +17,15 @@ from train.data import tar_shards
 from train.data.classes import read_class_names
 from train.data.decode import Limits
 from train.data.machine import system_error
-from train.data.scenes import scenes
-from train.data.scenes.scenes import Scenes
 from train.data.shapes import Shapes
 from train.data.webdataset import PARTS, WebDataset, next_version
 from train.errors import RunError
 from train.paths import local_path
 from train.workdir import lock
 
-_DRAWN = (Shapes.name, scenes.NAME)
 
-
-def prepare(config: DataConfig) -> tfds.core.DatasetBuilder | Scenes:
-  """A builder to read the data set from. If the data set is missing, it is built first.
-
-  Scenes are drawn and need no preparation.
-  """
-  drawn = scenes.find(config.name)
-  if drawn is not None and not config.train_shards:
-    if config.flip:
-      raise ValueError("data.flip=True would mirror scenes, whose captions tell left from right.")
-    return drawn
+def prepare(config: DataConfig) -> tfds.core.DatasetBuilder:
+  """A builder to read the data set from. If the data set is missing, it is built first."""
   config = dataclasses.replace(config, data_dir=str(_data_dir(config)))
   if config.train_shards:
     builder = _imported(config)
@@ -45,7 +33,7 @@ def prepare(config: DataConfig) -> tfds.core.DatasetBuilder | Scenes:
     builder = _drawn(config) if config.name.partition("/")[0] == Shapes.name else _find(config)
     _check_features(builder, config)
   # Reads from disk like any other data set, so that workers need not know how it was made.
-  with _explained(config):
+  with _explain_damage(config):
     return tfds.builder_from_directory(builder.data_dir)
 
 
@@ -84,7 +72,7 @@ def _is_current(builder: WebDataset, config: DataConfig) -> bool:
   if not builder.data_path.exists():
     return False
   another = f"Give this import another name, or delete {builder.data_dir} to import again."
-  with _explained(config):
+  with _explain_damage(config):
     changed = builder.changed()
     if not changed:
       builder.leave_out_parts_of_shards()
@@ -133,7 +121,7 @@ def unreadable(what: str, folder: str, error: Exception | str) -> Exception:
 
 
 @contextlib.contextmanager
-def _explained(config: DataConfig) -> Iterator[None]:
+def _explain_damage(config: DataConfig) -> Iterator[None]:
   """Names the data set and the cure if TFDS cannot read the files that describe it."""
   folder = _data_dir(config) / config.name
   try:
@@ -160,7 +148,7 @@ def _shapes_builder(config: DataConfig) -> Shapes:
   if size not in ("", *Shapes.builder_configs):
     known = ", ".join(f"shapes/{name}" for name in Shapes.builder_configs)
     raise ValueError(f"No data set data.name={config.name!r}: there are {known}.")
-  with _explained(config):
+  with _explain_damage(config):
     return Shapes(
       config=size or None,
       data_dir=config.data_dir or None,
@@ -169,10 +157,10 @@ def _shapes_builder(config: DataConfig) -> Shapes:
 
 
 def _shards_builder(config: DataConfig, version: str = "") -> WebDataset:
-  if not re.fullmatch("[a-z][a-z0-9_]*", config.name) or config.name in _DRAWN:
+  if not re.fullmatch("[a-z][a-z0-9_]*", config.name) or config.name == Shapes.name:
     raise ValueError(
       f"data.name={config.name!r} cannot name an import: lower case letters, digits and _ can, "
-      f"except {' and '.join(_DRAWN)}."
+      f"except {Shapes.name}."
     )
   # Whole splits are imported: "train[:90%]" is read from "train".
   train, evaluated = (name.partition("[")[0] for name in (config.train_split, config.eval_split))
@@ -196,7 +184,7 @@ def _shards_builder(config: DataConfig, version: str = "") -> WebDataset:
       class_names = read_class_names(root / config.class_names)
     except FileNotFoundError:
       class_names = None
-  with _explained(config):
+  with _explain_damage(config):
     return WebDataset(
       name=config.name,
       root=str(root) if config.root else "",
@@ -265,7 +253,7 @@ def _find(config: DataConfig) -> tfds.core.DatasetBuilder:
   """A data set that TFDS has prepared, in this or another program."""
   data_dir = _data_dir(config)
   try:
-    with _explained(config):
+    with _explain_damage(config):
       builder = tfds.core.read_only_builder.builder_from_files(config.name, data_dir=str(data_dir))
   except tfds.core.DatasetNotFoundError:
     folder = data_dir / config.name

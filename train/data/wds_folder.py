@@ -11,11 +11,14 @@ A folder `wds_<name>` holds shards of each split and the files that a zero-shot 
 """
 
 import collections
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from train.data import sample, tar_shards
+from train.data import decode, sample, tar_shards
+from train.data.augment import CentreCrop, Squash
+from train.data.batches import decoded
 from train.data.classes import check_labels, read_class_names
 from train.data.decode import DEFAULT_LIMITS, Limits
 from train.data.text_files import read_lines
@@ -93,6 +96,17 @@ class WdsFolder(NamedTuple):
         if self.task == CLASSIFICATION and example["label"] >= len(self.class_names):
           self._refuse_labels(split, limits)
         yield example
+
+  def batches(
+    self,
+    split: str,
+    crop: CentreCrop | Squash,
+    batch_size: int,
+    limits: Limits = DEFAULT_LIMITS,
+  ) -> Iterator[dict[str, Any]]:
+    """The examples in batches (train/data/batches.py), with the pixels that CLIP_benchmark sees."""
+    crop = dataclasses.replace(crop, limits=limits, decode=decode.plainly)
+    return decoded(self.examples(split, limits), crop, batch_size)
 
   def _example(self, where: str, files: sample.Files, limits: Limits) -> dict[str, Any]:
     label, captions = -1, []

@@ -1,9 +1,9 @@
-"""Scenes without end: pictures and captions that the devices draw, from (seed, step, row).
+"""Scenes without end: images and captions that the devices draw, from (seed, step, row).
 
 `data.name="scenes"` needs no download and no disk: a batch is a jitted function of its step, and
 each device draws its rows. So data cost nothing but the drawing, and a run resumes from the number
-of the step. Scenes are drawn in four steps: scenes_layout (what is where), scenes_pixels (the
-image), scenes_captions (token ids, from the tables of scenes_words), all with threefry keys.
+of the step. Scenes are drawn in three steps: layout.py (what is where), pixels.py (the image),
+captions.py (token ids, from the tables of words.py), all with threefry keys.
 
 Splits: "train"; "scenes", others like it, with captions; "classes", one object each of the triples
 (shape, colour, texture) that training shows; "heldout", the same of the triples that it never
@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from train.config import Config
 from train.data.scenes.captions import draw_caption
 from train.data.scenes.layout import (
   VARIANTS,
@@ -64,12 +65,18 @@ SPLITS = {
 class Scenes(NamedTuple):
   """The data set "scenes", "scenes/small" for CPUs, or one for loss spikes (docs/scenes.md)."""
 
-  full_name: str
+  config: Config
   variant: Variant
 
   @property
-  def class_names(self) -> list[str]:
+  def full_name(self) -> str:
+    return self.config.data.name
+
+  @property
+  def class_names(self) -> list[str] | None:
     """ "striped red star" and so on, in the order of `Variant.triple`."""
+    if not self.config.data.label_key:
+      return None
     v = self.variant
     return [
       f"{texture} {colour} {shape}"
@@ -78,27 +85,57 @@ class Scenes(NamedTuple):
       for texture in list(TEXTURES)[: v.textures]
     ]
 
-  def check_split(self, split: str) -> None:
-    """Raises a ValueError if `split` is none, or a wrong or empty part of one."""
-    name, size = self._part(split)
-    if SPLITS[name].size and not size:
-      raise ValueError(f"The part {split!r} of {self.full_name} has no example.")
+  def identity(self) -> dict[str, object]:
+    return {}  # The config says all.
 
-  def size(self, split: str) -> int:
-    """The number of its examples; 0 for train, which has no end."""
+  def size(self, split: str) -> int | None:
     return self._part(split)[1]
 
-  def check_tokenizer(self, tokenizer: Tokenizer) -> None:
-    """Raises a ValueError unless the tokenizer gives the ids of VOCABULARY."""
+  def captions(self) -> Iterator[str]:
+    """All words, in the order of their ids."""
+    yield from WORDS
+
+  def train_iterator(self, tokenizer: Tokenizer, **_) -> "Steps":
+    """The number of each step; `to_devices` draws the batch.
+
+    Raises:
+      ValueError: the tokenizer does not give the ids of VOCABULARY.
+    """
     ids = tokenizer([" ".join(WORDS)], len(WORDS) + 2)[0, 1:-1]
     if not np.array_equal(ids, np.arange(len(VOCABULARY) - len(WORDS), len(VOCABULARY))):
       raise ValueError(
         f"Captions of {NAME} are drawn as ids of its {len(VOCABULARY)} words: data.tokenizer must"
         f" be 'words', and data.tokenizer_vocab_size at least {len(VOCABULARY)}."
       )
+    return Steps()
 
-  def eval_batches(self, split: str, image_size: int, batch_size: int) -> Iterator[dict[str, Any]]:
-    """The batches of train.data.source.eval_batches. "classes" and "heldout" have no captions."""
+  def to_devices(
+    self, mesh: Mesh, *, image_size: int, context_length: int
+  ) -> Callable[[dict[str, np.ndarray]], dict[str, jax.Array]]:
+    """A jitted function of an item of `Steps`: each device draws its rows.
+
+    Any mesh gives the same batch.
+    """
+    rows = self.config.batch_size // mesh.size
+
+    def of_device(step):
+      first = jax.lax.axis_index(BATCH_AXES) * rows
+      index = first.astype(jnp.uint32) + jnp.arange(rows, dtype=jnp.uint32)
+      return _train_rows(self, step, index, image_size, context_length)
+
+    on_mesh = jax.shard_map(
+      of_device,
+      mesh=mesh,
+      in_specs=PartitionSpec(),
+      out_specs=batch_sharding(mesh).spec,
+      check_vma=False,
+    )
+    return jax.jit(lambda item: on_mesh(item["step"]))
+
+  def eval_batches(
+    self, split: str, *, image_size: int, batch_size: int
+  ) -> Iterator[dict[str, Any]]:
+    """ "classes" and "heldout" have no captions."""
     name, size = self._part(split)
     draw = _drawing(self.variant, name, image_size, CAPTION_LENGTH, batch_size)
     for first in range(0, size, batch_size):
@@ -111,24 +148,37 @@ class Scenes(NamedTuple):
         "label": np.full_like(batch["label"], -1) if described else batch["label"],
       }
 
-  def _part(self, split: str) -> tuple[str, int]:
-    """The name and the size of "classes" or "classes[:500]"."""
+  def _part(self, split: str) -> tuple[str, int | None]:
+    """The name and the size of "classes" or "classes[:500]"; None: without end."""
     match = re.fullmatch(r"(\w+)(?:\[:(\d+)\])?", split)
     if not match or match[1] not in SPLITS:
       there = ", ".join(SPLITS)
       raise ValueError(
         f"{self.full_name} has no split {split!r}: it has {there}, and parts such as classes[:500]."
       )
-    size = SPLITS[match[1]].size or 0
-    return match[1], min(size, int(match[2])) if match[2] else size
+    size = SPLITS[match[1]].size
+    return match[1], min(size, int(match[2])) if size and match[2] else size
 
 
-def find(name: str) -> Scenes | None:
+def open_scenes(config: Config) -> Scenes | None:
   """The data set of `data.name`; None if the name is another data set's.
 
   Raises:
-    ValueError: scenes has no such variant.
+    ValueError: there is no such variant, or it does not go with other fields.
   """
+  data = config.data
+  variant = find_variant(data.name)
+  if variant is None:
+    return None
+  if data.train_shards:
+    raise ValueError(f"data.name={data.name!r} cannot name an import: it names drawn scenes.")
+  if data.flip:
+    raise ValueError("data.flip=True would mirror scenes, whose captions tell left from right.")
+  return Scenes(config, variant)
+
+
+def find_variant(name: str) -> Variant | None:
+  """The variant that `data.name` gives; None if the name is another data set's."""
   base, _, variant = name.partition("/")
   if base != NAME:
     return None
@@ -136,7 +186,7 @@ def find(name: str) -> Scenes | None:
     if not (steps := re.fullmatch(pattern, variant)):
       continue
     try:
-      return Scenes(name, make([int(step) for step in steps[1].split(",")]))
+      return make([int(step) for step in steps[1].split(",")])
     except ValueError as error:
       raise ValueError(f"data.name={name!r}: {error}") from None
   if (variant or "full") not in VARIANTS:
@@ -146,7 +196,7 @@ def find(name: str) -> Scenes | None:
       f" {NAME}/shift:1500,1520,... with the steps at which the contrast changes, and"
       f" {NAME}/columns:3000,4000 with those between which pictures lack columns."
     )
-  return Scenes(name, VARIANTS[variant or "full"])
+  return VARIANTS[variant or "full"]
 
 
 def text_of(ids: np.ndarray) -> str:
@@ -159,36 +209,18 @@ def text_of(ids: np.ndarray) -> str:
   return " ".join(VOCABULARY[i] for i in ids if i >= special)
 
 
-def make_train_drawing(
-  scenes: Scenes, mesh: Mesh, *, seed: int, batch_size: int, image_size: int, context_length: int
-) -> Callable[[dict[str, np.ndarray]], dict[str, jax.Array]]:
-  """A jitted function that draws a batch on the devices of a mesh, each its rows.
-
-  It takes an item of `Steps` and gives {"image": uint8 [B, S, S, 3], "text": int32 [B, L]}. Any
-  mesh gives the same batch.
-  """
-  rows = batch_size // mesh.size
-
-  def of_device(step):
-    first = jax.lax.axis_index(BATCH_AXES) * rows
-    key = jax.random.fold_in(_key("train", seed), step)
-    index = first.astype(jnp.uint32) + jnp.arange(rows, dtype=jnp.uint32)
-    drawn = _draw(key, index, scenes.variant, None, image_size, context_length)
-    image = drawn["image"]
-    if scenes.variant.shifts:
-      image = with_contrast(image, _contrast_at(step, scenes.variant))
-    if scenes.variant.columns:
-      image = without_columns(image, _lacking(step, index, scenes.variant))
-    return {"image": image, "text": drawn["text"]}
-
-  on_mesh = jax.shard_map(
-    of_device,
-    mesh=mesh,
-    in_specs=PartitionSpec(),
-    out_specs=batch_sharding(mesh).spec,
-    check_vma=False,
-  )
-  return jax.jit(lambda item: on_mesh(item["step"]))
+def _train_rows(
+  scenes: Scenes, step: jax.Array, rows: jax.Array, image_size: int, context_length: int
+) -> dict[str, jax.Array]:
+  """{"image", "text"} of these rows of a step's batch."""
+  key = jax.random.fold_in(_key("train", scenes.config.seed), step)
+  drawn = _draw(key, rows, scenes.variant, None, image_size, context_length)
+  image = drawn["image"]
+  if scenes.variant.shifts:
+    image = with_contrast(image, _contrast_at(step, scenes.variant))
+  if scenes.variant.columns:
+    image = without_columns(image, _lacking(step, rows, scenes.variant))
+  return {"image": image, "text": drawn["text"]}
 
 
 def _contrast_at(step: jax.Array, variant: Variant) -> jax.Array:
