@@ -6,7 +6,7 @@ import re
 import loop_case
 import pytest
 
-from train import run
+from train import memory, run, task
 from train.config import Config, DataConfig
 from train.data import prepared
 from train.data.builders import prepare
@@ -122,3 +122,12 @@ def test_a_tilde_in_a_data_path_is_the_home_folder(tmp_path, monkeypatch):
 def test_other_braces_in_a_template_stay_as_they_are(tmp_path):
   config = loop_case.config(tmp_path, **{"data.templates": ("a {} {x}",)})
   assert prepared._prompts(config, "dog") == ["a dog {x}"]
+
+
+def test_a_run_reads_its_size_once(tmp_path, monkeypatch):
+  names = []
+  read = task.read_config
+  monkeypatch.setattr(task, "read_config", lambda name: names.append(name) or read(name))
+  made = run.make_run(loop_case.config(tmp_path, watch=(".*/kernel",)), tmp_path)
+  memory._with_remat(made, "block")
+  assert names == [made.config.model.size]

@@ -27,7 +27,8 @@ def make(recipe="full", accumulate=1, **model) -> Run:
   """A Run without data, whose activations take more memory than its state."""
   model = ModelConfig(size="tiny", image_size=32, recipe=recipe, dtype="float32", **model)
   config = Config(model=model, batch_size=256, accumulate=accumulate)
-  mesh, task = make_mesh(MeshConfig(), jax.devices()[:1]), make_task(config, TOKENIZER)
+  mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+  task = make_task(config).with_tokenizer(TOKENIZER)
   optimizer, schedule = make_optimizer(OptimizerConfig(), config.steps)
   state = abstract_state(task, optimizer, config.seed, mesh)
   return Run(config, None, TOKENIZER, 0, mesh, task, optimizer, schedule, state, None)

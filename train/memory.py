@@ -28,7 +28,6 @@ from train.errors import RunError
 from train.parallel.processes import largest_of_all
 from train.parallel.sharding import batch_sharding
 from train.run import Run
-from train.task import make_task
 from train.workdir import write_json
 
 # Policies from the fastest on, with what a block saves for the backward pass: bytes a token and
@@ -173,8 +172,10 @@ def saved_bytes(entry: tuple[float, float, float], mlp_ratio: float, layer_scale
 
 def _with_remat(run: Run, policy: str) -> Run:
   model = dataclasses.replace(run.config.model, remat=policy)
-  config = dataclasses.replace(run.config, model=model)
-  return run._replace(config=config, task=make_task(config, run.tokenizer))
+  options = dataclasses.replace(run.task.model.options, remat=policy)
+  return run._replace(
+    config=dataclasses.replace(run.config, model=model), task=run.task.with_options(options)
+  )
 
 
 def _conditions(run: Run, limit: float) -> dict:

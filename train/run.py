@@ -31,12 +31,11 @@ from train.data.tokenizer import Tokenizer, make_tokenizer
 from train.data.wds_folder import EVAL_SPLIT
 from train.errors import RunError
 from train.finetune import check_init, check_patterns, check_vocabulary, initial_params
-from train.loss import LOSSES
 from train.optimizer import learning_rates, make_optimizer, warmup_cosine
 from train.parallel import agreement
 from train.parallel.sharding import make_mesh, path_name, state_shardings
 from train.step import TrainState, initial_state, make_init
-from train.task import CLIPTask, block_options, clip_config, make_task
+from train.task import CLIPTask, make_task
 from train.tensor_metrics import check_watch
 from train.workdir import newest_step, read_config
 from train.zero_shot import Sample
@@ -175,12 +174,9 @@ def make_run(config: Config, workdir: Path, read_only: bool = False) -> Run:
   """
   config.check()
   # These fail before the data set is prepared, which takes long.
-  model = clip_config(config.model)
+  task = make_task(config)
   if newest_step(workdir / "checkpoints") is None:
-    check_init(config, model)
-  block_options(config.model)
-  if config.loss not in LOSSES:
-    raise ValueError(f"loss={config.loss!r} is none of {', '.join(LOSSES)}.")
+    check_init(config, task.model.config)
   mesh = make_mesh(config.mesh)
   optimizer, schedule = make_optimizer(
     config.optimizer, config.steps, config.freeze, config.model.parametrization
@@ -192,8 +188,7 @@ def make_run(config: Config, workdir: Path, read_only: bool = False) -> Run:
       f" (mesh.data={mesh.shape['data']} x mesh.fsdp={mesh.shape['fsdp']})."
     )
   if config.watch:
-    init = make_task(config, tokenizer=None).init
-    check_watch(config.watch, jax.eval_shape(init, jax.random.key(0)))
+    check_watch(config.watch, jax.eval_shape(task.init, jax.random.key(0)))
   eval_folders(config)
   source = open_source(config)
   check_split(source, config.data.train_split)
@@ -201,7 +196,7 @@ def make_run(config: Config, workdir: Path, read_only: bool = False) -> Run:
   agreement.check("the data set", lambda: {"the data set": source.full_name, **source.identity()})
   tokenizer = _tokenizer(config, source, workdir)
   agreement.check("the tokenizer", lambda: {"tokenizer.json": _tokenizer_checksum(workdir)})
-  task = make_task(config, tokenizer)
+  task = task.with_tokenizer(tokenizer)
   abstract = abstract_state(task, optimizer, config.seed, mesh)
   paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(abstract.params))
   check_patterns(config, map(path_name, paths))

@@ -43,6 +43,16 @@ class CLIPTask(NamedTuple):
 
   name = "CLIP"
 
+  def with_options(self, options: BlockOptions) -> "CLIPTask":
+    """The same task, whose model computes in another way."""
+    return self._replace(model=self.model.clone(options=options))
+
+  def with_tokenizer(self, tokenizer: Tokenizer) -> "CLIPTask":
+    """The same task with the tokenizer's vocabulary in place of the size's own."""
+    size = self.model.config
+    text = dataclasses.replace(size.text, vocab_size=tokenizer.vocab_size, eot_id=tokenizer.eot_id)
+    return self._replace(model=self.model.clone(config=dataclasses.replace(size, text=text)))
+
   @property
   def layers(self) -> dict[str, int]:
     """The number of blocks of each tower."""
@@ -132,24 +142,24 @@ class CLIPTask(NamedTuple):
     return nearest_captions(make_encoders(self.model, mesh), params, *args, **options)
 
 
-def make_task(config: Config, tokenizer: Tokenizer | None) -> CLIPTask:
-  """The CLIP of the config's size and options, with the tokenizer's vocabulary.
+def make_task(config: Config) -> CLIPTask:
+  """The CLIP of the config's size, options and loss; its vocabulary is the size's own.
 
-  tokenizer: None: with the size's own vocabulary, for the names of its parameters.
+  Raises:
+    ValueError: one of these names nothing.
   """
-  size = clip_config(config.model)
-  if tokenizer is not None:
-    ids = {"vocab_size": tokenizer.vocab_size, "eot_id": tokenizer.eot_id}
-    size = dataclasses.replace(size, text=dataclasses.replace(size.text, **ids))
-  siglip = {"init_logit_scale": 10.0, "init_logit_bias": -10.0} if config.loss == "siglip" else {}
+  size = _size(config.model)
   options = dataclasses.replace(block_options(config.model), block_maxima=bool(config.watch))
+  if config.loss not in LOSSES:
+    raise ValueError(f"loss={config.loss!r} is none of {', '.join(LOSSES)}.")
+  siglip = {"init_logit_scale": 10.0, "init_logit_bias": -10.0} if config.loss == "siglip" else {}
   model = CLIP(size, options, patch_dropout=config.model.patch_dropout, **siglip)
   return CLIPTask(model, LOSSES[config.loss], matrix_dtype(config.optimizer.states))
 
 
-def clip_config(c: ModelConfig) -> CLIPConfig:
+def _size(c: ModelConfig) -> CLIPConfig:
   """The size that a ModelConfig names, with the fields that it changes."""
-  size = _size(c.size)
+  size = _named_size(c.size)
   vision = dataclasses.replace(
     size.vision,
     image_size=c.image_size or size.vision.image_size,
@@ -160,7 +170,7 @@ def clip_config(c: ModelConfig) -> CLIPConfig:
   return CLIPConfig(size.embed_dim, vision, text)
 
 
-def _size(name: str) -> CLIPConfig:
+def _named_size(name: str) -> CLIPConfig:
   """An architecture that training supports, by `model.size`."""
   try:
     size = read_config(name)
