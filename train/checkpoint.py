@@ -27,7 +27,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from sbjax.stable_adamw import ScaleByStableAdamState, leading_axes
+from sbjax.optim.stable_adamw import ScaleByStableAdamState, leading_axes
 from train.errors import RunError
 from train.optimizer import stacked
 from train.parallel.agreement import gather

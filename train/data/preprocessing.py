@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sbjax.models.config_files import OPEN_CLIP_FILE, read_json
-from sbjax.models.weight_files import WEIGHT_FILES
+from sbjax.interop.config_files import OPEN_CLIP_FILE, read_json
+from sbjax.interop.files import WEIGHT_FILES
 
 # Statistics of OpenAI's training images (Radford et al. 2021); later CLIP models use them too.
 MEAN = np.array([0.48145466, 0.4578275, 0.40821073], np.float32)
