@@ -44,8 +44,8 @@ from sbjax.ops.registry import get_backend
 from sbjax.pallas.sm90.scaled_matmul import NARROW, TileConfig
 from sbjax.quantize import E4M3, INT8, Spec, quantize
 from sbjax.recipes import SWITCHBACK
-from train import remat
-from train.flops import model_flops
+from train import memory
+from train.task import model_flops
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -370,15 +370,15 @@ def test_a_step_s_memory_is_that_of_its_policy_and_batch_on_an_absent_gpu(monkey
 @pytest.mark.parametrize(
   ("recipe", "saved"),
   [
-    ("switchback", remat.SAVED),
-    ("switchback_m", remat._SAVED_IN_8_BITS),
-    ("switchback+grouped", remat._SAVED_GROUPED),
-    ("switchback_m+grouped", remat._SAVED_GROUPED_IN_8_BITS),
+    ("switchback", memory.SAVED),
+    ("switchback_m", memory._SAVED_IN_8_BITS),
+    ("switchback+grouped", memory._SAVED_GROUPED),
+    ("switchback_m+grouped", memory._SAVED_GROUPED_IN_8_BITS),
   ],
 )
 def test_the_policies_that_auto_tries_save_the_bytes_on_record(recipe, saved):
   rows = {row["remat"]: row["bytes"] for row in read("kept_bytes") if row["recipe"] == recipe}
-  found = {policy: remat.saved_bytes(entry, 4, False) for policy, entry in saved.items()}
+  found = {policy: memory.saved_bytes(entry, 4, False) for policy, entry in saved.items()}
   assert found == {policy: pytest.approx(rows[policy], abs=0.1) for policy in saved}
 
 
