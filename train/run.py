@@ -17,8 +17,9 @@ import optax
 
 from train import agreement, data
 from train.checkpoint import Checkpointer, Restored
-from train.config import Config, ModelConfig, flat
+from train.config import Config, ModelConfig, all_fields, flat
 from train.errors import RunError
+from train.fields import MAY_CHANGE, about
 from train.finetune import check_init, check_patterns, check_vocabulary, initial_params
 from train.loss import LOSSES
 from train.optimizer import learning_rates, make_optimizer, warmup_cosine
@@ -29,18 +30,6 @@ from train.tokenizer import Tokenizer, make_tokenizer
 from train.watch import check_watch
 from train.workdir import newest_step, read_config
 from train.zero_shot import Sample
-
-# Fields that may change when a run continues: they affect where it computes and what it reports.
-# After a change of `accumulate`, patch dropout draws other patches.
-_MAY_CHANGE = {
-  "steps", "log_every", "eval_every", "eval_batch_size", "checkpoint_every", "checkpoint_keep",
-  "checkpoint_minutes", "max_hours",
-  "wandb_project", "mesh", "accumulate", "data.data_dir", "data.root", "data.prefetch",
-  "model.backend", "model.attention_backend", "model.remat", "model.unroll",
-  "data.eval_split", "data.eval_shards", "data.train_shards", "data.eval_data",
-  "data.workers", "data.max_member_bytes", "data.max_image_pixels", "data.max_aspect_ratio",
-  "data.max_label", "step_timeout_seconds", "pause_timeout_seconds", "profile_steps", "watch",
-}  # fmt: skip
 
 
 class Run(NamedTuple):
@@ -266,10 +255,11 @@ def check_continues(config: Config, workdir: Path) -> None:
   before = flat(defaults.to_dict()) | saved
   if gone := [f"{name}={value!r}" for name, value in saved.items() if name not in now]:
     print(f"{path}: {', '.join(gone)} is ignored: no such field any more.", file=sys.stderr)
+  free = {name for name, field in all_fields().items() if MAY_CHANGE in about(field).marks}
   changed = [
     f"{name}: {before[name]!r} -> {value!r}"
     for name, value in sorted(now.items())
-    if not (_may_change(name) or _same(before[name], value))
+    if not (name in free or _same(before[name], value))
   ]
   if changed:
     raise RunError(
@@ -295,10 +285,6 @@ def _describe_schedules(config: Config, steps_before: int, done: int) -> str:
 
 def _same(a, b) -> bool:
   return a == b or (a != a and b != b)  # NaN is the same as NaN here.
-
-
-def _may_change(name: str) -> bool:
-  return name in _MAY_CHANGE or name.partition(".")[0] in _MAY_CHANGE
 
 
 def _tokenizer(config: Config, builder, workdir: Path) -> Tokenizer:
