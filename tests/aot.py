@@ -34,14 +34,14 @@ from sbjax import (
   gather_weight,
   layer_norm_dense,
   layer_norm_mlp,
-  partition,
   quantize_weight,
   quantized_dot,
   quantized_dot_general,
 )
+from sbjax.ops import partition
+from sbjax.ops.split_k import split_k_matmul
 from sbjax.pallas import scaled_matmul_sm90 as sm90
 from sbjax.recipes import SWITCHBACK
-from sbjax.split_k_matmul import split_k_matmul
 
 M, K, N = 8192, 256, 512  # An eighth of an activation is as large as the weight or larger.
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from mesh_case import make_mesh, put
 
 from sbjax import RECIPES, gather, gather_weight, quantize_weight, quantized_dot
-from sbjax.linear import QuantizedWeight
+from sbjax.linear.weight import QuantizedWeight
 
 K, N, ROWS = 64, 48, 32
 IN_8_BITS = [name for name in RECIPES if name != "full"]

@@ -16,13 +16,13 @@ from sbjax import (
   LayerNormMLP,
   LayerNormParams,
   QuantizedWeight,
-  fused_ops,
   layer_norm_dense,
   layer_norm_mlp,
   quantize,
   quantize_weight,
   quantized_dot,
 )
+from sbjax.ops import rows as fused_ops
 from sbjax.recipes import FULL, SWITCHBACK, SWITCHBACK_M
 
 ROWS, WIDTH, HIDDEN = (3, 7), 48, 80

@@ -40,7 +40,7 @@ from sbjax import (
   scaled_matmul,
   stable_adamw,
 )
-from sbjax.backends import get_backend
+from sbjax.ops.registry import get_backend
 from sbjax.recipes import parse_recipe
 
 X, W = np.ones((3, 4), np.float32), np.ones((4, 5), np.float32)

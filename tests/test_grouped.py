@@ -23,9 +23,9 @@ from sbjax import (
   layer_norm_dense,
   layer_norm_mlp,
 )
-from sbjax.fused_ops import ACTIVATIONS, gelu_backward
-from sbjax.grouped import group, ungroup
+from sbjax.linear.grouped import group, ungroup
 from sbjax.models import BlockOptions
+from sbjax.ops.rows import ACTIVATIONS, gelu_backward
 from train.config import ModelConfig
 from train.task import block_options
 
