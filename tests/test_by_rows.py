@@ -13,17 +13,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from pairwise import mainly
 
-from sbjax import (
-  INT8,
-  LayerNormMLP,
-  LayerNormParams,
-  attention,
-  layer_norm_dense,
-  layer_norm_mlp,
-  quantize_model,
-  quantize_weight,
-  quantized_dot,
-)
+from sbjax import INT8, LayerNormMLP, attention, quantize_model, quantized_dot
+from sbjax.linear.fused import layer_norm_dense, layer_norm_mlp
+from sbjax.linear.weight import quantize_weight
+from sbjax.ops.rows import LayerNormParams
 from sbjax.quantize import FORMATS
 
 B, T, K, N = 8, 6, 48, 64

@@ -11,8 +11,9 @@ from jax.sharding import PartitionSpec as P
 from pairwise import mainly
 
 from benchmarks.collectives import collectives
-from sbjax import gather, quantized_pmean, quantized_psum, quantized_psum_scatter
-from sbjax.distributed.exchange import EXCHANGES
+from sbjax import quantized_pmean
+from sbjax.distributed.exchange import EXCHANGES, quantized_psum, quantized_psum_scatter
+from sbjax.distributed.fsdp import gather
 
 N, TILE = 8, 512
 SHORT = [name for name in EXCHANGES if name != "float32"]

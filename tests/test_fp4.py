@@ -13,7 +13,10 @@ from clip_case import clip, compiled, pairs, random_params
 from dot_case import apply, assert_same, changed, make_case
 from jax.sharding import PartitionSpec as P
 
-from sbjax import LayerNormParams, SwitchBackDense, gather_weight, layer_norm_mlp, quantized_dot
+from sbjax import SwitchBackDense, quantized_dot
+from sbjax.distributed.fsdp import gather_weight
+from sbjax.linear.fused import layer_norm_mlp
+from sbjax.ops.rows import LayerNormParams
 from sbjax.recipes import RECIPES, SIMULATED, Recipe, as_recipe, parse_recipe
 from sbjax.studies.fp4 import Fp4, dge, fp4_dot, fp4_round
 

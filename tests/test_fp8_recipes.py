@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from dot_case import apply, assert_same, changed, make_case
 
-from sbjax import E4M3, E5M2, INT8, RECIPES, Spec, dequantize, fp8_cscale, quantize, quantized_dot
+from sbjax import E4M3, E5M2, INT8, RECIPES, Spec, dequantize, quantize, quantized_dot
 from sbjax.quantize import format_of
-from sbjax.recipes import as_recipe, parse_recipe
+from sbjax.recipes import as_recipe, fp8_cscale, parse_recipe
 
 FORMATS = [INT8, E4M3, E5M2]
 jitted = jax.jit(quantize, static_argnums=1)

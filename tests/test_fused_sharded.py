@@ -10,8 +10,9 @@ from jax.sharding import PartitionSpec as P
 from mesh_case import Product, make_mesh, on_shards, plain, put
 from pairwise import mainly
 
-from sbjax import LayerNormParams, layer_norm_dense, layer_norm_mlp
 from sbjax.linear import fused, weight
+from sbjax.linear.fused import layer_norm_dense, layer_norm_mlp
+from sbjax.ops.rows import LayerNormParams
 
 MLP_LAYOUTS = {  # of x [M, K], w1 [K, H] and w2 [H, K]
   "batch": (P(("data", "fsdp")), P(), P()),

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from benchmarks import attention as attention_benchmark
-from sbjax import RECIPES, LayerNormParams, Quantized, Spec, quantize, quantized_dot
+from sbjax import RECIPES, Quantized, Spec, quantize, quantized_dot
 from sbjax.attention import attention, cudnn_runs, length_for
 from sbjax.ops import adam as expansion
 from sbjax.ops.attention import HEAD_DIMS
 from sbjax.ops.dither import positions
 from sbjax.ops.matmul import scaled_matmul
 from sbjax.ops.registry import NAMES, get_backend
+from sbjax.ops.rows import LayerNormParams
 from sbjax.pallas import scaled_matmul_sm90
 from sbjax.quantize import E4M3, E5M2, INT8
 

@@ -15,8 +15,9 @@ import pytest
 import triton_case
 from pairwise import mainly
 
-from sbjax import E4M3, E5M2, INT8, LayerNormParams, Spec, quantize
+from sbjax import E4M3, E5M2, INT8, Spec, quantize
 from sbjax.ops import rows as fused_ops
+from sbjax.ops.rows import LayerNormParams
 
 pytestmark = pytest.mark.aot
 

@@ -22,16 +22,15 @@ from sbjax import (
   RECIPES,
   LayerNormDense,
   LayerNormMLP,
-  LayerNormParams,
   SwitchBackDense,
   SwitchBackLinear,
-  layer_norm_dense,
-  layer_norm_mlp,
-  quantize_weight,
   quantized_dot,
   quantized_dot_general,
 )
 from sbjax.linear import fused, weight
+from sbjax.linear.fused import layer_norm_dense, layer_norm_mlp
+from sbjax.linear.weight import quantize_weight
+from sbjax.ops.rows import LayerNormParams
 
 DEVICES, K, N = 4, 32, 48
 QUICK = {"xla_backend_optimization_level": 0}  # Nothing here is run twice.
