@@ -16,10 +16,13 @@ from train.fields import (
   FINITE,
   MAY_CHANGE,
   PATH,
+  PER_PROCESS,
   POSITIVE,
   REQUIRED,
   SHARE,
   Limit,
+  Mark,
+  about,
   check,
   field,
   one_of,
@@ -93,9 +96,9 @@ class DataConfig:
     them under""",
   )
   data_dir: str = field(
-    "", """where prepared data sets live; "": TFDS's own default""", PATH, MAY_CHANGE
+    "", """where prepared data sets live; "": TFDS's own default""", PATH, MAY_CHANGE, PER_PROCESS
   )
-  root: str = field("", "the folder of the files below", PATH, MAY_CHANGE)
+  root: str = field("", "the folder of the files below", PATH, MAY_CHANGE, PER_PROCESS)
   train_shards: str = field(
     "",
     """Tar shards to import under `name`: globs or {000..099} ranges, relative to root; "::" joins
@@ -160,8 +163,11 @@ class DataConfig:
     "worker processes that decode and augment; 0: threads of this process",
     zero_or_more("threads of this process"),
     MAY_CHANGE,
+    PER_PROCESS,
   )
-  prefetch: int = field(4, "batches ready ahead of the step", zero_or_more("no thread"), MAY_CHANGE)
+  prefetch: int = field(
+    4, "batches ready ahead of the step", zero_or_more("no thread"), MAY_CHANGE, PER_PROCESS
+  )
   max_member_bytes: int = field(
     2**26,
     """of a file in a tar shard, held in memory while it is imported. This and the next three limit
@@ -430,6 +436,11 @@ MAX_UNIT_DECAY = 0.01  # More than that in each step leaves nothing of what was 
 def all_fields() -> dict[str, dataclasses.Field]:
   """Every field by its path, such as "optimizer.b1", in the order above."""
   return dict(_fields(Config, ""))
+
+
+def marked(mark: Mark) -> set[str]:
+  """The paths of the fields with a mark, such as MAY_CHANGE."""
+  return {path for path, each in all_fields().items() if mark in about(each).marks}
 
 
 def _fields(group: type, prefix: str) -> Iterator[tuple[str, dataclasses.Field]]:

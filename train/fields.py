@@ -25,10 +25,11 @@ class Limit(NamedTuple):
 
 class Mark(enum.Enum):
   MAY_CHANGE = enum.auto()  # when a run continues: it says where the run computes, what it reports
+  PER_PROCESS = enum.auto()  # each process may have its own: where it finds data, how it reads them
   PATH = enum.auto()  # a path, or it may be one; "::" joins several
 
 
-MAY_CHANGE, PATH = Mark.MAY_CHANGE, Mark.PATH
+MAY_CHANGE, PER_PROCESS, PATH = Mark
 REQUIRED: Any = dataclasses.MISSING  # in place of a default
 
 

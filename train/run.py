@@ -17,9 +17,9 @@ import optax
 
 from train import agreement, data
 from train.checkpoint import Checkpointer, Restored
-from train.config import Config, ModelConfig, all_fields, flat
+from train.config import Config, ModelConfig, flat, marked
 from train.errors import RunError
-from train.fields import MAY_CHANGE, about
+from train.fields import MAY_CHANGE
 from train.finetune import check_init, check_patterns, check_vocabulary, initial_params
 from train.loss import LOSSES
 from train.optimizer import learning_rates, make_optimizer, warmup_cosine
@@ -255,11 +255,10 @@ def check_continues(config: Config, workdir: Path) -> None:
   before = flat(defaults.to_dict()) | saved
   if gone := [f"{name}={value!r}" for name, value in saved.items() if name not in now]:
     print(f"{path}: {', '.join(gone)} is ignored: no such field any more.", file=sys.stderr)
-  free = {name for name, field in all_fields().items() if MAY_CHANGE in about(field).marks}
   changed = [
     f"{name}: {before[name]!r} -> {value!r}"
     for name, value in sorted(now.items())
-    if not (name in free or _same(before[name], value))
+    if not (name in marked(MAY_CHANGE) or _same(before[name], value))
   ]
   if changed:
     raise RunError(
