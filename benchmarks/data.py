@@ -29,6 +29,7 @@ import numpy as np
 from PIL import Image
 
 from benchmarks.host_rate import rate
+from benchmarks.timing import COMMIT
 from train import data
 from train.config import Config, DataConfig, ModelConfig
 from train.tokenizer import make_tokenizer
@@ -136,6 +137,7 @@ def _circumstances() -> dict:
     "numpy", "tokenizers",
   )  # fmt: skip
   return {
+    "commit": COMMIT,
     "command": " ".join(["python -m benchmarks.data", *sys.argv[1:]]),
     "versions": {name: importlib.metadata.version(name) for name in packages},
     "python": platform.python_version(),
