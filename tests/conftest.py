@@ -45,7 +45,6 @@ _STANDARD_PROMOTION = (
   "test_distributed",
   "test_remat",
   "test_unit_training",
-  "test_width_transfer",
   "test_scenes_training",
   "test_watch",
 )

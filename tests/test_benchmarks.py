@@ -1,6 +1,5 @@
 """The benchmarks' bookkeeping: times, FLOPs, kernel groups and result files."""
 
-import argparse
 import dataclasses
 import functools
 import importlib
@@ -10,20 +9,18 @@ import multiprocessing
 import pathlib
 import time
 
+import each_kernel
 import jax
 import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import saved_bytes
 
 from benchmarks import (
-  collage,
-  each_kernel,
-  kept_bytes,
   kernels,
   linear,
   matmul,
-  meshes,
   remat_memory,
   step,
   tune,
@@ -334,21 +331,13 @@ def test_the_loader_rate_counts_cpu_time_of_child_processes():
   assert 300 / 2.5 <= result["images_per_cpu_second"] <= 300 / 0.3
 
 
-def test_a_way_is_parsed_as_mesh_and_process_count():
-  assert meshes.way("1x2") == ("1x2", 1, 2, 1)
-  assert meshes.way("2x4:8") == ("2x4:8", 2, 4, 8)
-  with pytest.raises(argparse.ArgumentTypeError, match="DATAxFSDP"):
-    meshes.way("2")
-  assert meshes.largest_difference([1.0, 2.2], [1.0, 2.0]) == pytest.approx(0.1)
-
-
 @pytest.mark.aot
 @pytest.mark.parametrize(
   ("recipe", "policy"), [("switchback", "none"), ("switchback_m", "residuals")]
 )
 def test_a_block_saves_the_bytes_on_record(recipe, policy):
   pytest.importorskip("jax_triton", reason="the extra `aot` is not installed")
-  found = kept_bytes.measure(recipe, policy)
+  found = saved_bytes.measure(recipe, policy)
   (row,) = (r for r in read("kept_bytes") if (r["recipe"], r["remat"]) == (recipe, policy))
   assert {name: row[name] for name in found} == found
 
@@ -381,12 +370,3 @@ def test_the_policies_that_auto_tries_save_the_bytes_on_record(recipe, saved):
   rows = {row["remat"]: row["bytes"] for row in read("kept_bytes") if row["recipe"] == recipe}
   found = {policy: remat.saved_bytes(entry, 4, False) for policy, entry in saved.items()}
   assert found == {policy: pytest.approx(rows[policy], abs=0.1) for policy in saved}
-
-
-def test_collage_s_choices_stray_from_float64_in_the_order_of_their_bits():
-  with jax.numpy_dtype_promotion("standard"):  # optax mixes integer steps with floating rates.
-    rows = collage.measure(0.95, 30)
-  distances = [row["distance"] for row in rows.values()]
-  assert distances == sorted(distances, reverse=True)
-  assert distances[0] > 0.3 and distances[-1] < 1e-4
-  assert rows["bfloat16, no residual"]["edq"] < 0.8 < rows["collage_light"]["edq"]
