@@ -138,12 +138,15 @@ def mean_and_range(ratios) -> str:
   return f"**{statistics.geometric_mean(ratios):.2f}x** ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
+STEP_HEAD = [
+  f"| a whole training step on one {name_of(CHIP)} | images a batch | plain Flax, bf16 |"
+  " `switchback` | over plain Flax | its images/s | its MFU | memory: Flax, `switchback` |",
+  "|---|---|---|---|---|---|---|---|",
+]
+
+
 def step_table(step, elsewhere) -> list[str]:
-  lines = [
-    f"| a whole training step on one {name_of(CHIP)} | images a batch | plain Flax, bf16 |"
-    " `switchback` | over plain Flax | its images/s | its MFU | memory: Flax, `switchback` |",
-    "|---|---|---|---|---|---|---|---|",
-  ]
+  lines = list(STEP_HEAD)
   for row in step + elsewhere:
     each = row["contenders"]
     lines.append(step_line(row, best(each, OURS), ", every block rematerialised"))
@@ -172,11 +175,7 @@ def step_cells(row, flax, ours) -> str:
 
 def dropout_table(rows) -> list[str]:
   """The steps of benchmarks/step.py with --patch_dropout."""
-  lines = [
-    f"| a whole training step on one {name_of(CHIP)} | images a batch | plain Flax, bf16 |"
-    " `switchback` | over plain Flax | its images/s | its MFU | memory: Flax, `switchback` |",
-    "|---|---|---|---|---|---|---|---|",
-  ]
+  lines = list(STEP_HEAD)
   for row in rows:
     flax = best(row["contenders"], (*FLAX, "flax_no_remat"))
     ours = best(row["contenders"], (*OURS, "switchback_no_remat"))

@@ -5,6 +5,7 @@ which are larger than the chip's cache. Several calls are queued before the host
 are timed in turns, round after round, so that a drifting clock affects all of them.
 """
 
+import argparse
 import dataclasses
 import importlib.metadata
 import json
@@ -41,6 +42,22 @@ class Contender:
   @property
   def seconds(self) -> float:
     return statistics.median(self.times)
+
+  @property
+  def spread(self) -> float:
+    return spread_of(self.times)
+
+
+def spread_of(times: Sequence[float]) -> float:
+  """How far the fastest and the slowest are apart, as a part of the median."""
+  return round((max(times) - min(times)) / statistics.median(times), 4)
+
+
+def parser_of(doc: str, results: str) -> argparse.ArgumentParser:
+  """The command line of the program with that docstring, with --out for its result lines."""
+  made = argparse.ArgumentParser(description=doc.splitlines()[0])
+  made.add_argument("--out", default=f"benchmarks/results/{results}.jsonl")
+  return made
 
 
 def contender(function: Callable, sets: Sequence, **compiler_options) -> Contender:
@@ -121,6 +138,12 @@ def _version(name: str) -> str | None:
     return importlib.metadata.version(name)
   except importlib.metadata.PackageNotFoundError:
     return None
+
+
+def reason(error: Exception) -> str:
+  """An error's type and first line."""
+  first_line, *_ = str(error).strip().splitlines() or [""]
+  return f"{type(error).__name__}: {first_line}"[:300]
 
 
 def append(path: str | Path, rows: Sequence[dict]) -> None:

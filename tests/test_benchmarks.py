@@ -39,7 +39,6 @@ from sbjax.matmul import scaled_matmul
 from sbjax.models.clip import CLIP
 from sbjax.models.sizes import SIZES
 from sbjax.models.transformer import BlockOptions
-from sbjax.pallas.scaled_matmul_sm90 import NARROW, TileConfig
 from sbjax.quantize import Spec, quantize
 from sbjax.recipes import SWITCHBACK
 from train import remat
@@ -217,27 +216,6 @@ def test_matmul_error_is_relative_to_the_float32_product(dtype):
     assert matmul.error(matmul.fusible_int8_matmul(lhs, rhs), lhs, rhs) <= 2**-8
   wrong = y.at[255].add(0.25 * jnp.abs(y[:256]).max())
   assert matmul.error(wrong, lhs, rhs) == pytest.approx(0.25, abs=1e-3)
-
-
-def test_tuning_records_the_fastest_config_and_the_rates_of_xla_and_the_rule(monkeypatch):
-  # A candidate's time is the size of its block: the smallest wins, and XLA takes 512.
-  def kernels_are(lhs, rhs, out_dtype, config=None):
-    return jnp.zeros(config.block_m * config.block_n)
-
-  monkeypatch.setattr(tune, "scaled_matmul", kernels_are)
-  monkeypatch.setattr(tune, "contender", lambda function, sets, **_: function(*sets[0]))
-  monkeypatch.setattr(tune, "kernel_race", lambda results: [r.size * 1e-12 for r in results])
-  q = quantize(jnp.ones((32, 16)), Spec(INT8, "rowwise"))
-  row = tune.tune(
-    [(q, dataclasses.replace(q, values=q.values[:16], scale=q.scale[:16]))], 32, 16, 16
-  )
-  config = TileConfig(**row["config"])
-  assert config.block_m * config.block_n == 64 * 64 < NARROW.block_m * NARROW.block_n
-  assert (row["m"], row["n"], row["k"]) == (32, 16, 16)
-  assert [row["config"], row["tops"]] == max(row["candidates"], key=lambda one: one[1])
-  assert row["xla_tops"] == 8 * row["tops"] > 0
-  # Without the table the config would be NARROW, whose block is twice as large.
-  assert row["rule_tops"] == pytest.approx(row["tops"] / 2, rel=0.01)
 
 
 def test_a_tuned_row_replaces_only_the_row_of_its_device_and_sizes(tmp_path):

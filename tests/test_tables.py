@@ -1,5 +1,7 @@
 """The result files, and the tables that are made from them."""
 
+import ast
+import graphlib
 import json
 import re
 import subprocess
@@ -8,7 +10,7 @@ import pytest
 
 from benchmarks import attention_report, remat_report
 from benchmarks.tables import RESULTS, read
-from benchmarks.timing import commit_of
+from benchmarks.timing import ROOT, commit_of
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.rglob("*.json*")), ids=lambda path: path.name)
@@ -21,6 +23,20 @@ def test_a_result_names_the_commit_that_made_it(path):
   )
   for row in rows:
     assert re.fullmatch(r"[0-9a-f]{7,40}(-dirty)?", row["commit"]), row
+
+
+def test_no_benchmark_imports_itself_through_others():
+  graph = {}
+  for path in RESULTS.parent.rglob("*.py"):
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    of = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+    graph[name] = {node.module for node in of} | {
+      f"{node.module}.{alias.name}" for node in of for alias in node.names
+    }
+  inside = {name: others & graph.keys() for name, others in graph.items()}
+  assert any(inside.values())
+  graphlib.TopologicalSorter(inside).prepare()  # Raises CycleError.
 
 
 def test_a_checkout_is_dirty_if_a_file_differs_that_is_no_result(tmp_path, monkeypatch):
