@@ -75,6 +75,7 @@ _PROGRAM = (
   "test_states_benchmark",
   "test_step",
   "test_stop",
+  "test_stop_together",
   "test_watch",
   "test_watchdog",
 )

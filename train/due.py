@@ -1,7 +1,8 @@
 """What is due after a step: an evaluation, a checkpoint, the end of the run.
 
 Signals, clocks and a file named "stop" in the workdir differ between processes, so several agree on
-them: about every two seconds, since an agreement waits for the device.
+them: about every two seconds, since an agreement waits for the device, and at each batch of an
+evaluation, which waits for it anyway.
 """
 
 import contextlib
@@ -67,7 +68,6 @@ class Due:
 
     One process leaves it at once, several at the next batch, by `look`.
     """
-    self._agree_in_evaluation = _Agreement(self._config.log_every)
     try:
       with interruptible():
         yield
@@ -77,7 +77,7 @@ class Due:
 
   def look(self) -> None:
     """Raises `Abandoned` if the run is to end; called for each batch of an evaluation."""
-    self.end = int(self._agree_in_evaluation(self._reason())[0])
+    self.end = int(largest_of_all(self._reason())[0])
     if self.end:
       raise Abandoned
 
