@@ -8,9 +8,9 @@ evaluation, which waits for it anyway.
 import contextlib
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import jax
 
@@ -63,13 +63,16 @@ class Due:
     return step == self._config.steps or _is_multiple(step, self._config.eval_every)
 
   @contextlib.contextmanager
-  def abandoning(self) -> Iterator[None]:
+  def abandoning(self, end: Callable[[int], NoReturn]) -> Iterator[None]:
     """An evaluation within the block raises `Abandoned` when the run is to end.
 
     One process leaves it at once, several at the next batch, by `look`.
+
+    end: saves, and raises `stop.Stopped`; called in another thread, with a reason, where XLA
+      compiles or something else does not hear a signal.
     """
     try:
-      with interruptible():
+      with interruptible(lambda: end(stop.received())):
         yield
     except stop.Interrupted as error:
       self.end = stop.received()
@@ -106,9 +109,9 @@ class Due:
     return (time.monotonic() - self._saved) / 60
 
 
-def interruptible() -> contextlib.AbstractContextManager:
+def interruptible(save: Callable[[], object] | None = None) -> contextlib.AbstractContextManager:
   """`stop.interruptible`, where no other process would wait for this one."""
-  return stop.interruptible() if jax.process_count() == 1 else contextlib.nullcontext()
+  return stop.interruptible(save) if jax.process_count() == 1 else contextlib.nullcontext()
 
 
 def _is_multiple(step: int, every: int) -> bool:
