@@ -10,9 +10,11 @@ import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 import tracemalloc
 
+import jax
 import pytest
 from shards_case import captions, data_config, image_bytes, pairs, write_shard
 
@@ -289,6 +291,22 @@ def test_a_worker_s_end_is_explained_by_its_signal(config, folder, signum, messa
     for _ in range(20):
       next(iterator)
   iterator.close()
+
+
+def test_a_worker_that_hangs_does_not_hold_the_exit(config, folder, monkeypatch):
+  monkeypatch.setattr(data, "_PATIENCE", 1)
+  write_shard(folder / "a.tar", pairs(8))
+  place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  batches = data.prefetch_to_device(train_iterator(config, workers=1), place, 1)
+  next(batches)
+  (worker,) = multiprocessing.active_children()
+  os.kill(worker.pid, signal.SIGSTOP)
+  closing = threading.Thread(target=batches.close, daemon=True)
+  closing.start()
+  closing.join(60)
+  if hangs := closing.is_alive():
+    worker.kill()
+  assert not hangs
 
 
 IMPORT = """

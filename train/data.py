@@ -11,10 +11,12 @@ import dataclasses
 import functools
 import hashlib
 import json
+import multiprocessing
 import os
 import re
 import shutil
 import signal
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -61,6 +63,7 @@ __all__ = [
 ]
 
 
+_PATIENCE = 5.0  # seconds for workers to end
 # Prepared records, or scenes to draw.
 Source = tfds.core.DatasetBuilder | Scenes
 
@@ -263,7 +266,7 @@ def prefetch_to_device(
   """Yields (batch on its devices, the state of `iterator` after it), prefetched by `size` batches.
 
   A thread fetches batches and copies them to devices. Its errors are raised here. Closing the
-  generator ends the thread and closes `iterator`.
+  generator ends the thread and closes `iterator`; workers that do not end in time are killed.
 
   Args:
     iterator: gives this process's share of each batch.
@@ -274,9 +277,22 @@ def prefetch_to_device(
     put = _ToSharding(put)
   on_device = _OnDevice(iterator, put)
   ahead = grain.experimental.ThreadPrefetchDatasetIterator(on_device, size)
-  with contextlib.closing(ahead):
+  before = multiprocessing.active_children()
+  try:
     for batch in ahead:
       yield batch, ahead.get_state()
+  finally:
+    # A worker that hangs would hold the thread, which waits for its batch.
+    killing = threading.Timer(_PATIENCE, _kill_children, [before])
+    killing.start()
+    ahead.close()
+    killing.cancel()
+
+
+def _kill_children(but: Sequence[multiprocessing.process.BaseProcess]) -> None:
+  for child in multiprocessing.active_children():
+    if child not in but:
+      child.kill()
 
 
 def eval_splits(config: Config) -> list[str]:
