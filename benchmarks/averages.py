@@ -167,9 +167,7 @@ def _vanishing(key, other, t, shape) -> jax.Array:
 
 
 def _quiet(kind: str, key, other, t, shape) -> jax.Array:
-  return jnp.where(
-    _is_even(kind, shape) & (t >= STEPS // 2), 0.0, jax.random.normal(key, shape)
-  )
+  return jnp.where(_is_even(kind, shape) & (t >= STEPS // 2), 0.0, jax.random.normal(key, shape))
 
 
 KINDS = {  # Functions of two keys, the step and the shape.

@@ -155,7 +155,8 @@ class Config:
   checkpoint_every: int = 1000  # 0: only at the end
   checkpoint_minutes: float = 0.0  # also when so many have passed since the last; 0: off
   checkpoint_keep: int = 3  # how many of the newest checkpoints stay
-  # The run saves and stops when it has taken so many hours in one start (exit code 75); 0: no limit
+  # The run saves and stops when it has taken so many hours in one start (exit code 75), but not
+  # before the start's first step: a start that takes longer gets on, too. 0: no limit
   max_hours: float = 0.0
   wandb_project: str = ""  # "": no Weights & Biases
   # A run that waits longer for a step or its batch ends with a message (train/watchdog.py); three
