@@ -60,7 +60,7 @@ def main() -> None:
   write("attention_lengths", attention_report.lengths_table(lengths))
   counters, elsewhere = by_chip(read("attention_counters"))
   counters = attention_report.counters_table(counters + of_h100(elsewhere))
-  write("attention_counters", counters, DOCS / "studies" / "attention.md")
+  write("attention_counters", counters, DOCS / "studies" / "attention_counters.md")
   serving = [row for row in read("serving") if row["benchmark"] == "serving speed"]
   serving, _ = by_chip(last(serving, "chip", "size", "batch_size"))
   write("serving", serving_table(serving), DOCS / "embedding.md")
@@ -94,7 +94,7 @@ def write(name: str, lines: list[str], page: Path = PERFORMANCE) -> None:
 
 
 def of_all_sizes(lines: list[str]) -> list[str]:
-  """A table's lines of all sizes, without their empty columns; all of it if it has no such lines."""
+  """A table's lines of all sizes, without empty columns; all of it if it has no such lines."""
   head, rule, *rows = lines
   if not (rows := [line for line in rows if line.startswith("| all sizes |")]):
     return lines
