@@ -94,12 +94,12 @@ def write(name: str, lines: list[str], page: Path = PERFORMANCE) -> None:
 
 
 def of_all_sizes(lines: list[str]) -> list[str]:
-  """A table's lines of all sizes, without empty columns; all of it if it has no such lines."""
+  """A table's lines of all sizes without their empty columns; all of it if it has no such lines."""
   head, rule, *rows = lines
   if not (rows := [line for line in rows if line.startswith("| all sizes |")]):
     return lines
   columns = zip(*(line.strip("|").split("|") for line in (head, rule, *rows)), strict=True)
-  full = [column for column in columns if any(cell.strip() for cell in column[2:])]
+  _, *full = [column for column in columns if any(cell.strip() for cell in column[2:])]
   return [f"|{'|'.join(cells)}|" for cells in zip(*full, strict=True)]
 
 
