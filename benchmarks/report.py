@@ -51,7 +51,6 @@ def main() -> None:
   write("patch_dropout", dropout_table(sorted(dropout, key=largest_first)))
   memory = last(read("remat_memory"), "size", "batch_size")
   write("remat", remat_report.table(memory, read("step") + read("remat")))
-  write("kept", kept_table(last(read("kept_bytes"), "recipe", "remat")))
   write("open_clip", steps_report.open_clip_table(open_clip))
   write("speeds", table(matmul, matmuls_elsewhere, raced, quantize, linear))
   attention, elsewhere = by_chip(last(read("attention"), "chip", "case"))
@@ -210,20 +209,6 @@ def serving_table(rows) -> list[str]:
       f" **{ours / flax:.2f}x** | **{ours / open_clip:.2f}x** |"
     )
   return lines
-
-
-def kept_table(rows) -> list[str]:
-  """A line for each policy, a column for each recipe."""
-  recipes = list(dict.fromkeys(row["recipe"] for row in rows))
-  kept = {(row["remat"], row["recipe"]): row["bytes"] for row in rows}
-  return [
-    f"| `remat` | {' | '.join(f'`{recipe}`' for recipe in recipes)} |",
-    f"|---|{'---|' * len(recipes)}",
-    *(
-      f"| `{remat}` | {' | '.join(f'{kept[remat, recipe]:.1f}' for recipe in recipes)} |"
-      for remat in dict.fromkeys(row["remat"] for row in rows)
-    ),
-  ]
 
 
 def table(matmul, elsewhere, raced, quantize, linear) -> list[str]:
