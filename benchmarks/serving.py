@@ -30,7 +30,7 @@ from sbjax.interop.serving import serving_params, size_of
 from sbjax.models.clip import CLIP
 from sbjax.models.sizes import SIZES, open_clip_name
 from sbjax.models.transformer import Block, BlockOptions
-from train import config_flags
+from train import cli
 from train.run import make_run
 from train.zero_shot import encode_rows, make_encoders
 
@@ -54,7 +54,7 @@ def main() -> None:
     for batch_size in args.batch_sizes:
       append(args.out, [speed(size, batch_size, args) | provenance()])
   if args.workdir:
-    config = config_flags.load(args.config)
+    config = cli.load_config(args.config)
     config.data.data_dir = args.data_dir or config.data.data_dir
     append(args.out, [quality(config, args.workdir) | {"config": args.config} | provenance()])
 
