@@ -2,6 +2,7 @@
 
 import doctest
 import pathlib
+import pkgutil
 import re
 
 import flax.linen as nn
@@ -91,10 +92,22 @@ def test_links_lead_to_existing_files_and_headings(page):
       assert anchor in anchors(file), f"{page.name} links to {target}: there is no such heading."
 
 
-def test_readme_has_at_most_120_lines_and_900_words():
+def test_readme_has_at_most_100_lines_and_700_words():
   text = (ROOT / "README.md").read_text()
-  assert len(text.splitlines()) <= 120
-  assert len(text.split()) <= 900
+  assert len(text.splitlines()) <= 100
+  assert len(text.split()) <= 700
+
+
+def test_the_page_of_the_design_has_at_most_150_lines():
+  assert len((ROOT / "docs/design.md").read_text().splitlines()) <= 150
+
+
+API = re.findall(r"^\.\. auto\w+:: ([\w.]+)", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("path", API)
+def test_a_path_of_the_api_page_can_be_imported(path):
+  assert pkgutil.resolve_name(path)
 
 
 def written_tables(monkeypatch):
