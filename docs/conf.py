@@ -33,6 +33,8 @@ default_role = "code"  # Docstrings have code in single backquotes.
 
 html_theme = "furo"
 html_title = f"sbjax {version}"
+html_static_path, html_css_files = ["_static"], ["site.css"]
+highlight_language = "none"  # A block without a language is a command.
 
 
 def _is_noise(app, what, name, obj, skip, options):
