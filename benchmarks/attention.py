@@ -23,7 +23,7 @@ from benchmarks.kernels import kernel_seconds
 from benchmarks.tables import RESULTS
 from benchmarks.timing import append, contender, provenance
 from sbjax.attention import attention, length_for
-from sbjax.backends import runs
+from sbjax.ops.registry import runs
 
 # Batch, tokens, heads, head size, causal: CLIP's towers, and image towers with half of the patches.
 CASES = {

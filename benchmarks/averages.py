@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.timing import append, provenance
-from sbjax.expansion import Coded
-from sbjax.stable_adamw import stable_adamw
-from sbjax.state_formats import Format, compress_state
+from sbjax.ops.adam import Coded
+from sbjax.optim.stable_adamw import stable_adamw
+from sbjax.optim.state_formats import Format, compress_state
 from train.optimizer import STATES
 
 SHAPE, STEPS = (8, 128), 10_000

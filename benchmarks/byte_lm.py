@@ -17,13 +17,13 @@ import numpy as np
 import optax
 
 from sbjax import quantized_dot
-from sbjax import unit_scaling as us
-from sbjax.layers import Embedding
-from sbjax.linear import times
+from sbjax.linear.layers import Embedding
+from sbjax.linear.quantized_dot import times
 from sbjax.models.clip import text_inits
 from sbjax.models.sizes import TextConfig
 from sbjax.models.transformer import Block, BlockOptions, blocks, layer_norm
 from sbjax.models.unit_block import UNIT_INITS, UnitBlock
+from sbjax.studies import unit_scaling as us
 
 VOCABULARY, HEAD_WIDTH = 256, 64
 _TEST_SHARE = 20  # One byte in so many, at the end, is for the test.

@@ -27,12 +27,11 @@ from benchmarks.quantize import described
 from benchmarks.tables import CHIP, last, read
 from benchmarks.timing import Contender, contender, provenance, race
 from sbjax.attention import attention, length_for
-from sbjax.backends import NAMES, Backend, get_backend
-from sbjax.device import compute_capability
-from sbjax.formats import INT8
-from sbjax.matmul import scaled_matmul
 from sbjax.models.sizes import SIZES
-from sbjax.quantize import Spec
+from sbjax.ops.device import compute_capability
+from sbjax.ops.matmul import scaled_matmul
+from sbjax.ops.registry import NAMES, Backend, get_backend
+from sbjax.quantize import INT8, Spec
 from train.config import OptimizerConfig
 from train.flops import BF16_PEAK, model_flops
 from train.optimizer import make_optimizer

@@ -5,7 +5,7 @@
 Trains a matrix of weights (deviation 0.05, learning rate 1e-4, weight decay 0.1) on random
 gradients with a constant part, in each way to keep parameters and moments. `distance` is from the
 same AdamW in float64, over how far that one moved; `second_moment` is the distance of the second
-moment, over its norm. `edq` and `lost` (sbjax/collage.py) are the means over all steps. Adds a line
+moment, over its norm. `edq` and `lost` (optim/collage.py) are the means over all steps. Adds a line
 for each second decay rate. Takes 15 seconds on a CPU.
 """
 
@@ -17,8 +17,8 @@ import numpy as np
 import optax
 
 from benchmarks.timing import append, provenance
-from sbjax.collage import CompensatedState, compensated, descent_quality, summed_parameters
-from sbjax.state_formats import compress_state
+from sbjax.optim.collage import CompensatedState, compensated, descent_quality, summed_parameters
+from sbjax.optim.state_formats import compress_state
 from train.optimizer import STATES
 
 SHAPE, DEVIATION, RATE, DECAY = (128, 256), 0.05, 1e-4, 0.1

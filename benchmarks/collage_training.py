@@ -6,7 +6,7 @@
 Trains with each choice of `optimizer.states` at each second decay rate, from the same parameters on
 the same batches. "option_a" is the paper's baseline (Yu et al. 2024,
 https://arxiv.org/abs/2405.03637): bfloat16 parameters and moments without a residual. Adds a line
-for each run: the mean losses, EDQ and lost shares (sbjax/collage.py) of each tenth of the steps,
+for each run: the mean losses, EDQ and lost shares (optim/collage.py) of each tenth of the steps,
 and the evaluation's scores at the end.
 """
 

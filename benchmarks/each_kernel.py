@@ -12,12 +12,11 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from sbjax.backends import NAMES, Backend, get_backend
-from sbjax.dither import positions
-from sbjax.expansion import expand, in_groups
-from sbjax.formats import E4M3, INT8
-from sbjax.fused_ops import LayerNormParams
-from sbjax.quantize import Quantized, Spec
+from sbjax.ops.adam import expand, in_groups
+from sbjax.ops.dither import positions
+from sbjax.ops.registry import NAMES, Backend, get_backend
+from sbjax.ops.rows import LayerNormParams
+from sbjax.quantize import E4M3, INT8, Quantized, Spec
 
 
 def main() -> None:

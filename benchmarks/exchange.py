@@ -96,7 +96,7 @@ def measure(form: str, size: str, tile: int) -> dict:
   from jax.sharding import PartitionSpec as P
 
   from benchmarks.collectives import collectives
-  from sbjax.exchange import quantized_pmean
+  from sbjax.distributed.exchange import quantized_pmean
   from sbjax.models import CLIP, SIZES
   from train.step import make_init
   from train.task import CLIPTask

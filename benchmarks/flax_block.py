@@ -12,7 +12,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from sbjax.layers import LayerScale
+from sbjax.linear.layers import LayerScale
 from sbjax.models.transformer import OUT_NAME, Block, layer_norm
 
 _ACTIVATIONS = {

@@ -4,7 +4,7 @@
 
 Counts the arrays that JAX saves when it traces a ViT-L/14 for an NVIDIA GPU that is absent, with
 cuDNN's attention, in bfloat16: bytes for each token and unit of width. Nothing is compiled. Adds
-lines to the results. "switchback+grouped" is the recipe with keep="grouped" (sbjax/grouped.py).
+lines to the results. "switchback+grouped" is the recipe with keep="grouped" (linear/grouped.py).
 """
 
 import argparse

@@ -22,10 +22,10 @@ import jax.numpy as jnp
 from benchmarks.kernels import GROUPS, kernels
 from benchmarks.timing import Contender, append, contender, provenance, race
 from sbjax import Quantized, Spec, quantized_dot
-from sbjax.backends import get_backend
-from sbjax.formats import INT8
-from sbjax.matmul import full_dot
-from sbjax.split_k_matmul import split_k_matmul
+from sbjax.ops.matmul import full_dot
+from sbjax.ops.registry import get_backend
+from sbjax.ops.split_k import split_k_matmul
+from sbjax.quantize import INT8
 
 RECIPES = ("full", "switchback", "switchback_m", "switchback_q", "fp8_switchback")
 ROW, TENSOR = Spec(INT8, "rowwise"), Spec(INT8, "tensorwise")
@@ -42,7 +42,7 @@ OPERATIONS = {  # The operations of a linear layer in `full` and `switchback`.
   "x.T dy": lambda ops, a: split_k_matmul(a.x, a.dy, a.w.dtype),
 }
 OF_W = ("quantize w.T", "quantize w", "cast w")
-# A kernel of XLA's sums the parts of a split-K weight gradient (sbjax/split_k_matmul.py).
+# A kernel of XLA's sums the parts of a split-K weight gradient (sbjax/ops/split_k.py).
 MATMULS = f"{GROUPS['8-bit matmuls']}|{GROUPS['16-bit matmuls']}|^loop_reduce_fusion"
 
 

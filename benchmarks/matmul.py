@@ -20,10 +20,10 @@ import jax.numpy as jnp
 from benchmarks.kernels import kernel_race
 from benchmarks.operands import DISTRIBUTION, WIDTHS, Operands, shapes, tops
 from benchmarks.timing import TRITON_GEMM, append, contender, provenance, race
-from sbjax.backends import get_backend
-from sbjax.formats import E4M3, INT8
-from sbjax.matmul import scaled_matmul
+from sbjax.ops.matmul import scaled_matmul
+from sbjax.ops.registry import get_backend
 from sbjax.pallas.scaled_matmul_sm90 import MANY_ROWS
+from sbjax.quantize import E4M3, INT8
 
 
 def main() -> None:

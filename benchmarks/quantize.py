@@ -17,9 +17,8 @@ import numpy as np
 
 from benchmarks.kernels import kernel_race
 from benchmarks.timing import append, contender, provenance, race
-from sbjax.backends import get_backend
-from sbjax.formats import E4M3, INT8
-from sbjax.quantize import Spec
+from sbjax.ops.registry import get_backend
+from sbjax.quantize import E4M3, INT8, Spec
 
 WIDTHS = (768, 1024, 1280, 1664, 3072, 4096, 5120, 6656, 8192, 16384)
 ROW = Spec(INT8, "rowwise")

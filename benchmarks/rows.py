@@ -15,10 +15,9 @@ import jax.numpy as jnp
 
 from benchmarks.kernels import kernel_seconds
 from benchmarks.timing import append, contender, provenance
-from sbjax.backends import get_backend
-from sbjax.formats import INT8
-from sbjax.fused_ops import LayerNormParams
-from sbjax.quantize import Spec
+from sbjax.ops.registry import get_backend
+from sbjax.ops.rows import LayerNormParams
+from sbjax.quantize import INT8, Spec
 
 WIDTHS = (512, 768, 1024, 1280, 1664)  # Of layer norm; GELU's are four times these.
 INT8_ROW = Spec(INT8, "rowwise")

@@ -26,8 +26,8 @@ import numpy as np
 
 from benchmarks.flax_block import FlaxBlock
 from benchmarks.timing import Contender, append, contender, provenance, race
+from sbjax.interop.serving import serving_params, size_of
 from sbjax.models.clip import CLIP
-from sbjax.models.serving import serving_params, size_of
 from sbjax.models.sizes import SIZES, open_clip_name
 from sbjax.models.transformer import Block, BlockOptions
 from train import config_flags

@@ -27,7 +27,7 @@ from train.config import OptimizerConfig
 from train.optimizer import STATES, make_optimizer, matrix_dtype
 from train.step import TrainState, make_init
 
-_STABLE_ADAMW = importlib.import_module("sbjax.stable_adamw")
+_STABLE_ADAMW = importlib.import_module("sbjax.optim.stable_adamw")
 _ALL = ("B/16", "L/14", "H/14", "bigG/14")
 _PROGRAMS = ("step", "update")
 

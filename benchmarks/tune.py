@@ -27,10 +27,9 @@ import jax.numpy as jnp
 from benchmarks.kernels import kernel_race
 from benchmarks.operands import DISTRIBUTION, WIDTHS, Operands, shapes, tops
 from benchmarks.timing import TRITON_GEMM, append, contender, provenance, race
-from sbjax import matmul
-from sbjax.backends import get_backend
-from sbjax.device import num_sms
-from sbjax.formats import INT8
+from sbjax.ops import matmul
+from sbjax.ops.device import num_sms
+from sbjax.ops.registry import get_backend
 from sbjax.pallas.scaled_matmul_sm90 import (
   MANY_ROWS,
   NARROW,
@@ -42,6 +41,7 @@ from sbjax.pallas.scaled_matmul_sm90 import (
   by_rule,
   scaled_matmul,
 )
+from sbjax.quantize import INT8
 
 KERNELS = {"mosaic": "scaled_matmul_sm90", "triton": "scaled_matmul_triton"}
 KEY = ("device", "m", "n", "k")

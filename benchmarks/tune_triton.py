@@ -13,7 +13,7 @@ from benchmarks.kernels import kernel_race
 from benchmarks.operands import tops
 from benchmarks.timing import TRITON_GEMM, Contender, contender, race
 from benchmarks.tune import non_defaults
-from sbjax import matmul
+from sbjax.ops import matmul
 from sbjax.pallas import scaled_matmul_triton as product
 from sbjax.pallas.scaled_matmul_triton import TileConfig
 from sbjax.pallas.triton import compute_capability

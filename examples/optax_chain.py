@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from sbjax import stable_adamw
-from sbjax.stable_adamw import tensor_rms
+from sbjax.optim.stable_adamw import tensor_rms
 
 STEPS, JUMP, BATCH = 300, 100, 256
 

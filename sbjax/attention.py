@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from sbjax.attention_ops import split_qkv
-from sbjax.backends import get_backend, runs
-from sbjax.by_rows import by_rows
-from sbjax.device import compute_capability, target
-from sbjax.partition import vary_alike
+from sbjax.ops.attention import split_qkv
+from sbjax.ops.by_rows import by_rows
+from sbjax.ops.device import compute_capability, target
+from sbjax.ops.partition import vary_alike
+from sbjax.ops.registry import get_backend, runs
 
 # For checkpoint policies: the output of a kernel, and the logarithms of its softmaxes' sums.
 ATTENTION_NAME = "sbjax_attention"
@@ -44,7 +44,7 @@ def attention(
     length: the number of tokens before the padding; None: L. No token attends to padding, and
       padding gets no gradient. Its outputs are undefined.
     backend: "xla" computes in float32. "cudnn" takes 16 bits, and D up to 128. "triton" takes 16
-      bits, and D in `sbjax.attention_ops.HEAD_DIMS`. "mosaic" (H100, H200) is "triton", but has
+      bits, and D in `sbjax.ops.attention.HEAD_DIMS`. "mosaic" (H100, H200) is "triton", but has
       kernels of its own for 65 to 257 tokens without padding, and D from 64 on. None: "mosaic",
       else "triton", where benchmarks/attention.py shows that they are faster; else cuDNN where it
       runs, else XLA.

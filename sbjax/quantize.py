@@ -8,6 +8,7 @@ of two. At 1 the values are rounded as they come (unit scaling).
 These functions are the definition; whatever computes faster must give the same numbers.
 """
 
+import contextlib
 import dataclasses
 import functools
 from typing import Literal
@@ -16,12 +17,72 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sbjax.formats import FLOATS, INT8, floating_dtype, max_value
-
 SCALINGS = ("rowwise", "tensorwise", "tensorwise_pow2", "static")
 # The product of two scales of 2**-63 is still a normal float32.
 MAX_EXPONENT = 63
 _LARGEST = float(np.finfo(np.float32).max)
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+  """An 8-bit format: what it can hold, and how its products are summed."""
+
+  dtype: jnp.dtype
+  max: float  # The largest magnitude that a quantized value takes.
+  accumulator: (
+    jnp.dtype
+  )  # Of sums of products. Formats of one accumulator multiply with each other.
+  capability: int  # The least compute capability whose tensor cores take it; 80 is 8.0.
+  has_nan: bool = True
+  most_terms: int | None = None  # More products can overflow the accumulator.
+
+  @property
+  def is_exact(self) -> bool:
+    """Whether sums of products are exact: those of integers."""
+    return self.accumulator == jnp.int32
+
+
+INT8 = jnp.dtype(jnp.int8)
+E4M3 = jnp.dtype(jnp.float8_e4m3fn)
+E5M2 = jnp.dtype(jnp.float8_e5m2)
+
+_INT32, _FLOAT32 = jnp.dtype(jnp.int32), jnp.dtype(jnp.float32)
+FORMATS = {
+  # Symmetric: -128 never occurs, so negation is exact. 127 * 127 * most_terms is below 2**31.
+  INT8: Format(INT8, 127.0, _INT32, 80, has_nan=False, most_terms=2**17),
+  E4M3: Format(E4M3, 448.0, _FLOAT32, 89),
+  E5M2: Format(E5M2, 57344.0, _FLOAT32, 89),
+}
+
+# What operands, parameters and results may be.
+FLOATS = tuple(map(jnp.dtype, ("bfloat16", "float16", "float32", "float64")))
+
+
+def format_of(dtype) -> Format:
+  """The format of a dtype or its name; a ValueError unless it is one of FORMATS."""
+  known = _dtype(dtype)
+  if known is None or known not in FORMATS:
+    formats = ", ".join(d.name for d in FORMATS)
+    raise ValueError(
+      f"{getattr(known, 'name', dtype)!r} is not an 8-bit format sbjax knows: {formats}."
+    )
+  return FORMATS[known]
+
+
+def floating_dtype(name: str, dtype) -> jnp.dtype:
+  """The dtype; a ValueError unless it is one of FLOATS."""
+  known = _dtype(dtype)
+  if known is None or known not in FLOATS:  # numpy takes None for float64.
+    raise ValueError(f"{name}={dtype!r} must be one of {', '.join(d.name for d in FLOATS)}.")
+  return known
+
+
+def _dtype(dtype):
+  """The dtype that a name or a type stands for; None for other values."""
+  if isinstance(dtype, str | type | np.dtype):
+    with contextlib.suppress(TypeError):
+      return jnp.dtype(dtype)
+  return None
 
 
 @jax.tree_util.register_static
@@ -46,8 +107,7 @@ class Spec:
   exponent: int = 0
 
   def __post_init__(self):
-    max_value(self.dtype)
-    object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
+    object.__setattr__(self, "dtype", format_of(self.dtype).dtype)
     if not isinstance(self.scaling, str) or self.scaling not in SCALINGS:
       raise ValueError(f"Unknown scaling {self.scaling!r}; known: {', '.join(SCALINGS)}.")
     if type(self.exponent) is not int or abs(self.exponent) > MAX_EXPONENT:
@@ -56,6 +116,10 @@ class Spec:
       )
     if self.exponent and not self.is_static:
       raise ValueError(f"exponent={self.exponent} needs scaling='static', not {self.scaling!r}.")
+
+  @property
+  def format(self) -> Format:
+    return FORMATS[self.dtype]
 
   @property
   def is_rowwise(self) -> bool:
@@ -67,8 +131,13 @@ class Spec:
 
   @property
   def takes_absmax(self) -> bool:
-    """Whether rounding needs max |x|. int8 has no NaN: there a static scale is NaN if x has one."""
-    return not self.is_static or self.dtype == INT8
+    """Whether rounding needs max |x|: a format without NaN shows one by its scale, even static."""
+    return not self.is_static or not self.format.has_nan
+
+
+def share_accumulator(lhs: Spec, rhs: Spec) -> bool:
+  """Whether a matmul takes operands of these Specs."""
+  return lhs.format.accumulator == rhs.format.accumulator
 
 
 @functools.partial(
@@ -100,7 +169,7 @@ class Quantized:
 def quantize(x: jax.Array, spec: Spec) -> Quantized:
   """Rounds x [rows, K] to `spec.dtype`, the largest magnitude under each scale to its maximum.
 
-  Round half to even; `x * (max_value / absmax)` with one division a row, which numpy and XLA
+  Round half to even; `x * (max / absmax)` with one division a row, which numpy and XLA
   evaluate to the same bits. Zero rows stay zero. A NaN or an infinity anywhere under a scale
   makes that scale NaN, and so every product with it: a diverging run is seen, not rounded away.
   A static scale saturates finite values. In fp8 it makes only the NaN or infinity itself NaN,
@@ -147,12 +216,12 @@ def group_size(width: int, most: int) -> int:
 def round_to(x: jax.Array, absmax: jax.Array, spec: Spec) -> Quantized:
   """x with the scales that follow from `absmax`, which may be that of a larger array."""
   factor, scale = factor_and_scale(absmax, spec)
-  limit = max_value(spec.dtype)
+  limit = spec.format.max
   x = x.astype(jnp.float32)
   values = jnp.clip(x * factor, -limit, limit)  # Beyond its range e4m3 has NaN.
   if not spec.takes_absmax:
     values = jnp.where(jnp.isfinite(x), values, jnp.nan)
-  if spec.dtype == INT8:
+  if spec.format.is_exact:
     values = jnp.round(values)
   return Quantized(values.astype(spec.dtype), scale, spec)
 
@@ -183,7 +252,7 @@ def factor_and_scale(absmax: jax.Array, spec: Spec) -> tuple[jax.Array, jax.Arra
   Args:
     absmax: float32, the largest magnitude under each scale; infinite or NaN where one was.
   """
-  limit = max_value(spec.dtype)
+  limit = spec.format.max
   if spec.is_static:
     factor = jnp.full_like(absmax, 2.0**spec.exponent)
     scale = jnp.full_like(absmax, 2.0**-spec.exponent)

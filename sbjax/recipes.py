@@ -13,26 +13,30 @@ import dataclasses
 import fnmatch
 import re
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from typing import Literal, Protocol
 
-from sbjax.formats import E4M3, E5M2, INT8
-from sbjax.quantize import Spec
+import jax
+
+from sbjax.quantize import E4M3, E5M2, INT8, Spec, share_accumulator
 
 
-@dataclasses.dataclass(frozen=True)
-class Fp4:
-  """How `sbjax.fp4` simulates a layer's forward product in 4 bits.
+class Simulation(Protocol):
+  """The matmuls of a linear layer as a study computes them, for x [M, K], w [K, N], dy [M, N].
 
-  dge: whether `sbjax.fp4.dge` multiplies the weight gradient.
-  clamp: the quantile at which rows of x are clamped, with compensation; None: not.
+  Frozen and hashable; `sbjax.studies.fp4` has one.
   """
 
-  dge: bool = True
-  clamp: float | None = None
+  def fwd(self, x: jax.Array, w: jax.Array) -> jax.Array:
+    """x @ w [M, N] in float32."""
+    ...
 
-  def __post_init__(self):
-    if self.clamp is not None and not 0.5 < self.clamp <= 1:
-      raise ValueError(f"clamp={self.clamp!r} must be more than 0.5 and at most 1, such as 0.99.")
+  def rounded_weight(self, w: jax.Array, dtype) -> jax.Array:
+    """w [K, N] as `fwd` took it, in `dtype`."""
+    ...
+
+  def wgrad(self, x: jax.Array, dy: jax.Array, w: jax.Array, out_sharding) -> jax.Array:
+    """The gradient of w [K, N] in float32."""
+    ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +46,7 @@ class Recipe:
   saved: "original" saves x and w for the backward pass as they came; "quantized" saves their 8-bit
     values and scales, so that wgrad takes the dequantized x.
 
-  fp4: a simulation in 4 bits of matmuls that are all None; see `sbjax.fp4`.
+  simulated: how a study computes matmuls that are all None; see `sbjax.studies.fp4`.
 
   >>> int8 = Spec(INT8, "rowwise"), Spec(INT8, "tensorwise")
   >>> Recipe(fwd=int8, dgrad=int8, wgrad=None) == RECIPES["switchback"]
@@ -53,7 +57,7 @@ class Recipe:
   dgrad: tuple[Spec, Spec] | None
   wgrad: tuple[Spec, Spec] | None
   saved: Literal["original", "quantized"] = "original"
-  fp4: Fp4 | None = None
+  simulated: Simulation | None = None
 
   def __post_init__(self):
     for name in ("fwd", "dgrad", "wgrad"):
@@ -68,14 +72,13 @@ class Recipe:
           "saved='quantized' reuses the forward's w, transposed, in dgrad: both need the same"
           f" 'tensorwise' or 'static' Spec, not fwd={self.fwd[1]} and dgrad={self.dgrad[1]}."
         )
-
-    if self.fp4 is not None and (self.fwd, self.dgrad, self.wgrad) != (None, None, None):
-      raise ValueError("fp4 simulates all three matmuls: fwd, dgrad and wgrad must be None.")
+    if self.simulated is not None and (self.fwd, self.dgrad, self.wgrad) != (None, None, None):
+      raise ValueError("simulated is for all three matmuls: fwd, dgrad and wgrad must be None.")
 
   @property
   def rounds(self) -> bool:
     """Whether any matmul's operands are rounded."""
-    return any((self.fwd, self.dgrad, self.wgrad, self.fp4))
+    return any((self.fwd, self.dgrad, self.wgrad, self.simulated))
 
   @property
   def rounds_w(self) -> bool:
@@ -89,7 +92,7 @@ def _check_pair(name: str, pair) -> None:
   if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(s, Spec) for s in pair)):
     raise ValueError(f"{name}={pair!r} must be None or a pair of Specs: (lhs, rhs).")
   lhs, rhs = pair
-  if (lhs.dtype == INT8) != (rhs.dtype == INT8):
+  if not share_accumulator(lhs, rhs):
     raise ValueError(f"{name}: no matmul takes {lhs.dtype.name} with {rhs.dtype.name}.")
 
 
@@ -170,16 +173,12 @@ RECIPES = {
   "switchback_e4m3_wgrad": SWITCHBACK_E4M3_WGRAD,
 }
 
-# Simulated (Wang et al. 2025, https://arxiv.org/abs/2501.17116): the operands of the forward
-# product in 4 bits; with the estimator of the weight gradient; with the clamp and its rest, too.
-FP4_DIRECT = dataclasses.replace(FULL, fp4=Fp4(dge=False))
-FP4_DGE = dataclasses.replace(FULL, fp4=Fp4())
-FP4 = dataclasses.replace(FULL, fp4=Fp4(clamp=0.99))
-FP4_RECIPES = {"fp4_direct": FP4_DIRECT, "fp4_dge": FP4_DGE, "fp4": FP4}
+# Those of sbjax.studies, which add their own.
+SIMULATED: dict[str, Recipe] = {}
 
 
 def as_recipe(recipe: Recipe | str) -> Recipe:
-  """The recipe itself, or the one of that name in RECIPES or FP4_RECIPES.
+  """The recipe itself, or the one of that name in RECIPES or SIMULATED.
 
   "fp8_cscale:4" is fp8_cscale(4).
   """
@@ -189,7 +188,7 @@ def as_recipe(recipe: Recipe | str) -> Recipe:
     raise ValueError(f"A recipe is a Recipe or the name of one, not {recipe!r}.")
   if exponent := re.fullmatch(r"fp8_cscale:(-?\d+)", recipe):
     return fp8_cscale(int(exponent[1]))
-  known = RECIPES | FP4_RECIPES
+  known = RECIPES | SIMULATED
   if recipe not in known:
     raise ValueError(
       f"Unknown recipe {recipe!r}; known: {', '.join(known)}, fp8_cscale:<exponent>."

@@ -26,22 +26,21 @@ from sbjax import (
   RECIPES,
   LayerNormDense,
   LayerNormMLP,
-  LayerNormParams,
   Quantized,
   Spec,
   SwitchBackDense,
   SwitchBackLinear,
-  gather_weight,
-  layer_norm_dense,
-  layer_norm_mlp,
-  partition,
-  quantize_weight,
   quantized_dot,
   quantized_dot_general,
 )
+from sbjax.distributed.fsdp import gather_weight
+from sbjax.linear.fused import layer_norm_dense, layer_norm_mlp
+from sbjax.linear.weight import quantize_weight
+from sbjax.ops import partition
+from sbjax.ops.rows import LayerNormParams
+from sbjax.ops.split_k import split_k_matmul
 from sbjax.pallas import scaled_matmul_sm90 as sm90
 from sbjax.recipes import SWITCHBACK
-from sbjax.split_k_matmul import split_k_matmul
 
 M, K, N = 8192, 256, 512  # An eighth of an activation is as large as the weight or larger.
 

@@ -6,7 +6,7 @@ import os
 os.environ["XLA_FLAGS"] = (
   os.environ.get("XLA_FLAGS", "")
   + " --xla_force_host_platform_device_count=8"
-  + " --xla_gpu_enable_triton_gemm=false"  # See sbjax.backends.warn_of_inexact_int8.
+  + " --xla_gpu_enable_triton_gemm=false"  # See sbjax.ops.registry.warn_of_inexact_int8.
   # A busy machine is slow, not stuck.
   + " --xla_cpu_collective_call_terminate_timeout_seconds=300"
 )

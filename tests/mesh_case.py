@@ -7,10 +7,9 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 
 from sbjax import INT8, scaled_matmul
-from sbjax.backends import backend_of, get_backend
-from sbjax.formats import accumulator_dtype, max_value
-from sbjax.operations import OPERATIONS
-from sbjax.quantize import factor_and_scale
+from sbjax.ops.operations import OPERATIONS
+from sbjax.ops.registry import backend_of, get_backend
+from sbjax.quantize import factor_and_scale, format_of
 
 
 class Product:
@@ -27,7 +26,7 @@ class Product:
     self.seen.add((lhs.shape, rhs.shape))
     contracting = (((1,), (1,)), ((), ()))
     return jax.lax.dot_general(
-      lhs, rhs, contracting, preferred_element_type=accumulator_dtype(lhs.dtype)
+      lhs, rhs, contracting, preferred_element_type=format_of(lhs.dtype).accumulator
     )
 
 
@@ -36,7 +35,7 @@ def absmax(x, axis):
 
 
 def cast_scaled(x, absmax, spec):
-  limit = max_value(spec.dtype)
+  limit = format_of(spec.dtype).max
   factor, _ = factor_and_scale(absmax, spec)
   y = jnp.clip(x.astype(jnp.float32) * factor, -limit, limit)
   return (jnp.round(y) if spec.dtype == INT8 else y).astype(spec.dtype)

@@ -11,9 +11,9 @@ from clip_case import MICRO, clip, pairs, random_params
 from pairwise import mainly
 
 from benchmarks.flax_block import FlaxBlock
-from sbjax import fused_ops
-from sbjax.fused import layer_norm_dense, layer_norm_mlp
-from sbjax.fused_ops import ACTIVATIONS, LayerNormParams
+from sbjax.linear.fused import layer_norm_dense, layer_norm_mlp
+from sbjax.ops import rows as fused_ops
+from sbjax.ops.rows import ACTIVATIONS, LayerNormParams
 
 REFERENCES = {
   "gelu": functools.partial(jax.nn.gelu, approximate=False),

@@ -18,12 +18,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.collectives import moved
-from sbjax import expansion, stable_adamw
-from sbjax.backends import get_backend
-from sbjax.dither import positions
-from sbjax.expansion import Coded
-from sbjax.operations import unsupported_reason
-from sbjax.state_formats import E4M3_EXPANDED, compress_state
+from sbjax import stable_adamw
+from sbjax.ops import adam as expansion
+from sbjax.ops.adam import Coded
+from sbjax.ops.dither import positions
+from sbjax.ops.operations import unsupported_reason
+from sbjax.ops.registry import get_backend
+from sbjax.optim.state_formats import E4M3_EXPANDED, compress_state
 
 WEIGHTS = jnp.asarray([0.1, 0.02, 1e-6], jnp.float32)
 
@@ -193,7 +194,7 @@ def installed(monkeypatch):
   """Makes StableAdamW find a kernel: `installed(kernel)`."""
 
   def install(kernel):
-    module = importlib.import_module("sbjax.stable_adamw")
+    module = importlib.import_module("sbjax.optim.stable_adamw")
     supported = functools.partial(unsupported_reason, has_fp8=True, options={})
     monkeypatch.setattr(module, "has_kernel", lambda name, *args: not supported(name, args=args))
     monkeypatch.setattr(module, "get_backend", lambda: types.SimpleNamespace(adam_direction=kernel))

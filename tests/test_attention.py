@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec as P
 from mesh_case import make_mesh, put
 
 from sbjax import attention
-from sbjax.attention_ops import attention_backward, attention_forward
-from sbjax.backends import backend_of
-from sbjax.operations import OPERATIONS, unsupported_reason
+from sbjax.ops.attention import attention_backward, attention_forward
+from sbjax.ops.operations import OPERATIONS, unsupported_reason
+from sbjax.ops.registry import backend_of
 
 module = importlib.import_module("sbjax.attention")
 

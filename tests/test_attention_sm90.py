@@ -15,7 +15,7 @@ from mosaic_case import interpreted, needs_interpreter
 from pairwise import mainly
 
 from benchmarks import each_kernel
-from sbjax import attention_ops
+from sbjax.ops import attention as attention_ops
 
 ROOT = pathlib.Path(__file__).parent.parent
 

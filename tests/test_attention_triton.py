@@ -9,7 +9,7 @@ import pytest
 import triton_case
 from pairwise import mainly
 
-from sbjax import attention_ops
+from sbjax.ops import attention as attention_ops
 
 pytestmark = pytest.mark.aot
 

@@ -14,22 +14,14 @@ import triton_case
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 
 from benchmarks.absent_gpu import Device
-from sbjax import (
-  E4M3,
-  INT8,
-  Spec,
-  backends,
-  device,
-  expansion,
-  fused_ops,
-  quantize,
-  quantized_dot,
-  quantized_dot_general,
-  scaled_matmul,
-)
-from sbjax.backends import get_backend
-from sbjax.fused_ops import LayerNormParams
-from sbjax.operations import OPERATIONS
+from sbjax import E4M3, INT8, Spec, quantize, quantized_dot, quantized_dot_general, scaled_matmul
+from sbjax.ops import adam as expansion
+from sbjax.ops import device
+from sbjax.ops import registry as backends
+from sbjax.ops import rows as fused_ops
+from sbjax.ops.operations import OPERATIONS
+from sbjax.ops.registry import get_backend
+from sbjax.ops.rows import LayerNormParams
 
 ROWWISE, TENSORWISE = Spec(INT8, "rowwise"), Spec(INT8, "tensorwise")
 

@@ -36,14 +36,13 @@ from benchmarks.operands import Operands
 from benchmarks.tables import read
 from benchmarks.timing import Contender, contender
 from sbjax import quantized_dot
-from sbjax.backends import get_backend
-from sbjax.formats import E4M3, INT8
-from sbjax.matmul import scaled_matmul
 from sbjax.models.clip import CLIP
 from sbjax.models.sizes import SIZES
 from sbjax.models.transformer import BlockOptions
+from sbjax.ops.matmul import scaled_matmul
+from sbjax.ops.registry import get_backend
 from sbjax.pallas.scaled_matmul_sm90 import NARROW, TileConfig
-from sbjax.quantize import Spec, quantize
+from sbjax.quantize import E4M3, INT8, Spec, quantize
 from sbjax.recipes import SWITCHBACK
 from train import remat
 from train.flops import model_flops

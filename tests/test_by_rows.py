@@ -13,17 +13,11 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from pairwise import mainly
 
-from sbjax import (
-  LayerNormMLP,
-  LayerNormParams,
-  attention,
-  layer_norm_dense,
-  layer_norm_mlp,
-  quantize_model,
-  quantize_weight,
-  quantized_dot,
-)
-from sbjax.matmul import MAX_INT8_CONTRACTION
+from sbjax import INT8, LayerNormMLP, attention, quantize_model, quantized_dot
+from sbjax.linear.fused import layer_norm_dense, layer_norm_mlp
+from sbjax.linear.weight import quantize_weight
+from sbjax.ops.rows import LayerNormParams
+from sbjax.quantize import FORMATS
 
 B, T, K, N = 8, 6, 48, 64
 X, W, V = normal((B, T, K)), normal((K, N), seed=1), normal((N, K), seed=2)
@@ -216,7 +210,7 @@ def test_a_residual_that_examples_share_is_added_to_each():
 
 
 def test_more_rows_than_an_int8_sum_can_take_are_not_folded():
-  rows = MAX_INT8_CONTRACTION // 2
+  rows = FORMATS[INT8].most_terms // 2
   x = jax.ShapeDtypeStruct((3, rows, 8), jnp.bfloat16)
   w = jax.ShapeDtypeStruct((8, 16), jnp.float32)
   gradient = jax.grad(loss_of(lambda x, w: of_examples(quantized_dot, "llm_int8")(x, w)), 1)

@@ -11,9 +11,9 @@ import pytest
 from benchmarks import card, step, tables
 from benchmarks import card_sections as sections
 from benchmarks.tables import CHIP, read
-from sbjax.backends import get_backend
 from sbjax.models.sizes import CLIPConfig, TextConfig, VisionConfig
 from sbjax.models.transformer import Block
+from sbjax.ops.registry import get_backend
 
 
 def rows_of(cases, seconds=60.0):

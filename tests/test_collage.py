@@ -11,16 +11,16 @@ import pytest
 from flax_case import bitwise
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sbjax.collage import (
+from sbjax.optim.collage import (
   CompensatedState,
   compensated,
   descent_quality,
   split_parameters,
   summed_parameters,
 )
-from sbjax.loss_scale import fixed_loss_scale
-from sbjax.stable_adamw import stable_adamw, tensor_rms
-from sbjax.state_formats import BFLOAT16, BFLOAT16_PAIR, compress_state
+from sbjax.optim.loss_scale import fixed_loss_scale
+from sbjax.optim.stable_adamw import stable_adamw, tensor_rms
+from sbjax.optim.state_formats import BFLOAT16, BFLOAT16_PAIR, compress_state
 
 LIGHT = {"mu": BFLOAT16, "nu": BFLOAT16}
 PLUS = {"mu": BFLOAT16, "nu": BFLOAT16_PAIR}

@@ -11,11 +11,11 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pairwise import mainly
 
-from sbjax.expansion import Coded
 from sbjax.models.clip import CLIP
 from sbjax.models.sizes import SIZES
-from sbjax.stable_adamw import stable_adamw, tensor_rms
-from sbjax.state_formats import (
+from sbjax.ops.adam import Coded
+from sbjax.optim.stable_adamw import stable_adamw, tensor_rms
+from sbjax.optim.state_formats import (
   BFLOAT16,
   BFLOAT16_PAIR,
   E4M3_EXPANDED,

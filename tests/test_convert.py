@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 from interop import assert_same_features, import_open_clip, perturb
 
-from sbjax.models import convert, layouts, weight_files
+from sbjax.interop import files as weight_files
+from sbjax.interop import layouts
+from sbjax.interop import weights as convert
+from sbjax.interop.config_files import config_from_dict, to_open_clip
+from sbjax.interop.weights import check_architecture, load_weights, save_weights, state_dict
 from sbjax.models.clip import CLIP
-from sbjax.models.config_files import config_from_dict, to_open_clip
-from sbjax.models.convert import check_architecture, load_weights, save_weights, state_dict
 from sbjax.models.sizes import SIZES, CLIPConfig, TextConfig, VisionConfig, open_clip_name
 from sbjax.models.transformer import BlockOptions
 

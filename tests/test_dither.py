@@ -10,11 +10,11 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks import averages
-from sbjax.dither import halves_swapped, hashed, positions, round_by_chance
-from sbjax.expansion import without_dust
-from sbjax.formats import E4M3
-from sbjax.stable_adamw import stable_adamw
-from sbjax.state_formats import FORMATS, compress_state
+from sbjax.ops.adam import without_dust
+from sbjax.ops.dither import halves_swapped, hashed, positions, round_by_chance
+from sbjax.optim.stable_adamw import stable_adamw
+from sbjax.optim.state_formats import FORMATS, compress_state
+from sbjax.quantize import E4M3
 from train.optimizer import STATES
 
 DTYPES = {"e4m3": E4M3, "float16": jnp.dtype(jnp.float16), "bfloat16": jnp.dtype(jnp.bfloat16)}

@@ -1,6 +1,7 @@
 """The documentation: its Python runs, its links resolve, and README stays short."""
 
 import doctest
+import functools
 import pathlib
 import pkgutil
 import re
@@ -102,12 +103,20 @@ def test_the_page_of_the_design_has_at_most_150_lines():
   assert len((ROOT / "docs/design.md").read_text().splitlines()) <= 150
 
 
+def test_the_files_that_the_page_of_the_design_names_exist():
+  files = [str(path) for folder in ("sbjax", "train") for path in (ROOT / folder).rglob("*.py")]
+  named = re.findall(r"`([\w/]+\.py)`", (ROOT / "docs/design.md").read_text())
+  assert len(named) > 10
+  assert [name for name in named if not any(f.endswith(f"/{name}") for f in files)] == []
+
+
 API = re.findall(r"^\.\. auto\w+:: ([\w.]+)", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
 
 
 @pytest.mark.parametrize("path", API)
 def test_a_path_of_the_api_page_can_be_imported(path):
-  assert pkgutil.resolve_name(path)
+  named = pkgutil.resolve_name(path)  # A function must not hide the module of its name.
+  assert functools.reduce(getattr, path.split(".")[1:], sbjax) is named
 
 
 def written_tables(monkeypatch):

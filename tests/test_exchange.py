@@ -11,8 +11,9 @@ from jax.sharding import PartitionSpec as P
 from pairwise import mainly
 
 from benchmarks.collectives import collectives
-from sbjax import gather, quantized_pmean, quantized_psum, quantized_psum_scatter
-from sbjax.exchange import EXCHANGES
+from sbjax import quantized_pmean
+from sbjax.distributed.exchange import EXCHANGES, quantized_psum, quantized_psum_scatter
+from sbjax.distributed.fsdp import gather
 
 N, TILE = 8, 512
 SHORT = [name for name in EXCHANGES if name != "float32"]
@@ -196,7 +197,7 @@ def test_a_tree_moves_few_bytes_in_few_collectives(form, most):
 
 
 def test_large_leaves_get_messages_of_their_own(monkeypatch):
-  monkeypatch.setattr("sbjax.exchange._BUCKET", 3 * 8192)
+  monkeypatch.setattr("sbjax.distributed.exchange._BUCKET", 3 * 8192)
   tree = [jnp.ones((N, size)) for size in (8192, 8192, 8192, 65536, 8192)]
   run = on_devices(quantized_pmean)
   assert run.lower(tree).as_text().count('"stablehlo.all_to_all"') == 3

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from test_step import SHALLOW, batch, make_state
 
 from benchmarks.collectives import collectives
-from sbjax.exchange import EXCHANGES
+from sbjax.distributed.exchange import EXCHANGES
 from sbjax.models.transformer import BlockOptions
 from train.config import Config, MeshConfig, ModelConfig, OptimizerConfig
 from train.gather import gather_parameters

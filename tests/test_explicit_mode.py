@@ -71,7 +71,7 @@ def test_flax_layers_in_explicit_mode_equal_one_device(monkeypatch, kind, by_ker
     return jax.device_put(array, NamedSharding(mesh, spec))
 
   if by_kernels:
-    module = importlib.import_module("sbjax.quantized_dot")  # In sbjax it is the function.
+    module = importlib.import_module("sbjax.linear.quantized_dot")
     backend = on_shards(Product())
     monkeypatch.setattr(module, "get_backend", lambda _: backend)
   arguments = jax.tree.map_with_path(put, {"variables": variables, "x": x})

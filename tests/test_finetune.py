@@ -12,9 +12,9 @@ import pytest
 from clip_case import MICRO, clip, drawn, pairs, random_params
 from flax_case import bitwise
 
-from sbjax.models import convert
-from sbjax.models.config_files import to_open_clip
-from sbjax.models.convert import state_dict
+from sbjax.interop import weights as convert
+from sbjax.interop.config_files import to_open_clip
+from sbjax.interop.weights import state_dict
 from train import loop
 from train.config import Config, ModelConfig, OptimizerConfig
 from train.finetune import (

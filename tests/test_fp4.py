@@ -13,13 +13,16 @@ from clip_case import clip, compiled, pairs, random_params
 from dot_case import apply, assert_same, changed, make_case
 from jax.sharding import PartitionSpec as P
 
-from sbjax import LayerNormParams, SwitchBackDense, gather_weight, layer_norm_mlp, quantized_dot
-from sbjax.fp4 import dge, fp4_dot, fp4_round
-from sbjax.recipes import FP4_RECIPES, RECIPES, Fp4, Recipe, as_recipe, parse_recipe
+from sbjax import SwitchBackDense, quantized_dot
+from sbjax.distributed.fsdp import gather_weight
+from sbjax.linear.fused import layer_norm_mlp
+from sbjax.ops.rows import LayerNormParams
+from sbjax.recipes import RECIPES, SIMULATED, Recipe, as_recipe, parse_recipe
+from sbjax.studies.fp4 import Fp4, dge, fp4_dot, fp4_round
 
 E2M1 = ml_dtypes.float4_e2m1fn
 DOT, QUANTIZED_DOT = (jax.jit(f, static_argnums=2) for f in (fp4_dot, quantized_dot))
-every_recipe = pytest.mark.parametrize("name", FP4_RECIPES)
+every_recipe = pytest.mark.parametrize("name", SIMULATED)
 
 
 # ---- Rounding
@@ -211,22 +214,20 @@ def test_bias_residual_and_multiplier_are_those_of_other_recipes():
 
 
 def test_the_names_are_recipes_everywhere():
-  assert [as_recipe(name) for name in FP4_RECIPES] == list(FP4_RECIPES.values())
-  assert parse_recipe("*/fc1=fp4, *=switchback").at("image/fc1") == FP4_RECIPES["fp4"]
-  assert not FP4_RECIPES.keys() & RECIPES.keys() and not any(r.fp4 for r in RECIPES.values())
+  assert [as_recipe(name) for name in SIMULATED] == list(SIMULATED.values())
+  assert parse_recipe("*/fc1=fp4, *=switchback").at("image/fc1") == SIMULATED["fp4"]
+  assert not SIMULATED.keys() & RECIPES.keys() and not any(r.simulated for r in RECIPES.values())
   with pytest.raises(ValueError, match=r"Unknown recipe 'fp5'.*fp4_direct, fp4_dge, fp4"):
     as_recipe("fp5")
 
 
 def test_what_cannot_be_meant_is_refused():
   x, w = jnp.ones((2, 128)), jnp.ones((128, 4))
-  with pytest.raises(ValueError, match=r"clamp=0\.99 needs compensate=True"):
-    fp4_dot(x, w, compensate=False)
   for clamp in (0.5, 1.5, np.nan):
     with pytest.raises(ValueError, match=r"clamp=.*more than 0\.5 and at most 1"):
       fp4_dot(x, w, clamp)
   with pytest.raises(ValueError, match="fwd, dgrad and wgrad must be None"):
-    Recipe(fwd=RECIPES["switchback"].fwd, dgrad=None, wgrad=None, fp4=Fp4())
+    Recipe(fwd=RECIPES["switchback"].fwd, dgrad=None, wgrad=None, simulated=Fp4())
   with pytest.raises(ValueError, match=r"k=0\.5 must be at least 1"):
     dge(jnp.ones(3), k=0.5)
   with pytest.raises(ValueError, match=r"top=0 must be more than 0"):

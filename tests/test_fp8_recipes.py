@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from dot_case import apply, assert_same, changed, make_case
 
-from sbjax import E4M3, E5M2, INT8, RECIPES, Spec, dequantize, fp8_cscale, quantize, quantized_dot
-from sbjax.formats import max_value
-from sbjax.recipes import as_recipe, parse_recipe
+from sbjax import E4M3, E5M2, INT8, RECIPES, Spec, dequantize, quantize, quantized_dot
+from sbjax.quantize import format_of
+from sbjax.recipes import as_recipe, fp8_cscale, parse_recipe
 
 FORMATS = [INT8, E4M3, E5M2]
 jitted = jax.jit(quantize, static_argnums=1)
@@ -40,10 +40,10 @@ def reductions(function, *args):
 def test_the_scale_is_the_smallest_power_of_two_that_does_not_saturate(dtype, absmax):
   x = jnp.array([[absmax, -absmax / 3]], jnp.float32)
   q = jitted(x, Spec(dtype, "tensorwise_pow2"))
-  power = math.floor(math.log2(max_value(dtype) / float(x[0, 0])))
+  power = math.floor(math.log2(format_of(dtype).max / float(x[0, 0])))
   assert q.scale == 2.0**-power
   largest = float(x[0, 0]) * 2.0**power
-  assert largest <= max_value(dtype) < 2 * largest
+  assert largest <= format_of(dtype).max < 2 * largest
 
 
 @every_format
@@ -69,7 +69,7 @@ def test_a_value_that_is_not_finite_makes_the_tensor_nan(dtype, bad):
 @every_format
 @pytest.mark.parametrize("exponent", [-63, -4, 0, 7, 63])
 def test_a_static_scale_multiplies_and_saturates_every_finite_value(dtype, exponent):
-  limit, size = max_value(dtype), 2.0**-exponent
+  limit, size = format_of(dtype).max, 2.0**-exponent
   x = np.array([[1.0, -2.0, limit, 1.2 * limit, -9 * limit]]) * size
   q = jitted(
     jnp.asarray(np.append(x, [[3e38, -3e38]], axis=1), jnp.float32), Spec(dtype, "static", exponent)

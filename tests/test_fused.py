@@ -10,19 +10,11 @@ import pytest
 from flax_case import bitwise, drawn, normal, output_and_gradients
 from pairwise import mainly
 
-from sbjax import (
-  RECIPES,
-  LayerNormDense,
-  LayerNormMLP,
-  LayerNormParams,
-  QuantizedWeight,
-  fused_ops,
-  layer_norm_dense,
-  layer_norm_mlp,
-  quantize,
-  quantize_weight,
-  quantized_dot,
-)
+from sbjax import RECIPES, LayerNormDense, LayerNormMLP, quantize, quantized_dot
+from sbjax.linear.fused import layer_norm_dense, layer_norm_mlp
+from sbjax.linear.weight import QuantizedWeight, quantize_weight
+from sbjax.ops import rows as fused_ops
+from sbjax.ops.rows import LayerNormParams
 from sbjax.recipes import FULL, SWITCHBACK, SWITCHBACK_M
 
 ROWS, WIDTH, HIDDEN = (3, 7), 48, 80

@@ -10,7 +10,9 @@ from jax.sharding import PartitionSpec as P
 from mesh_case import Product, make_mesh, on_shards, plain, put
 from pairwise import mainly
 
-from sbjax import LayerNormParams, fused, layer_norm_dense, layer_norm_mlp, linear
+from sbjax.linear import fused, weight
+from sbjax.linear.fused import layer_norm_dense, layer_norm_mlp
+from sbjax.ops.rows import LayerNormParams
 
 MLP_LAYOUTS = {  # of x [M, K], w1 [K, H] and w2 [H, K]
   "batch": (P(("data", "fsdp")), P(), P()),
@@ -35,7 +37,7 @@ def put_mlp(mesh, layout, case):
 def make_mlp(monkeypatch, name, backend):
   def run(x, gradients, vectors, w1, b1, w2):
     monkeypatch.setattr(fused, "get_backend", lambda _: backend)
-    monkeypatch.setattr(linear, "get_backend", lambda _: backend)
+    monkeypatch.setattr(weight, "get_backend", lambda _: backend)
     scale, bias, b2, _ = vectors
     adds = name != "switchback_m"  # switchback_m returns x and y separately here.
 

@@ -40,21 +40,20 @@ from sbjax import (
   RECIPES,
   LayerNormDense,
   LayerNormMLP,
-  LayerNormParams,
   Recipe,
   Spec,
   SwitchBackDense,
   SwitchBackLinear,
   dequantize,
-  gather_weight,
-  layer_norm_dense,
-  layer_norm_mlp,
   quantize,
-  quantize_weight,
   quantized_dot,
   quantized_dot_general,
   stable_adamw,
 )
+from sbjax.distributed.fsdp import gather_weight
+from sbjax.linear.fused import layer_norm_dense, layer_norm_mlp
+from sbjax.linear.weight import quantize_weight
+from sbjax.ops.rows import LayerNormParams
 
 formats = st.sampled_from(list(LARGEST))
 specs = st.one_of(

@@ -21,7 +21,6 @@ from sbjax import (
   INT8,
   LayerNormDense,
   LayerNormMLP,
-  LayerNormParams,
   Quantized,
   Recipe,
   RecipeRules,
@@ -29,18 +28,17 @@ from sbjax import (
   SwitchBackDense,
   SwitchBackLinear,
   dequantize,
-  gather,
-  gather_weight,
-  layer_norm_dense,
-  layer_norm_mlp,
   quantize,
-  quantize_weight,
   quantized_dot,
   quantized_dot_general,
   scaled_matmul,
   stable_adamw,
 )
-from sbjax.backends import get_backend
+from sbjax.distributed.fsdp import gather, gather_weight
+from sbjax.linear.fused import layer_norm_dense, layer_norm_mlp
+from sbjax.linear.weight import quantize_weight
+from sbjax.ops.registry import get_backend
+from sbjax.ops.rows import LayerNormParams
 from sbjax.recipes import parse_recipe
 
 X, W = np.ones((3, 4), np.float32), np.ones((4, 5), np.float32)

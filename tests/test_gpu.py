@@ -10,14 +10,16 @@ import numpy as np
 import pytest
 
 from benchmarks import attention as attention_benchmark
-from sbjax import RECIPES, LayerNormParams, Quantized, Spec, expansion, quantize, quantized_dot
+from sbjax import RECIPES, Quantized, Spec, quantize, quantized_dot
 from sbjax.attention import attention, cudnn_runs, length_for
-from sbjax.attention_ops import HEAD_DIMS
-from sbjax.backends import NAMES, get_backend
-from sbjax.dither import positions
-from sbjax.formats import E4M3, E5M2, INT8
-from sbjax.matmul import scaled_matmul
+from sbjax.ops import adam as expansion
+from sbjax.ops.attention import HEAD_DIMS
+from sbjax.ops.dither import positions
+from sbjax.ops.matmul import scaled_matmul
+from sbjax.ops.registry import NAMES, get_backend
+from sbjax.ops.rows import LayerNormParams
 from sbjax.pallas import scaled_matmul_sm90
+from sbjax.quantize import E4M3, E5M2, INT8
 
 pytestmark = pytest.mark.gpu
 
@@ -154,7 +156,7 @@ def test_adam_s_step_on_coded_moments_is_the_definition_s_to_rounding(backend, b
 
 
 def row_operations(x, dy, dx, norm):
-  """The operations of sbjax.fused_ops on these operands: {name: (function, arrays)}."""
+  """The operations of sbjax.ops.rows on these operands: {name: (function, arrays)}."""
   int8, e5m2 = Spec(INT8, "rowwise"), Spec(E5M2, "rowwise")
   kept = quantize(x, int8)
   return {

@@ -14,18 +14,11 @@ from flax_case import bitwise, normal
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from sbjax import (
-  E4M3,
-  LayerNormDense,
-  LayerNormMLP,
-  LayerNormParams,
-  Spec,
-  layer_norm_dense,
-  layer_norm_mlp,
-)
-from sbjax.fused_ops import ACTIVATIONS, gelu_backward
-from sbjax.grouped import group, ungroup
+from sbjax import E4M3, LayerNormDense, LayerNormMLP, Spec
+from sbjax.linear.fused import layer_norm_dense, layer_norm_mlp
+from sbjax.linear.grouped import group, ungroup
 from sbjax.models import BlockOptions
+from sbjax.ops.rows import ACTIVATIONS, LayerNormParams, gelu_backward
 from train.config import ModelConfig
 from train.task import block_options
 

@@ -15,8 +15,8 @@ from interop import import_open_clip
 from PIL import Image
 
 from sbjax import RECIPES
-from sbjax.models.config_files import to_open_clip
-from sbjax.models.serving import size_of
+from sbjax.interop.config_files import to_open_clip
+from sbjax.interop.serving import size_of
 from sbjax.quantize import Quantized
 from train import inference
 from train.augment import CentreCrop, Squash

@@ -11,7 +11,8 @@ import reference
 from flax import nnx
 from flax_case import assert_close, drawn, linen, normal, value_and_grads
 
-from sbjax import RECIPES, LayerScale, SwitchBackDense, SwitchBackLinear, quantize
+from sbjax import RECIPES, SwitchBackDense, SwitchBackLinear, quantize
+from sbjax.linear.layers import LayerScale
 from sbjax.recipes import FULL, SWITCHBACK
 
 every_recipe = pytest.mark.parametrize("name", RECIPES)

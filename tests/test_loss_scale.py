@@ -10,9 +10,9 @@ import optax
 import pytest
 from pairwise import mainly
 
-from sbjax.loss_scale import dynamic_loss_scale, fixed_loss_scale, loss_scale, skipped_updates
-from sbjax.stable_adamw import stable_adamw, tensor_rms
-from sbjax.state_formats import (
+from sbjax.optim.loss_scale import dynamic_loss_scale, fixed_loss_scale, loss_scale, skipped_updates
+from sbjax.optim.stable_adamw import stable_adamw, tensor_rms
+from sbjax.optim.state_formats import (
   BFLOAT16_PAIR,
   E4M3_EXPANDED,
   E4M3_SCALED,

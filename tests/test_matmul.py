@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import reference
 
-from sbjax import E4M3, Quantized, Spec, scaled_matmul
-from sbjax.matmul import MAX_INT8_CONTRACTION
+from sbjax import E4M3, INT8, Quantized, Spec, scaled_matmul
+from sbjax.quantize import FORMATS
 
 jitted = jax.jit(scaled_matmul, static_argnums=2)
 
@@ -87,7 +87,7 @@ def test_a_residual_of_another_shape_or_dtype_is_refused(shape, dtype):
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_the_longest_int8_sum_does_not_overflow(sign):
-  k = MAX_INT8_CONTRACTION
+  k = FORMATS[INT8].most_terms
   one = np.ones((1, 1), np.float32)
   lhs = Quantized(np.full((1, k), 127, np.int8), one, Spec(np.int8, "tensorwise"))
   rhs = Quantized(np.full((1, k), sign * 127, np.int8), one, Spec(np.int8, "tensorwise"))

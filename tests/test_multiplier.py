@@ -11,7 +11,8 @@ import pytest
 from dot_case import Result, assert_close, assert_same, make_case
 from flax import nnx
 
-from sbjax import RECIPES, SwitchBackDense, SwitchBackLinear, quantize_weight, quantized_dot
+from sbjax import RECIPES, SwitchBackDense, SwitchBackLinear, quantized_dot
+from sbjax.linear.weight import quantize_weight
 
 every_recipe = pytest.mark.parametrize("name", RECIPES)
 

@@ -6,8 +6,8 @@ import numpy as np
 import optax
 import pytest
 
-from sbjax.collage import compensated, split_parameters, summed_parameters
-from sbjax.state_formats import BFLOAT16, E4M3_EXPANDED, compress_state
+from sbjax.optim.collage import compensated, split_parameters, summed_parameters
+from sbjax.optim.state_formats import BFLOAT16, E4M3_EXPANDED, compress_state
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ import pytest
 from flax import serialization
 from pairwise import mainly
 
-from sbjax.collage import descent_quality, summed_parameters
 from sbjax.models.clip import CLIP
 from sbjax.models.sizes import SIZES, TextConfig, VisionConfig
 from sbjax.models.transformer import BlockOptions
-from sbjax.stable_adamw import tensor_rms
+from sbjax.optim.collage import descent_quality, summed_parameters
+from sbjax.optim.stable_adamw import tensor_rms
 from train.config import OptimizerConfig
 from train.optimizer import (
   STATES,

@@ -25,8 +25,8 @@ from sbjax import (
   fixed_loss_scale,
   stable_adamw,
 )
-from sbjax.stable_adamw import ScaleByStableAdamState, states_of, tensor_rms
-from sbjax.state_formats import FORMATS
+from sbjax.optim.stable_adamw import ScaleByStableAdamState, states_of, tensor_rms
+from sbjax.optim.state_formats import FORMATS
 
 STEPS, RATE, SCALE = 3, 0.01, 1024.0
 stable = functools.partial(stable_adamw, weight_decay=0.1)

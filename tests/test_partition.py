@@ -27,7 +27,7 @@ from sbjax import (
   quantized_dot,
   scaled_matmul,
 )
-from sbjax.partition import _split, partitioned
+from sbjax.ops.partition import _split, partitioned
 
 LAYOUTS = {  # name: (x [M, K], w [K, N]) on a mesh of (data 2, fsdp 4)
   "batch": (P(("data", "fsdp")), P()),
@@ -121,7 +121,7 @@ def make_layer(monkeypatch, name, backend):
 
   @jax.jit
   def layer(x, w, dy):
-    module = importlib.import_module("sbjax.quantized_dot")  # In sbjax it is the function.
+    module = importlib.import_module("sbjax.linear.quantized_dot")
     monkeypatch.setattr(module, "get_backend", lambda _: backend)
     y, backward = jax.vjp(lambda x, w: quantized_dot(x, w, name), x, w)
     return Result(y, *backward(dy))

@@ -7,8 +7,7 @@ import pytest
 import reference
 
 from sbjax import E4M3, E5M2, INT8, Quantized, Spec, dequantize, quantize
-from sbjax.formats import max_value
-from sbjax.quantize import factor_and_scale
+from sbjax.quantize import factor_and_scale, format_of
 
 FORMATS = {"int8": INT8, "e4m3": E4M3, "e5m2": E5M2}
 SPECS = [
@@ -214,10 +213,10 @@ def test_zeros_quantize_without_infs_or_nans(scaling):
 @pytest.mark.parametrize("dtype", [INT8, E4M3, E5M2])
 def test_the_factor_of_the_smallest_magnitudes_is_the_largest_float32(dtype):
   largest = np.finfo(np.float32).max
-  edge = np.float32(max_value(dtype) / largest)
+  edge = np.float32(format_of(dtype).max / largest)
   magnitudes = np.array([0, np.nextafter(edge, np.float32(0)), edge, 2 * edge], np.float32)
   with np.errstate(divide="ignore", over="ignore"):
-    expected = np.minimum(np.float32(max_value(dtype)) / magnitudes, largest)
+    expected = np.minimum(np.float32(format_of(dtype).max) / magnitudes, largest)
   factor, _ = jax.jit(factor_and_scale, static_argnums=1)(magnitudes, Spec(dtype, "rowwise"))
   np.testing.assert_array_equal(factor, expected)
 

@@ -8,17 +8,10 @@ import numpy as np
 import pytest
 from dot_case import make_case
 
-from sbjax import (
-  INT8,
-  RECIPES,
-  LayerNormParams,
-  Recipe,
-  Spec,
-  layer_norm_dense,
-  layer_norm_mlp,
-  quantize_weight,
-  quantized_dot,
-)
+from sbjax import INT8, RECIPES, Recipe, Spec, quantized_dot
+from sbjax.linear.fused import layer_norm_dense, layer_norm_mlp
+from sbjax.linear.weight import quantize_weight
+from sbjax.ops.rows import LayerNormParams
 
 # ---- Weights quantized beforehand
 

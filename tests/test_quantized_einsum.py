@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax_case import int8_products, normal
 
-from sbjax import quantized_einsum
+from sbjax.convert.quantize_model import quantized_einsum
 
 
 @pytest.mark.parametrize(

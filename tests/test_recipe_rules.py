@@ -14,8 +14,10 @@ from flax_case import bitwise
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.flax_block import FlaxBlock
-from sbjax import RECIPES, LayerNormParams, RecipeRules, layer_norm_mlp, quantized_dot
+from sbjax import RECIPES, RecipeRules, quantized_dot
+from sbjax.linear.fused import layer_norm_mlp
 from sbjax.models.transformer import Block, BlockOptions, quantize_weights
+from sbjax.ops.rows import LayerNormParams
 from sbjax.recipes import parse_recipe
 from train.config import MeshConfig
 from train.gather import gather_parameters

@@ -15,7 +15,9 @@ import pytest
 import triton_case
 from pairwise import mainly
 
-from sbjax import E4M3, E5M2, INT8, LayerNormParams, Spec, fused_ops, quantize
+from sbjax import E4M3, E5M2, INT8, Spec, quantize
+from sbjax.ops import rows as fused_ops
+from sbjax.ops.rows import LayerNormParams
 
 pytestmark = pytest.mark.aot
 
@@ -35,7 +37,7 @@ def _norm(x):
   return LayerNormParams(1 + scale / 4, bias / 4)
 
 
-# f has the five functions: it is sbjax.fused_ops or an interpreted module of kernels.
+# f has the five functions: it is sbjax.ops.rows or an interpreted module of kernels.
 OPERATIONS = {
   "norm_quantize": lambda f, x, dy, spec, **how: f.norm_quantize(x, _norm(x), spec, **how),
   "norm_backward": lambda f, x, dy, spec, **how: f.norm_backward(x, _norm(x), dy, None, **how),

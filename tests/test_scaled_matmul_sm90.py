@@ -12,8 +12,8 @@ from pairwise import mainly, pairwise
 
 from benchmarks import each_kernel
 from sbjax import E4M3, E5M2, INT8, Quantized, Spec, quantize, scaled_matmul
-from sbjax.formats import accumulator_dtype
 from sbjax.pallas import scaled_matmul_sm90 as sm90
+from sbjax.quantize import format_of
 
 SHARED_BYTES = 232_448  # What a block of threads may have on Hopper.
 
@@ -283,6 +283,6 @@ def test_every_tuned_row_is_a_config_that_fits_its_device():
 @pytest.mark.parametrize("dtype", [INT8, E4M3])
 def test_each_kernel_runs_accumulate_and_every_tile_config(dtype):
   sums, products = jax.eval_shape(lambda: each_kernel.tile_configs("mosaic", dtype))
-  assert (sums.shape, sums.dtype) == ((333, 208), accumulator_dtype(dtype))
+  assert (sums.shape, sums.dtype) == ((333, 208), format_of(dtype).accumulator)
   assert len(products) == len(sm90.tile_configs()) > 0
   assert {y.shape for y in products} == {(333, 208)}

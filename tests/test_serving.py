@@ -14,18 +14,13 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from flax_case import normal
 from pairwise import mainly
 
-from sbjax import (
-  LayerNormParams,
-  SwitchBackDense,
-  dequantize,
-  layer_norm_dense,
-  layer_norm_mlp,
-  quantized_dot,
-)
-from sbjax.linear import serving_weight
+from sbjax import SwitchBackDense, dequantize, quantized_dot
+from sbjax.interop.serving import load_serving, save_serving, serving_params, size_of
+from sbjax.linear.fused import layer_norm_dense, layer_norm_mlp
+from sbjax.linear.weight import serving_weight
 from sbjax.models.clip import CLIP
-from sbjax.models.serving import load_serving, save_serving, serving_params, size_of
 from sbjax.models.sizes import SIZES
+from sbjax.ops.rows import LayerNormParams
 from sbjax.quantize import Quantized, Spec, quantize
 from sbjax.recipes import RECIPES, Recipe
 
@@ -235,7 +230,8 @@ def test_a_file_holds_the_serving_parameters(tmp_path, recipe):
 
 
 def test_without_safetensors_the_error_names_it(tmp_path, monkeypatch):
-  monkeypatch.setitem(sys.modules, "safetensors", None)
+  for name in ("safetensors", "safetensors.numpy"):
+    monkeypatch.setitem(sys.modules, name, None)
   with pytest.raises(ImportError, match="This file needs safetensors: install it, or the"):
     load_serving(tmp_path / "served.safetensors")
   with pytest.raises(ImportError, match="This file needs safetensors: install it, or the"):

@@ -22,17 +22,15 @@ from sbjax import (
   RECIPES,
   LayerNormDense,
   LayerNormMLP,
-  LayerNormParams,
   SwitchBackDense,
   SwitchBackLinear,
-  fused,
-  layer_norm_dense,
-  layer_norm_mlp,
-  linear,
-  quantize_weight,
   quantized_dot,
   quantized_dot_general,
 )
+from sbjax.linear import fused, weight
+from sbjax.linear.fused import layer_norm_dense, layer_norm_mlp
+from sbjax.linear.weight import quantize_weight
+from sbjax.ops.rows import LayerNormParams
 
 DEVICES, K, N = 4, 32, 48
 QUICK = {"xla_backend_optimization_level": 0}  # Nothing here is run twice.
@@ -170,6 +168,6 @@ def test_kernels_on_shards_equal_one_device(monkeypatch):
   given = functools.partial(layers, "switchback"), *case()
   alone = on_one(*given)
   backend = on_shards(Product())
-  for module in (importlib.import_module("sbjax.quantized_dot"), fused, linear):
+  for module in (importlib.import_module("sbjax.linear.quantized_dot"), fused, weight):
     monkeypatch.setattr(module, "get_backend", lambda _: backend)
   assert_close(on_devices(*given), alone, 1e-5)

@@ -15,7 +15,7 @@ from sbjax import Quantized, Spec
 from sbjax.models.clip import CLIP
 from sbjax.models.sizes import SIZES
 from sbjax.models.transformer import BlockOptions
-from sbjax.state_formats import CompressedState, join_details
+from sbjax.optim.state_formats import CompressedState, join_details
 from train.config import MeshConfig, OptimizerConfig
 from train.optimizer import make_optimizer, matrix_dtype
 from train.sharding import (

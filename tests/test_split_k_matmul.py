@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sbjax import split_k_matmul as module
-from sbjax.split_k_matmul import num_splits, split_k_matmul
+from sbjax.ops.split_k import num_splits, split_k_matmul
 
 RESULTS = pathlib.Path(__file__).parent.parent / "benchmarks/results/wgrad_time.jsonl"
 MEASURED = [json.loads(line) for line in RESULTS.read_text().splitlines()]

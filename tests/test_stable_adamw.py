@@ -8,7 +8,7 @@ import pytest
 from flax import serialization, struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sbjax.stable_adamw import scale_by_stable_adam, stable_adamw, tensor_rms
+from sbjax.optim.stable_adamw import scale_by_stable_adam, stable_adamw, tensor_rms
 
 B1, B2, EPS, DECAY = 0.9, 0.95, 1e-6, 0.1
 

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from sbjax.state_formats import (
+from sbjax.optim.state_formats import (
   E4M3_EXPANDED,
   E4M3_SCALED,
   FLOAT16_SCALED,

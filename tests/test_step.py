@@ -15,8 +15,8 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding
 from pairwise import mainly
 
-from sbjax.collage import summed_parameters
 from sbjax.models import SIZES
+from sbjax.optim.collage import summed_parameters
 from train.config import MeshConfig, OptimizerConfig
 from train.loss import LOSSES
 from train.optimizer import cast_matrices, make_optimizer, matrix_dtype

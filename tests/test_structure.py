@@ -1,152 +1,85 @@
 """The structure of the code: import order, public names, dependencies."""
 
-import ast
 import graphlib
 import pathlib
+import re
 import socket
 import subprocess
 import sys
 
+import grimp
 import pytest
 
 import sbjax
 
 ROOT = pathlib.Path(__file__).parent.parent
-
-# A file imports only from lines before its own.
-ORDER = [
-  ["sbjax.formats", "sbjax.device", "sbjax.dither"],
-  ["sbjax.quantize", "sbjax.partition"],
-  ["sbjax.by_rows"],
-  [
-    "sbjax.recipes",
-    "sbjax.exchange",
-    "sbjax.matmul",
-    "sbjax.fused_ops",
-    "sbjax.attention_ops",
-    "sbjax.expansion",
-  ],
-  ["sbjax.operations", "sbjax.pallas", "sbjax.split_k_matmul", "sbjax.fp4_ops"],
-  ["sbjax.backends"],
-  ["sbjax.linear", "sbjax.attention"],
-  ["sbjax.quantized_dot", "sbjax.fsdp"],
-  ["sbjax.grouped"],
-  ["sbjax.fused", "sbjax.dot_general", "sbjax.rewrite", "sbjax.unit_scaling", "sbjax.fp4"],
-  ["sbjax.products"],
-  ["sbjax.layers", "sbjax.quantize_model", "sbjax.quantized_einsum"],
-  ["sbjax.stable_adamw"],
-  ["sbjax.state_formats", "sbjax.collage"],
-  ["sbjax.loss_scale"],
-  ["sbjax.serialization"],
-  ["sbjax.models"],
-  ["sbjax"],
-  ["train"],
-]
-# Files of one of these packages may import one another, but not in a circle.
-PACKAGES = ("sbjax.pallas", "sbjax.models", "train")
-
-PUBLIC = [
-  "Spec",
-  "Recipe",
-  "RECIPES",
-  "Quantized",
-  "quantize",
-  "dequantize",
-  "scaled_matmul",
-  "quantized_dot",
-  "quantized_dot_general",
-  "attention",
-  "quantized_einsum",
-  "quantize_model",
-  "SwitchBackDense",
-  "SwitchBackLinear",
-  "scale_by_stable_adam",
-  "stable_adamw",
-  "fixed_loss_scale",
-  "dynamic_loss_scale",
-  "compress_state",
-  "compensated",
-  "quantized_pmean",
-  "quantized_psum_scatter",
-]
+ROOTS = ("sbjax", "train", "benchmarks")
+FLOORS = 6  # Of sbjax: the root, and five under it.
 
 
-def files(*folders):
-  return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+MOST_PUBLIC_NAMES = 26
 
 
-def module(path):
-  return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+@pytest.fixture(scope="module")
+def imports():
+  """The modules that each module of ROOTS imports anywhere in its text."""
+  graph = grimp.build_graph(*ROOTS, cache_dir=None)
+  return {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
 
 
-def rank(name):
-  """The line of ORDER that lists the module's longest prefix."""
-  ranks = {
-    listed: i
-    for i, line in enumerate(ORDER)
-    for listed in line
-    if f"{name}.".startswith(f"{listed}.")
-  }
-  if name.startswith("sbjax.") and set(ranks) == {"sbjax"}:
-    pytest.fail(f"{name} has no place in ORDER.")
-  return ranks[max(ranks, key=len)] if ranks else None
+def collapsed(imports, name_of):
+  """The graph of the names that `name_of` gives to modules; None leaves a module out."""
+  graph = {}
+  for module, others in imports.items():
+    if (name := name_of(module)) is not None:
+      graph.setdefault(name, set()).update(map(name_of, others))
+  return {name: others - {name, None} for name, others in graph.items()}
 
 
-def imported(path):
-  """The modules that a file imports anywhere; `from a import b` is a.b where b is a module."""
-  for node in ast.walk(ast.parse(path.read_text())):
-    if isinstance(node, ast.Import):
-      yield from (alias.name for alias in node.names)
-    elif isinstance(node, ast.ImportFrom):
-      assert node.level == 0, f"{path}: imports are written from the root."
-      for alias in node.names:
-        inner = ROOT.joinpath(*node.module.split("."), alias.name)
-        is_module = inner.is_dir() or inner.with_suffix(".py").exists()
-        yield f"{node.module}.{alias.name}" if is_module else node.module
+def entry(module):
+  """What stands in the listing of sbjax/ for a module: its file or its folder."""
+  root, *rest = module.split(".")
+  return ".".join([root, *rest[:1]]) if root == "sbjax" else None
 
 
-def package(name):
-  """The package whose files may import one another, if the module is in one."""
-  return next((p for p in PACKAGES if f"{name}.".startswith(f"{p}.")), None)
-
-
-@pytest.mark.parametrize("path", files("sbjax", "train"), ids=module)
-def test_imports_point_one_way(path):
-  name = module(path)
-  for other in imported(path):
-    if rank(other) is not None and (package(other) is None or package(other) != package(name)):
-      assert rank(other) < rank(name), f"{name} imports {other}, which stands beside or above it."
-
-
-@pytest.mark.parametrize("name", PACKAGES)
-def test_files_of_a_package_do_not_import_one_another_in_a_circle(name):
-  graph = {
-    module(path): {other for other in imported(path) if package(other) == name} - {module(path)}
-    for path in files(name.replace(".", "/"))
-  }
+@pytest.mark.parametrize("root", ROOTS[:2])
+def test_no_module_imports_itself_through_others(root, imports):
+  graph = collapsed(imports, lambda module: module if module.split(".")[0] == root else None)
   graphlib.TopologicalSorter(graph).prepare()  # Raises CycleError.
 
 
-def test_nothing_imports_the_configs_the_tests_or_the_benchmarks():
-  for path in files("sbjax", "train"):
-    for other in imported(path):
-      assert other.partition(".")[0] not in ("configs", "tests", "benchmarks"), path
+def test_entries_of_sbjax_stand_on_few_floors_and_import_only_downwards(imports):
+  graph = collapsed(imports, entry)
+  floors = {}
+  for name in graphlib.TopologicalSorter(graph).static_order():  # Raises CycleError.
+    floors[name] = 1 + max((floors[other] for other in graph[name]), default=0)
+  assert floors["sbjax"] == max(floors.values()) <= FLOORS, floors
 
 
-def test_only_task_and_zero_shot_import_the_model():
+def test_the_core_does_not_import_studies(imports):
   knowing = {
-    module(path)
-    for path in files("train")
-    if {"sbjax.models", "sbjax.models.clip"} & set(imported(path))
+    entry(module) for module, others in imports.items() if "sbjax.studies" in map(entry, others)
   }
+  assert knowing - {None} <= {"sbjax", "sbjax.studies", "sbjax.models"}
+
+
+def test_the_library_knows_no_program_and_no_program_the_tests(imports):
+  for module, others in imports.items():
+    below = {"sbjax": ("sbjax",), "train": ("sbjax", "train"), "benchmarks": ROOTS}
+    assert {other.split(".")[0] for other in others} <= set(below[module.split(".")[0]]), module
+  for path in (path for root in ROOTS for path in (ROOT / root).rglob("*.py")):
+    for line in path.read_text().splitlines():
+      assert not re.match(r"\s*(from|import) tests\b", line), f"{path}: {line}"
+
+
+def test_only_task_and_zero_shot_import_the_model(imports):
+  models = {"sbjax.models", "sbjax.models.clip"}
+  knowing = {m for m, others in imports.items() if m.startswith("train.") and models & others}
   assert knowing == {"train.task", "train.zero_shot"}
 
 
-def test_public_names_exist_and_are_in_all():
-  missing = [name for name in PUBLIC if not hasattr(sbjax, name)]
-  assert not missing
-  assert set(PUBLIC) <= set(sbjax.__all__)
-  assert len(sbjax.__all__) == len(set(sbjax.__all__))
+def test_public_names_are_few_and_each_is_there():
+  assert len(set(sbjax.__all__)) == len(sbjax.__all__) <= MOST_PUBLIC_NAMES
   assert all(hasattr(sbjax, name) for name in sbjax.__all__)
 
 
@@ -154,9 +87,11 @@ DESCRIBED = """
 import flax.linen as nn, jax, optax
 from flax import nnx
 from sbjax import *
+from sbjax.linear.layers import LayerScale
 from sbjax.models.clip import CLIP, BlockOptions
 from sbjax.models.sizes import SIZES
-from sbjax.state_formats import Format
+from sbjax.optim.state_formats import Format
+from sbjax.recipes import fp8_cscale
 
 dot_general = quantized_dot_general("switchback", backend="triton")
 nn.MultiHeadDotProductAttention(8, qkv_dot_general=dot_general, out_dot_general=dot_general)

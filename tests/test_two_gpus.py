@@ -10,10 +10,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.step import draw
-from sbjax import LayerNormParams, layer_norm_mlp, quantized_dot
+from sbjax import quantized_dot
+from sbjax.linear.fused import layer_norm_mlp
 from sbjax.models.clip import CLIP
 from sbjax.models.sizes import SIZES
 from sbjax.models.transformer import BlockOptions
+from sbjax.ops.rows import LayerNormParams
 from train.config import MeshConfig, OptimizerConfig
 from train.optimizer import make_optimizer
 from train.sharding import batch_sharding, make_mesh, state_shardings

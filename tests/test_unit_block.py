@@ -14,7 +14,7 @@ from flax_case import compiled
 from pairwise import mainly
 
 from benchmarks.flax_block import FlaxBlock
-from sbjax.layers import SwitchBackDense
+from sbjax.linear.layers import SwitchBackDense
 from sbjax.models.clip import CLIP
 from sbjax.models.sizes import SIZES, TextConfig
 from sbjax.models.transformer import BlockOptions, quantize_weights

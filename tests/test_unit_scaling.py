@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from flax_case import output_and_gradients
 
-from sbjax import unit_scaling as us
+from sbjax.studies import unit_scaling as us
 
 
 def wave(*shape, phase=0.0):

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from interop import assert_same_features, import_open_clip, perturb
 
+from sbjax.interop.config_files import config_from_dict, to_hf, to_open_clip
+from sbjax.interop.weights import load_weights, save_weights, state_dict
 from sbjax.models.clip import CLIP
-from sbjax.models.config_files import config_from_dict, to_open_clip
-from sbjax.models.convert import load_weights, save_weights, state_dict
-from sbjax.models.hf_config import to_hf
 from sbjax.models.transformer import BlockOptions
 
 # open_clip's fields that change the architecture, by the models that have them.

@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from sbjax.linear.quantized_dot import quantized_dot
 from sbjax.models.clip import CLIP
 from sbjax.models.sizes import SIZES, TextConfig, VisionConfig
 from sbjax.models.transformer import BlockOptions
-from sbjax.quantized_dot import quantized_dot
 from sbjax.recipes import FP8_TENSORWISE, FULL, SWITCHBACK
 from train import zero_shot
 from train.config import MeshConfig

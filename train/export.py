@@ -15,10 +15,9 @@ import os
 import sys
 from pathlib import Path
 
-from sbjax.models.config_files import HF_FILE, OPEN_CLIP_FILE, to_open_clip
-from sbjax.models.convert import FORMATS, state_dict, with_end_last
-from sbjax.models.hf_config import to_hf
-from sbjax.models.weight_files import write_file
+from sbjax.interop.config_files import HF_FILE, OPEN_CLIP_FILE, to_hf, to_open_clip
+from sbjax.interop.files import write_file
+from sbjax.interop.weights import FORMATS, state_dict, with_end_last
 from train.errors import RunError
 from train.images import MEAN, STD
 from train.inference import Model, load

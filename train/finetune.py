@@ -13,10 +13,10 @@ from typing import NamedTuple
 import jax
 import optax
 
-from sbjax.models.config_files import HF_FILE, OPEN_CLIP_FILE, config_of, read_config
-from sbjax.models.convert import check_architecture, load_weights
+from sbjax.interop.config_files import HF_FILE, OPEN_CLIP_FILE, config_of, read_config
+from sbjax.interop.files import WEIGHT_FILES, file_suffix, is_weights
+from sbjax.interop.weights import check_architecture, load_weights
 from sbjax.models.sizes import CLIPConfig
-from sbjax.models.weight_files import WEIGHT_FILES, file_suffix, is_weights
 from train.config import Config
 from train.paths import local_path
 from train.preprocessing import is_squashed

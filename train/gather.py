@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
 
-from sbjax.fsdp import gather, gather_weight
-from sbjax.linear import QuantizedWeight
+from sbjax.distributed.fsdp import gather, gather_weight
+from sbjax.linear.weight import QuantizedWeight
 from sbjax.models.transformer import BlockOptions, is_block_kernel
 from train.sharding import BATCH_AXES, parameter_axes
 

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from sbjax.models.config_files import config_of
-from sbjax.models.convert import load_weights
-from sbjax.models.serving import serving_params
+from sbjax.interop.config_files import config_of
+from sbjax.interop.files import WEIGHT_FILES, is_weights
+from sbjax.interop.serving import serving_params
+from sbjax.interop.weights import load_weights
 from sbjax.models.sizes import SIZES, open_clip_name
-from sbjax.models.weight_files import WEIGHT_FILES, is_weights
 from sbjax.recipes import parse_recipe, recipes_of
 from train.augment import CentreCrop, Squash
 from train.batches import prepared
@@ -129,7 +129,7 @@ def load(
     size: of weights of open_clip: a key of SIZES, or open_clip's name, such as "ViT-B-32".
     tokenizer: of weights of open_clip: as in DataConfig; "" is "clip".
     dtype: of the computation; "": the run's, or float32 for weights of open_clip.
-    int8: keep kernels and token embeddings in 8 bits only (sbjax.models.serving), for the run's
+    int8: keep kernels and token embeddings in 8 bits only (sbjax.interop.serving), for the run's
       recipe, or "switchback_q" if that leaves the forward pass in 16 bits.
 
   Raises:

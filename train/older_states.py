@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from sbjax.stable_adamw import ScaleByStableAdamState, leading_axes
+from sbjax.optim.stable_adamw import ScaleByStableAdamState, leading_axes
 from train.optimizer import stacked
 
 

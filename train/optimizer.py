@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from sbjax.collage import compensated
-from sbjax.loss_scale import dynamic_loss_scale, fixed_loss_scale
 from sbjax.models.transformer import is_block_kernel
-from sbjax.stable_adamw import stable_adamw
-from sbjax.state_formats import (
+from sbjax.optim.collage import compensated
+from sbjax.optim.loss_scale import dynamic_loss_scale, fixed_loss_scale
+from sbjax.optim.stable_adamw import stable_adamw
+from sbjax.optim.state_formats import (
   BFLOAT16,
   BFLOAT16_PAIR,
   E4M3_EXPANDED,
@@ -158,7 +158,8 @@ def width_factor(name: str, shape: Sequence[int], base: int) -> float:
   return (base / width) ** 0.5
 
 
-STATES = {  # How the moments are kept; COAT's and FP8-LM's choices are in sbjax/state_formats.py.
+# How the moments are kept; COAT's and FP8-LM's choices are in sbjax/optim/state_formats.py.
+STATES = {
   "float32": {},
   "bfloat16": {"mu": BFLOAT16, "nu": BFLOAT16},
   "coat": {"mu": E4M3_EXPANDED, "nu": E4M3_EXPANDED},

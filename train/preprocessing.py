@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from sbjax.models.config_files import OPEN_CLIP_FILE, read_json
-from sbjax.models.weight_files import WEIGHT_FILES
+from sbjax.interop.config_files import OPEN_CLIP_FILE, read_json
+from sbjax.interop.files import WEIGHT_FILES
 from train.images import MEAN, STD
 
 IMAGES_FILE, PROCESSOR_FILE = "preprocessor_config.json", "processor_config.json"  # transformers'

@@ -31,7 +31,7 @@ SAVED = {"none": (14, 2, 4), "dots": (10, 2, 2), "attention_dots": (10, 0, 0), "
 _SAVED_IN_8_BITS = {
   "none": (13, 1, 4), "dots_and_residuals": (11, 1, 2), "residuals": (3, 1, 0), "block": (2, 0, 0)
 }  # fmt: skip
-# With model.keep="grouped" (sbjax/grouped.py), and recipes that save 16 and 8 bits.
+# With model.keep="grouped" (sbjax/linear/grouped.py), and recipes that save 16 and 8 bits.
 _SAVED_GROUPED = {
   "none": (12.25, 1.125, 4), "dots_and_residuals": (8.25, 1.125, 4),
   "residuals": (4.25, 1.125, 0), "block": (2, 0, 0),

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sbjax.state_formats import CompressedState, join_details, split_details
+from sbjax.optim.state_formats import CompressedState, join_details, split_details
 from train.config import MeshConfig
 
 BATCH_AXES = ("data", "fsdp")

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from sbjax.collage import descent_quality, split_parameters
-from sbjax.loss_scale import loss_scale, skipped_updates
 from sbjax.models.transformer import quantize_weights
-from sbjax.stable_adamw import tensor_rms
+from sbjax.optim.collage import descent_quality, split_parameters
+from sbjax.optim.loss_scale import loss_scale, skipped_updates
+from sbjax.optim.stable_adamw import tensor_rms
 from train.finetune import stop_gradients
 from train.gather import gather_parameters
 from train.optimizer import cast_matrices, stacked
@@ -67,7 +67,7 @@ def make_train_step(
     `train.sharding.state_shardings` says. None, or a mesh of one device: no `shard_map`.
   gradient_dtype: dtype in which gradients of kernels are summed over devices.
   gradient_exchange: format in which gradients of matrices travel between devices, to sums in
-    float32 (sbjax/exchange.py): "float32", "bfloat16", "e4m3" or "int8".
+    float32 (sbjax/distributed/exchange.py): "float32", "bfloat16", "e4m3" or "int8".
   freeze: patterns of parameters that get no gradient; those of `make_optimizer`.
   watch: patterns of parameters whose gradient and RMS are metrics (train/watch.py).
   batch: the examples of all devices.

@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from sbjax.interop.config_files import read_config
 from sbjax.models.clip import CLIP
-from sbjax.models.config_files import read_config
 from sbjax.models.sizes import CLIPConfig
 from sbjax.models.transformer import BlockOptions, unstack_blocks
-from sbjax.unit_scaling import scaled
+from sbjax.studies.unit_scaling import scaled
 from train.config import Config, ModelConfig
 from train.flops import model_flops
 from train.images import normalize

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from sbjax.stable_adamw import tensor_rms
+from sbjax.optim.stable_adamw import tensor_rms
 from train.finetune import compiled, matches_nothing
 from train.optimizer import STACK, stacked
 from train.sharding import path_name

@@ -3,7 +3,7 @@
 import os
 
 FLAGS = {
-  # XLA's int8 matmuls in Triton are not always exact: see sbjax.backends.warn_of_inexact_int8.
+  # XLA's int8 matmuls in Triton are not always exact: see sbjax.ops.registry.warn_of_inexact_int8.
   # Without them a ViT-B/16 step compiled in a tenth of the time on an H200 and ran as fast.
   "xla_gpu_enable_triton_gemm": "false",
   # It gained nothing on two H200s (a ViT-L/14 step: 244 ms without, 245 with it) and took 17 GB.

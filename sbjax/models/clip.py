@@ -1,7 +1,7 @@
 """CLIP: a vision transformer and a text transformer that meet in one embedding space.
 
 The architecture is open_clip's (https://github.com/mlfoundations/open_clip) or SigLIP's (Zhai et
-al. 2023, https://arxiv.org/abs/2303.15343), so that weights go both ways (sbjax/models/convert.py).
+al. 2023, https://arxiv.org/abs/2303.15343), so weights go both ways (sbjax/interop/weights.py).
 The four linear layers of a block (qkv, out, fc1, fc2) follow a recipe. Layer norms and the two
 final projections compute in float32, everything else in `BlockOptions.dtype`. Parameters are
 float32; a caller may cast matrices to 16 bits. Their tree depends on the config, `scan`,
@@ -18,9 +18,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from sbjax.fused_ops import activate
-from sbjax.layers import Embedding, SwitchBackDense
-from sbjax.linear import times
+from sbjax.linear.layers import Embedding, SwitchBackDense
+from sbjax.linear.quantized_dot import times
 from sbjax.models.sizes import CLIPConfig, TextConfig, VisionConfig, kept_patches
 from sbjax.models.transformer import (
   BLOCK_LINEARS,
@@ -32,6 +31,7 @@ from sbjax.models.transformer import (
   split_heads,
 )
 from sbjax.models.unit_block import UNIT_INITS, UnitBlock
+from sbjax.ops.rows import activate
 from sbjax.recipes import FULL, RecipeRules
 
 MAX_LOG_LOGIT_SCALE = math.log(100)

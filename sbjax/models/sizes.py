@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from sbjax.fused_ops import ACTIVATIONS, NORM_EPSILON
+from sbjax.ops.rows import ACTIVATIONS, NORM_EPSILON
 
 IMAGE_POOLS = ("class", "average", "map")
 TEXT_POOLS = ("eot", "last")
@@ -16,7 +16,7 @@ class VisionConfig:
     SigLIP's tower: no class token, a bias of the patch embedding, pooling by attention, and no
     projection.
   pre_norm: a layer norm before the blocks (never with "map").
-  activation: of the MLPs, one of sbjax.fused_ops.ACTIVATIONS.
+  activation: of the MLPs, one of sbjax.ops.rows.ACTIVATIONS.
   norm_epsilon: of all layer norms.
   """
 

@@ -16,14 +16,14 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.ad_checkpoint import checkpoint_name
 
 from sbjax.attention import BACKENDS, attention, length_for
-from sbjax.backends import get_backend
-from sbjax.fused import layer_norm_dense, layer_norm_mlp
-from sbjax.fused_ops import NORM_EPSILON
-from sbjax.grouped import check_keep
-from sbjax.layers import LayerNorm, LayerScale, SwitchBackDense
-from sbjax.linear import QuantizedWeight, quantize_weight
+from sbjax.linear.fused import layer_norm_dense, layer_norm_mlp
+from sbjax.linear.grouped import check_keep
+from sbjax.linear.layers import LayerNorm, LayerScale, SwitchBackDense
+from sbjax.linear.quantized_dot import DOT_NAME, RESIDUAL_NAME, quantized_dot
+from sbjax.linear.weight import QuantizedWeight, quantize_weight
 from sbjax.models.sizes import TextConfig, VisionConfig
-from sbjax.quantized_dot import DOT_NAME, RESIDUAL_NAME, quantized_dot
+from sbjax.ops.registry import get_backend
+from sbjax.ops.rows import NORM_EPSILON
 from sbjax.recipes import FULL, Recipe, RecipeRules, as_recipe, parse_recipe
 
 # Names for checkpoint policies. JAX's own `checkpoint_dots` does not see a matmul inside a Pallas

@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from sbjax.fused_ops import activate
-from sbjax.layers import SwitchBackDense
-from sbjax.matmul import wide
+from sbjax.linear.layers import SwitchBackDense
 from sbjax.models.transformer import OUT_NAME, Block, Inits
+from sbjax.ops.matmul import wide
+from sbjax.ops.rows import activate
 
 UNIT_INITS = Inits(*[nn.initializers.normal(1.0)] * 4)
 

@@ -1,4 +1,4 @@
-"""`sbjax.expansion.adam_direction` in Triton: one read and one write of each number.
+"""`sbjax.ops.adam.adam_direction` in Triton: one read and one write of each number.
 
 XLA needs the maximum and the minimum of a group before it can encode it, and writes both new
 moments in float32 between. Here a group stays in registers. Codes and details are written in place.
@@ -11,15 +11,15 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from sbjax import expansion
-from sbjax.expansion import Coded
-from sbjax.formats import E4M3, max_value
+from sbjax.ops import adam as expansion
+from sbjax.ops.adam import Coded
 from sbjax.pallas.rounding_triton import larger
 from sbjax.pallas.triton import triton_call
+from sbjax.quantize import E4M3, FORMATS
 
 SPAN, LEAST = tl.constexpr(expansion.SPAN), tl.constexpr(expansion.LEAST)
 DUST = tl.constexpr(expansion.DUST)
-GROUP, LIMIT = tl.constexpr(expansion.GROUP), tl.constexpr(max_value(E4M3))
+GROUP, LIMIT = tl.constexpr(expansion.GROUP), tl.constexpr(FORMATS[E4M3].max)
 TINY = tl.constexpr(float(jnp.finfo(jnp.float32).tiny))
 
 
@@ -41,7 +41,7 @@ def adam_direction(
   *,
   config: Config | None = None,
 ) -> tuple[jax.Array, Coded, Coded]:
-  """`sbjax.expansion.adam_direction` for groups of 128, to the error of approximate powers."""
+  """`sbjax.ops.adam.adam_direction` for groups of 128, to the error of approximate powers."""
   config = Config() if config is None else config
   groups = g.size // expansion.GROUP
   direction, mu, nu = triton_call(
@@ -103,7 +103,7 @@ def _kernel(
 
 @triton.jit
 def _contract(values_ptr, top_ptr, exponent_ptr, row, at, GROUPS: tl.constexpr):
-  """`sbjax.expansion.contract`."""
+  """`sbjax.ops.adam.contract`."""
   top = tl.load(top_ptr + row, mask=row < GROUPS, other=0.0)[:, None]
   exponent = tl.load(exponent_ptr + row, mask=row < GROUPS, other=1.0)[:, None]
   values = tl.load(values_ptr + at, mask=(row < GROUPS)[:, None]).to(tl.float32)
@@ -115,7 +115,7 @@ def _contract(values_ptr, top_ptr, exponent_ptr, row, at, GROUPS: tl.constexpr):
 
 @triton.jit
 def _expand(x, chance, values_ptr, top_ptr, exponent_ptr, row, at, GROUPS: tl.constexpr):
-  """`sbjax.expansion.expand`, stored."""
+  """`sbjax.ops.adam.expand`, stored."""
   size = tl.abs(x)
   top = tl.reduce(size, 1, larger)
   top = tl.where(top < float("inf"), top, float("nan"))
@@ -136,7 +136,7 @@ def _expand(x, chance, values_ptr, top_ptr, exponent_ptr, row, at, GROUPS: tl.co
 
 @triton.jit
 def _hashed(x):
-  """`sbjax.dither.hashed`."""
+  """`sbjax.ops.dither.hashed`."""
   x ^= x >> 16
   x *= 0x7FEB352D
   x ^= x >> 15
@@ -146,7 +146,7 @@ def _hashed(x):
 
 @triton.jit
 def _round_by_chance(x, chance):
-  """`sbjax.dither.round_by_chance` to e4m3, for x >= 0."""
+  """`sbjax.ops.dither.round_by_chance` to e4m3, for x >= 0."""
   shift = tl.where(x < 2.0**-6, 2.0**-6, 0.0)
   bits = (x + shift).to(tl.uint32, bitcast=True) + (chance >> 12)
   return (bits & 0xFFF00000).to(tl.float32, bitcast=True) - shift

@@ -57,7 +57,7 @@ def fits(tokens: int, head_dim: int) -> bool:
 def attention_forward(
   *qkv: jax.Array, causal: bool, num_sms: int | None = None, interpret=False
 ) -> tuple[jax.Array, jax.Array]:
-  """`sbjax.attention_ops.attention_forward` without padding, but for the rounding of sums.
+  """`sbjax.ops.attention.attention_forward` without padding, but for the rounding of sums.
 
   Args:
     num_sms: how many thread blocks run; None for one on each SM of the device.

@@ -11,7 +11,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from sbjax import device as devices
+from sbjax.ops import device as devices
 from sbjax.pallas.attention_parts_sm90 import TILE, by_name, tiled
 
 MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232  # Of a thread, in kernels without a config.

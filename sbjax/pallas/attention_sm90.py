@@ -35,7 +35,7 @@ from sbjax.pallas.attention_parts_sm90 import COMPUTE_WARPGROUPS, TILE, persiste
 def attention_forward(
   *qkv: jax.Array, causal: bool, length: int, **options
 ) -> tuple[jax.Array, jax.Array]:
-  """`sbjax.attention_ops.attention_forward`, but for the rounding of sums.
+  """`sbjax.ops.attention.attention_forward`, but for the rounding of sums.
 
   Padding, and what does not fit (`attention_forward_sm90.fits`), go to Triton. `options` are of
   `attention_forward_sm90.attention_forward`.
@@ -57,7 +57,7 @@ def attention_backward(
   num_sms: int | None = None,
   interpret=False,
 ) -> tuple[jax.Array, ...]:
-  """`sbjax.attention_ops.attention_backward`, but for the rounding of sums.
+  """`sbjax.ops.attention.attention_backward`, but for the rounding of sums.
 
   Padding, and what does not fit (`attention_block_sm90.fits`), go to Triton.
 

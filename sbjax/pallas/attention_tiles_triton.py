@@ -73,7 +73,7 @@ def keys_config(head_dim: int) -> TileConfig:
 def attention_forward(
   *qkv: jax.Array, causal: bool, length: int, config: TileConfig | None = None
 ) -> tuple[jax.Array, jax.Array]:
-  """`sbjax.attention_ops.attention_forward`, but for the rounding of sums."""
+  """`sbjax.ops.attention.attention_forward`, but for the rounding of sums."""
   batch, rows, _, heads, head_dim = qkv[0].shape
   config = forward_config(head_dim) if config is None else config
   return triton_call(
@@ -98,7 +98,7 @@ def attention_backward(
   length: int,
   config: TileConfig | None = None,
 ) -> tuple[jax.Array, ...]:
-  """`sbjax.attention_ops.attention_backward`, but for the rounding of sums."""
+  """`sbjax.ops.attention.attention_backward`, but for the rounding of sums."""
   batch, rows, arrays, heads, head_dim = qkv[0].shape
   constants = shape_constants(qkv, causal, length)
   whole = _struct(qkv[0].shape, qkv[0].dtype)

@@ -70,7 +70,7 @@ def _longest(head_dim: int, on_hopper: int) -> int:
 def attention_forward(
   *qkv: jax.Array, causal: bool, length: int, config: Config | None = None
 ) -> tuple[jax.Array, jax.Array]:
-  """`sbjax.attention_ops.attention_forward`, but for the rounding of sums."""
+  """`sbjax.ops.attention.attention_forward`, but for the rounding of sums."""
   batch, rows, _, heads, head_dim = qkv[0].shape
   config = config or forward_config(rows, head_dim)
   if config is None:
@@ -104,7 +104,7 @@ def attention_backward(
   length: int,
   config: Config | None = None,
 ) -> tuple[jax.Array, ...]:
-  """`sbjax.attention_ops.attention_backward`, but for the rounding of sums."""
+  """`sbjax.ops.attention.attention_backward`, but for the rounding of sums."""
   batch, rows, _, heads, head_dim = qkv[0].shape
   config = config or backward_config(rows, head_dim)
   if config is None:

@@ -1,4 +1,4 @@
-"""GELU, its gradient, and a gradient's sum over rows: `sbjax.fused_ops` with one read of each row.
+"""GELU, its gradient, and a gradient's sum over rows: `sbjax.ops.rows` with one read of each row.
 
 GELU is the exact one, at the speed of memory. With u = |h|, the upper tail of the normal
 distribution is exp(-u**2 / 2) times a smooth function, here a polynomial of degree 4 in a t that
@@ -21,9 +21,8 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from sbjax import fused_ops
-from sbjax.formats import max_value
-from sbjax.fused_ops import MAX_WIDTH_IN_REGISTERS
+from sbjax.ops import rows as fused_ops
+from sbjax.ops.rows import MAX_WIDTH_IN_REGISTERS
 from sbjax.pallas.quantize_triton import quantize
 from sbjax.pallas.rounding_triton import (
   Config,
@@ -89,7 +88,7 @@ def gelu_quantize(
   activation: str = "gelu",
   config: Config | None = None,
 ) -> tuple[Quantized | jax.Array, Quantized | jax.Array]:
-  """`sbjax.fused_ops.gelu_quantize`, with the error of `_tail_and_density` in GELU."""
+  """`sbjax.ops.rows.gelu_quantize`, with the error of `_tail_and_density` in GELU."""
   if h.size == 0:
     return fused_ops.gelu_quantize(h, spec, keep, activation=activation)
   m, k = h.shape
@@ -120,7 +119,7 @@ def gelu_backward(
   activation: str = "gelu",
   config: Config | None = None,
 ) -> tuple[jax.Array, Quantized | None, jax.Array, jax.Array]:
-  """`sbjax.fused_ops.gelu_backward`, with the error of `_tail_and_density` in GELU."""
+  """`sbjax.ops.rows.gelu_backward`, with the error of `_tail_and_density` in GELU."""
   if dg.size == 0:
     return fused_ops.gelu_backward(h, dg, spec, activation=activation)
   config = backward_config(*dg.shape, dg.dtype.itemsize) if config is None else config
@@ -148,7 +147,7 @@ def gelu_backward(
 def quantize_sum(
   parts: tuple[jax.Array, ...], spec: Spec, *, config: Config | None = None
 ) -> tuple[jax.Array, Quantized, jax.Array]:
-  """`sbjax.fused_ops.quantize_sum`: finite rows are equal bit for bit, sums but for rounding.
+  """`sbjax.ops.rows.quantize_sum`: finite rows are equal bit for bit, sums but for rounding.
 
   The kernel concatenates three parts (q, k and v) as it reads them. XLA does it for other numbers.
   Where rows share a scale or do not fit in registers, the quantizer's kernel follows XLA's sum.
@@ -186,7 +185,7 @@ def _sums(x, config):
 
 
 def _limit(spec):
-  return None if spec is None else max_value(spec.dtype)
+  return None if spec is None else spec.format.max
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Layer norm and its gradient in Triton: `sbjax.fused_ops` with one read of each row.
+"""Layer norm and its gradient in Triton: `sbjax.ops.rows` with one read of each row.
 
 A program loops over neighbouring rows and loads the next row while it computes one. Column vectors
 stay in its registers: forward, the norm's parameters; backward, their gradients summed over its
@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from sbjax import fused_ops
-from sbjax.formats import INT8, max_value
-from sbjax.fused_ops import NORM_EPSILON, LayerNormParams
+from sbjax.ops import rows as fused_ops
+from sbjax.ops.rows import NORM_EPSILON, LayerNormParams
 from sbjax.pallas.rounding_triton import (
   Config,
   load_row,
@@ -25,7 +24,7 @@ from sbjax.pallas.rounding_triton import (
   zero_row,
 )
 from sbjax.pallas.triton import compute_capability, triton_call
-from sbjax.quantize import Quantized, Spec
+from sbjax.quantize import FORMATS, INT8, Quantized, Spec
 
 _struct = jax.ShapeDtypeStruct
 
@@ -56,7 +55,7 @@ def norm_quantize(
   epsilon: float = NORM_EPSILON,
   config: Config | None = None,
 ) -> Quantized | jax.Array:
-  """`sbjax.fused_ops.norm_quantize`, but for the rounding of sums over a row."""
+  """`sbjax.ops.rows.norm_quantize`, but for the rounding of sums over a row."""
   if x.size == 0:
     return fused_ops.norm_quantize(x, norm, spec, epsilon=epsilon)
   m, k = x.shape
@@ -76,7 +75,7 @@ def norm_quantize(
     **row_constants(m, k, config),
     EPSILON=epsilon,
     QUANTIZED=spec is not None,
-    LIMIT=max_value(INT8 if spec is None else spec.dtype),
+    LIMIT=FORMATS[INT8 if spec is None else spec.dtype].max,
     VIA_FLOAT16=compute_capability() < 90,
   )
   return out if spec is None else Quantized(out, scale, spec)
@@ -91,7 +90,7 @@ def norm_backward(
   epsilon: float = NORM_EPSILON,
   config: Config | None = None,
 ) -> tuple[jax.Array, LayerNormParams, jax.Array]:
-  """`sbjax.fused_ops.norm_backward`, but for the rounding of sums."""
+  """`sbjax.ops.rows.norm_backward`, but for the rounding of sums."""
   if x.size == 0:
     return fused_ops.norm_backward(x, norm, dn, dx, epsilon=epsilon)
   m, k = x.shape

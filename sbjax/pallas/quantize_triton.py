@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from sbjax.formats import max_value
 from sbjax.pallas.rounding_triton import (
   Config,
   cast,
@@ -59,7 +58,7 @@ def quantize(x: jax.Array, spec: Spec, *, config: Config | None = None) -> Quant
     num_warps=config.warps,
     **dict(ROWS=rows, K=k, BLOCK_ROWS=config.rows, PIECES=pieces(k), VECTOR=config.vector),
     THREADS=32 * config.warps,
-    LIMIT=max_value(spec.dtype),
+    LIMIT=spec.format.max,
     VIA_FLOAT16=compute_capability() < 90,
   )
   return Quantized(values, scale, spec)
@@ -167,7 +166,7 @@ def _cast_call(x, absmax, spec, transpose, shape=(0, 0)):
     **dict(ABSMAX_ROWS=shape[0], ABSMAX_K=shape[1]),
     PARTS=0 if shape[0] else absmax.size,
     PARTS_BLOCK=triton.next_power_of_2(absmax.size),
-    LIMIT=max_value(spec.dtype),
+    LIMIT=spec.format.max,
     POWER_OF_TWO=spec.scaling == "tensorwise_pow2",
     STATIC_FACTOR=2.0**spec.exponent if spec.is_static else 0.0,
     VIA_FLOAT16=compute_capability() < 90,

@@ -28,13 +28,12 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from sbjax import device as devices
-from sbjax.formats import accumulator_dtype
-from sbjax.matmul import check_operands, check_residual, nothing
+from sbjax.ops import device as devices
+from sbjax.ops.matmul import check_operands, check_residual, nothing
 from sbjax.pallas import tuning
 from sbjax.pallas.epilogue_sm90 import EpilogueTiles, scale_function
 from sbjax.pallas.tuning import MANY_ROWS
-from sbjax.quantize import Quantized
+from sbjax.quantize import Quantized, format_of
 
 _COMPUTE_WARPGROUPS = 2
 _MEMORY_REGISTERS, _COMPUTE_REGISTERS = 24, 240  # A thread's; 128 * (24 + 2 * 240) <= 65,536.
@@ -154,7 +153,7 @@ def scaled_matmul(
   num_sms: int | None = None,
   interpret=False,
 ) -> jax.Array:
-  """`sbjax.matmul.scaled_matmul`, bit for bit in int8; K and N must be multiples of 16.
+  """`sbjax.ops.matmul.scaled_matmul`, bit for bit in int8; K and N must be multiples of 16.
 
   The tensor core sums fp8 products with fewer bits than float32 has.
 
@@ -178,7 +177,7 @@ def accumulate(
   lhs: jax.Array, rhs: jax.Array, *, config=None, num_sms=None, interpret=False
 ) -> jax.Array:
   """`lhs @ rhs.T` [M, N] without scales, in int32 or float32: partial sums of a sharded K."""
-  out_dtype = accumulator_dtype(lhs.dtype)
+  out_dtype = format_of(lhs.dtype).accumulator
   return _matmul(lhs, rhs, [], None, out_dtype, config, num_sms, interpret)
 
 
@@ -325,7 +324,7 @@ def _kernel(lhs, rhs, *refs, config: TileConfig, has_residual: bool):
           plgpu.barrier_arrive(free_barriers.at[lax.rem(first_step + steps - 1, stages)])
           return acc[...]
 
-        acc = plgpu.ACC((tile_m, tile_n), accumulator_dtype(lhs.dtype))  # pyright: ignore
+        acc = plgpu.ACC((tile_m, tile_n), format_of(lhs.dtype).accumulator)  # pyright: ignore
         total = pl.run_scoped(multiply, acc)
         tiles.store(total, scale)
 

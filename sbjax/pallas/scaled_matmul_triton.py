@@ -7,12 +7,11 @@ import jax
 import triton
 import triton.language as tl
 
-from sbjax.device import target
-from sbjax.formats import accumulator_dtype
-from sbjax.matmul import check_operands, check_residual, nothing
+from sbjax.ops.device import target
+from sbjax.ops.matmul import check_operands, check_residual, nothing
 from sbjax.pallas import tuning
 from sbjax.pallas.triton import compute_capability, triton_call
-from sbjax.quantize import Quantized
+from sbjax.quantize import Quantized, format_of
 
 NAME = "scaled_matmul_triton"
 
@@ -100,7 +99,7 @@ def scaled_matmul(
   residual: jax.Array | None = None,
   config: TileConfig | None = None,
 ) -> jax.Array:
-  """`sbjax.matmul.scaled_matmul`, bit for bit in int8; K and N must be multiples of 16.
+  """`sbjax.ops.matmul.scaled_matmul`, bit for bit in int8; K and N must be multiples of 16.
 
   Raises:
     ValueError: as the definition.
@@ -112,7 +111,7 @@ def scaled_matmul(
 
 def accumulate(lhs: jax.Array, rhs: jax.Array, *, config: TileConfig | None = None) -> jax.Array:
   """`lhs @ rhs.T` [M, N] without scales, in int32 or float32: partial sums of a sharded K."""
-  return _matmul(lhs, rhs, None, None, None, accumulator_dtype(lhs.dtype), config)
+  return _matmul(lhs, rhs, None, None, None, format_of(lhs.dtype).accumulator, config)
 
 
 def _matmul(lhs, rhs, scales, bias, residual, out_dtype, config):

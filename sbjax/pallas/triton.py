@@ -15,7 +15,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax.interpreters import partial_eval
 
-from sbjax import device as devices
+from sbjax.ops import device as devices
 
 
 def triton_call(

@@ -1,0 +1,1 @@
+"""What devices exchange in 8 bits: gradients, and shards of weights."""

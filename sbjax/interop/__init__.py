@@ -1,0 +1,1 @@
+"""Files of open_clip, transformers, Flax and JAX: architectures, weights, containers."""

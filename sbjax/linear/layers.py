@@ -1,0 +1,271 @@
+"""Linear layers for Flax whose matmuls follow a recipe; everything else is Flax's own.
+
+The parameter tree is that of `nn.Dense` / `nnx.Linear` whatever the recipe, so a checkpoint
+trained in 16 bits loads into an int8 layer and back.
+"""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from flax.linen.dtypes import canonicalize_dtype
+
+from sbjax.linear.fused import layer_norm_dense, layer_norm_mlp
+from sbjax.linear.quantized_dot import as_multiplier, as_tokens, quantized_dot
+from sbjax.linear.weight import QuantizedWeight, master_weight, serving_weight
+from sbjax.ops.rows import LayerNormParams
+from sbjax.quantize import Quantized, dequantize, floating_dtype
+from sbjax.recipes import SWITCHBACK, Recipe, as_recipe
+
+# What nn.Dense and nnx.Linear offer to replace the product: here the recipe is the product.
+_REPLACED = (
+  "precision",
+  "dot_general",
+  "dot_general_cls",
+  "promote_dtype",
+  "preferred_element_type",
+)
+
+
+class SwitchBackDense(nn.Dense):
+  """`nn.Dense` whose matmuls follow `recipe`: x [..., K] -> [..., features].
+
+  The arguments are those of `nn.Dense`; dtype is the compute and output dtype (None: what the
+  input and the parameters promote to). The kernel is quantized in the dtype it is kept in, and
+  its gradient comes from the float32 accumulator: neither passes through the compute dtype.
+
+  multiplier: multiplies the three matmuls, as in `quantized_dot`.
+
+  Raises:
+    ValueError: an integer input, an unknown recipe or backend, or an argument that would replace
+      the product (precision, dot_general, dot_general_cls, promote_dtype, preferred_element_type).
+
+  >>> layer = SwitchBackDense(16, recipe="switchback_m")
+  >>> params = layer.init(jax.random.key(0), jnp.ones((4, 32)))["params"]
+  >>> jax.tree.map(jnp.shape, params)
+  {'bias': (16,), 'kernel': (32, 16)}
+  """
+
+  recipe: Recipe | str = SWITCHBACK
+  backend: str | None = None
+  multiplier: float = 1.0
+
+  def __call__(self, inputs: jax.Array) -> jax.Array:
+    inputs = as_tokens(inputs)
+    return _linear(self, inputs, *self.parameters(inputs.shape[-1]))
+
+  @nn.compact
+  def parameters(self, width: int) -> tuple[jax.Array | QuantizedWeight, jax.Array | None]:
+    """The kernel [width, features] and the bias [features] or None, for a function to multiply by.
+
+    The kernel is a `QuantizedWeight` where the collection "quantized" has its 8 bits, or where the
+    parameter itself is `Quantized` (see `sbjax.interop.serving`).
+    """
+    _check_not_replaced(
+      {name for name in _REPLACED if getattr(self, name, None) is not getattr(nn.Dense, name, None)}
+    )
+    _check_arguments(self.dtype, self.param_dtype, width=width, features=self.features)
+    kernel = quantized_parameter(self, "kernel", (self.features, width))
+    if kernel is not None:
+      kernel = serving_weight(kernel)
+    else:
+      kernel = self.param("kernel", self.kernel_init, (width, self.features), self.param_dtype)
+    if self.has_variable("quantized", "kernel"):
+      kernel = QuantizedWeight(kernel, *self.get_variable("quantized", "kernel"))
+    bias = None
+    if self.use_bias:
+      bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype)
+    return kernel, bias
+
+
+class SwitchBackLinear(nnx.Linear):
+  """`nnx.Linear` whose matmuls follow `recipe`: x [..., in_features] -> [..., out_features].
+
+  Further arguments are those of `nnx.Linear`. For dtypes and errors see SwitchBackDense.
+
+  >>> layer = SwitchBackLinear(32, 16, rngs=nnx.Rngs(0))
+  >>> layer(jnp.ones((4, 32))).shape
+  (4, 16)
+  """
+
+  def __init__(
+    self,
+    in_features: int,
+    out_features: int,
+    *,
+    recipe: Recipe | str = SWITCHBACK,
+    backend: str | None = None,
+    multiplier: float = 1.0,
+    rngs: nnx.Rngs,
+    **kwargs,
+  ):
+    _check_not_replaced(kwargs.keys() & set(_REPLACED))
+    dtypes = kwargs.get("dtype"), kwargs.get("param_dtype", jnp.float32)
+    _check_arguments(*dtypes, in_features=in_features, out_features=out_features)
+    super().__init__(in_features, out_features, rngs=rngs, **kwargs)
+    self.recipe = as_recipe(recipe)
+    self.backend = backend
+    self.multiplier = as_multiplier(multiplier)
+
+  def __call__(self, inputs: jax.Array, out_sharding=None) -> jax.Array:
+    inputs = as_tokens(inputs)
+    bias = None if self.bias is None else self.bias[...]
+    y = _linear(self, inputs, self.kernel[...], bias)
+    return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
+
+
+def _check_not_replaced(names) -> None:
+  if names:
+    raise ValueError(f"The recipe decides the product; leave {', '.join(sorted(names))} unset.")
+
+
+def _check_arguments(dtype, param_dtype, **sizes) -> None:
+  if dtype is not None:
+    floating_dtype("dtype", dtype)
+  floating_dtype("param_dtype", param_dtype)
+  for name, size in sizes.items():
+    if not isinstance(size, int | np.integer) or size < 1:
+      raise ValueError(f"{name}={size!r} must be a positive integer.")
+
+
+def _as_input(x, dtype) -> jax.Array:
+  """x in a layer's dtype, None for its own."""
+  x = as_tokens(x)
+  return x if dtype is None else x.astype(floating_dtype("dtype", dtype))
+
+
+def _linear(layer, x, kernel, bias):
+  like_kernel = jnp.zeros((), master_weight(kernel).dtype)
+  x = x.astype(canonicalize_dtype(x, like_kernel, bias, dtype=layer.dtype))
+  how = {"multiplier": layer.multiplier, "backend": layer.backend}
+  return quantized_dot(x, kernel, layer.recipe, bias=bias, **how)
+
+
+def quantized_parameter(module: nn.Module, name: str, shape) -> Quantized | None:
+  """The parameter of that name if it is `Quantized`, with values of that shape; else None."""
+  value = module.get_variable("params", name) if module.has_variable("params", name) else None
+  if not isinstance(value, Quantized):
+    return None
+  if value.values.shape != shape:
+    path = "/".join((*module.path, name))
+    raise ValueError(f"The 8-bit parameter {path} must be {shape}, not {value.values.shape}.")
+  return value
+
+
+class Embedding(nn.Embed):
+  """`nn.Embed` whose table [num_embeddings, features] may be `Quantized`, row by row."""
+
+  def setup(self):
+    shape = (self.num_embeddings, self.features)
+    self.table = quantized_parameter(self, "embedding", shape)
+    if self.table is None:
+      super().setup()
+
+  def __call__(self, inputs: jax.Array) -> jax.Array:
+    if self.table is None:
+      return super().__call__(inputs)
+    values, scale = (jnp.take(a, inputs, axis=0) for a in (self.table.values, self.table.scale))
+    return dequantize(Quantized(values, scale, self.table.spec), self.dtype or jnp.float32)
+
+
+def _along_last(vector, ndim):
+  return vector.reshape((1,) * (ndim - 1) + vector.shape)
+
+
+class LayerNorm(nn.Module):
+  """The parameters of a layer norm that a linear layer computes: those of `nn.LayerNorm`."""
+
+  @nn.compact
+  def __call__(self, width: int) -> LayerNormParams:
+    ones, zeros = nn.initializers.ones, nn.initializers.zeros
+    return LayerNormParams(
+      self.param("scale", ones, (width,), jnp.float32),
+      self.param("bias", zeros, (width,), jnp.float32),
+    )
+
+
+class LayerNormDense(nn.Module):
+  """`SwitchBackDense(features)(nn.LayerNorm(epsilon=1e-5)(x))` in one piece.
+
+  The parameters are {"norm": {"scale", "bias"}, "dense": {"kernel", "bias"}}. `keep` is that of
+  `layer_norm_dense`.
+
+  Returns:
+    x, for a residual connection, and the result [..., features]: both in `dtype` (None: x's own).
+
+  >>> (x, y), _ = LayerNormDense(16).init_with_output(jax.random.key(0), jnp.ones((4, 32)))
+  >>> y.shape
+  (4, 16)
+  """
+
+  features: int
+  use_bias: bool = True
+  dtype: jnp.dtype | None = None
+  recipe: Recipe | str = SWITCHBACK
+  backend: str | None = None
+  keep: str = "original"
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x = _as_input(x, self.dtype)
+    width = x.shape[-1]
+    norm = LayerNorm(name="norm")(width)
+    dense = SwitchBackDense(self.features, use_bias=self.use_bias, name="dense")
+    kernel, bias = dense.parameters(width)
+    options = {"backend": self.backend, "num_outputs": 1, "keep": self.keep}
+    x, y = layer_norm_dense(x, norm, kernel, self.recipe, bias=bias, **options)
+    return x, y[0]
+
+
+class LayerNormMLP(nn.Module):
+  """A transformer's MLP in one piece: layer norm, linear, exact GELU, linear; see `layer_norm_mlp`.
+
+  The parameters are {"norm": {"scale", "bias"}, "fc1": {"kernel", "bias"}, "fc2": {...}}. `keep`
+  is that of `layer_norm_mlp`.
+
+  Returns:
+    x, for a residual connection, and the result, both [..., K] in `dtype` (None: x's own); or with
+    `add_residual` their sum.
+
+  >>> mlp = LayerNormMLP(128, add_residual=True)
+  >>> mlp.init_with_output(jax.random.key(0), jnp.ones((4, 32)))[0].shape
+  (4, 32)
+  """
+
+  hidden: int
+  dtype: jnp.dtype | None = None
+  recipe: Recipe | str = SWITCHBACK
+  backend: str | None = None
+  add_residual: bool = False
+  keep: str = "original"
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array | tuple[jax.Array, jax.Array]:
+    x = _as_input(x, self.dtype)
+    width = x.shape[-1]
+    norm = LayerNorm(name="norm")(width)
+    fc1 = SwitchBackDense(self.hidden, name="fc1").parameters(width)
+    fc2 = SwitchBackDense(width, name="fc2").parameters(self.hidden)
+    options = {"backend": self.backend, "add_residual": self.add_residual, "keep": self.keep}
+    return layer_norm_mlp(x, norm, *fc1, *fc2, self.recipe, **options)
+
+
+class LayerScale(nn.Module):
+  """Multiplies x [..., D] by a learned vector gamma [D].
+
+  With init 0 a residual branch starts silent, which keeps features small enough for 8 bits in
+  deep models (Touvron et al. 2021, https://arxiv.org/abs/2103.17239; zero: Wortsman et al. 2023).
+
+  >>> LayerScale().init_with_output(jax.random.key(0), jnp.ones((1, 3)))[0]
+  Array([[0., 0., 0.]], dtype=float32)
+  """
+
+  initial: float = 0.0
+  dtype: jnp.dtype | None = None
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    gamma = self.param("gamma", nn.initializers.constant(self.initial), (x.shape[-1],), jnp.float32)
+    dtype = x.dtype if self.dtype is None else self.dtype
+    return x.astype(dtype) * _along_last(gamma.astype(dtype), x.ndim)

@@ -1,0 +1,119 @@
+"""A weight and its 8-bit forms: quantized once for all its uses in a step, or frozen in 8 bits."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from sbjax.ops.registry import Backend, get_backend
+from sbjax.quantize import Quantized, as_floating
+from sbjax.recipes import Recipe, as_recipe
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class NoMaster:
+  """Stands for a master that is not there: the weight is frozen in 8 bits."""
+
+  shape: tuple[int, ...]  # of w [K, N]
+  dtype = jnp.dtype(jnp.float32)
+  ndim = 2
+
+
+class QuantizedWeight(NamedTuple):
+  """A weight and its 8-bit forms for a recipe: quantized once for all its uses in a step.
+
+  Its gradient is that of `master`; the rest is a constant that follows from it.
+  """
+
+  master: Any  # jax.Array w [K, N], or NoMaster
+  fwd: Quantized | None  # w.T [N, K] as the forward pass takes it; None: not, or as dgrad.T
+  dgrad: Quantized | None  # w [K, N] as the input gradient takes it, or None
+
+
+def quantize_weight(
+  w: jax.Array, recipe: Recipe | str, *, backend: str | None = None
+) -> QuantizedWeight | jax.Array:
+  """w [K, N] as `recipe` multiplies with it, to be used wherever w is; w itself for "full".
+
+  For a kernel that is used more than once a step: rematerialised, or over several microbatches.
+
+  >>> w = quantize_weight(jnp.ones((32, 16)), "switchback")
+  >>> w.dgrad.values.dtype, quantized_dot(jnp.ones((4, 32)), w, "switchback").shape
+  (dtype('int8'), (4, 16))
+  """
+  recipe, ops, w = as_recipe(recipe), get_backend(backend), as_kernel("w", w)
+  if not recipe.rounds_w:
+    return w
+  constant = jax.lax.stop_gradient(w)
+  fwd, dgrad = (pair and pair[1] for pair in (recipe.fwd, recipe.dgrad))
+  if fwd is not None and fwd == dgrad and not fwd.is_rowwise:
+    values, transposed = ops.quantize_both(constant, fwd)
+    return QuantizedWeight(w, transposed, values)
+  transposed = None if fwd is None else ops.quantize_transposed(constant, fwd)
+  return QuantizedWeight(w, transposed, None if dgrad is None else ops.quantize(constant, dgrad))
+
+
+def serving_weight(w: Quantized) -> QuantizedWeight:
+  """A frozen kernel: only its 8 bits for the forward pass [N, K] are there.
+
+  The gradient of the input comes from the same 8 bits; the kernel itself has none.
+  """
+  return QuantizedWeight(NoMaster(w.values.shape[::-1]), w, None)
+
+
+def as_kernel(name: str, w) -> Any:
+  """w as JAX's array; a ValueError unless it is floating point [K, N]."""
+  if isinstance(w, NoMaster):
+    return w
+  w = as_floating(name, w)
+  if w.ndim != 2:
+    raise ValueError(f"{name} must be a kernel [K, N], not {w.shape}.")
+  return w
+
+
+def master_weight(w) -> Any:
+  return w.master if isinstance(w, QuantizedWeight) else w
+
+
+def is_frozen(w) -> bool:
+  return isinstance(master_weight(w), NoMaster)
+
+
+def saved_weight(w):
+  """The part of w that is saved for the backward pass; of a QuantizedWeight only the 8 bits."""
+  if not isinstance(w, QuantizedWeight) or is_frozen(w):
+    return w
+  like = w.master if w.dgrad is None else jnp.zeros((0,), w.master.dtype)
+  return QuantizedWeight(like, None, w.dgrad)
+
+
+def split_columns(ops: Backend, recipe: Recipe, w, bias, num_outputs: int) -> list[tuple]:
+  """(w, bias) of so many equal parts of the output, for `forward`; quantized as the whole is."""
+  if num_outputs == 1:
+    return [(w, bias)]
+  if recipe.fwd is not None and not isinstance(w, QuantizedWeight):
+    w = QuantizedWeight(w, ops.quantize_transposed(w, recipe.fwd[1]), None)
+  size = master_weight(w).shape[1] // num_outputs
+  cuts = [slice(i * size, (i + 1) * size) for i in range(num_outputs)]
+  if recipe.fwd is None:
+    kernels = [master_weight(w)[:, cut] for cut in cuts]
+  else:
+    kernels = [_columns_of(w, cut) for cut in cuts]
+  return [
+    (kernel, None if bias is None else bias[cut]) for kernel, cut in zip(kernels, cuts, strict=True)
+  ]
+
+
+def _columns_of(w: QuantizedWeight, columns: slice) -> QuantizedWeight:
+  """w with those columns of its 8-bit form for the forward pass."""
+  q = w.fwd
+  assert q is not None  # The forward pass is quantized.
+  scale = q.scale[columns] if q.spec.is_rowwise else q.scale
+  return w._replace(fwd=Quantized(q.values[columns], scale, q.spec))
+
+
+def cotangent(w, dw):
+  """The gradient of w in the form of w; of a QuantizedWeight's 8 bits there is none."""
+  return QuantizedWeight(dw, None, None) if isinstance(w, QuantizedWeight) else dw

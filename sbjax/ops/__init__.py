@@ -1,0 +1,1 @@
+"""Operations: each one's definition in plain jnp, and who computes it."""

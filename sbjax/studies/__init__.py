@@ -1,0 +1,1 @@
+"""Methods that papers name and the core does not need; nothing here is imported by it."""
