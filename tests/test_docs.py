@@ -103,6 +103,18 @@ def test_the_page_of_the_design_has_at_most_150_lines():
   assert len((ROOT / "docs/design.md").read_text().splitlines()) <= 150
 
 
+GUIDES = (
+  "getting_started in_your_model convert_a_model recipes training_clip data scenes spikes scaling"
+  " clusters weights evaluating embedding faults"
+)
+
+
+@pytest.mark.parametrize("name", GUIDES.split())
+def test_a_guide_opens_with_a_command_or_code(name):
+  opening = (ROOT / f"docs/{name}.md").read_text().splitlines()[:12]
+  assert any(line.startswith("```") for line in opening)
+
+
 def test_the_files_that_the_page_of_the_design_names_exist():
   files = [str(path) for folder in ("sbjax", "train") for path in (ROOT / folder).rglob("*.py")]
   named = re.findall(r"`([\w/]+\.py)`", (ROOT / "docs/design.md").read_text())
