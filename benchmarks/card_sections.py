@@ -25,7 +25,7 @@ from benchmarks.matmul import bf16_matmul
 from benchmarks.operands import Operands, shapes, tops
 from benchmarks.quantize import described
 from benchmarks.tables import CHIP, last, read
-from benchmarks.timing import Contender, contender, provenance, race
+from benchmarks.timing import Contender, contender, provenance, race, reason
 from sbjax.attention import attention, length_for
 from sbjax.models.sizes import SIZES
 from sbjax.ops.device import compute_capability
@@ -33,9 +33,9 @@ from sbjax.ops.matmul import scaled_matmul
 from sbjax.ops.registry import NAMES, Backend, get_backend
 from sbjax.quantize import INT8, Spec
 from train.config import OptimizerConfig
-from train.flops import BF16_PEAK, model_flops
 from train.optimizer import make_optimizer
 from train.step import make_init
+from train.task import BF16_PEAK, model_flops
 
 ROW, TENSOR = Spec(INT8, "rowwise"), Spec(INT8, "tensorwise")
 STEP_SIZE, SMALLEST_BATCH = "B/16", 8
@@ -128,11 +128,6 @@ def timed(
 
 def milliseconds(built: dict[str, Contender]) -> dict[str, float]:
   return {name: round(one.seconds * 1e3, 4) for name, one in built.items()}
-
-
-def reason(error: Exception) -> str:
-  first_line, *_ = str(error).strip().splitlines() or [""]
-  return f"{type(error).__name__}: {first_line}"[:300]
 
 
 def matmuls(ops: Backend, tiny: bool) -> Cases:

@@ -28,7 +28,7 @@ import tempfile
 import time
 from collections import defaultdict
 
-from train import xla_flags
+from train.parallel import xla_flags
 
 _COMPILE_SECONDS, _RUN_SECONDS = 360, 180
 # SIGABRT ends a process that hangs; faulthandler then writes where its threads were.
@@ -263,15 +263,15 @@ def measure(case: Case) -> None:
   from benchmarks.flax_block import FlaxBlock
   from benchmarks.kernels import exposed, grouped, idle, origins_of
   from benchmarks.step import draw, profile, race, write_kernels
+  from benchmarks.timing import spread_of
   from sbjax.models.clip import CLIP
   from sbjax.models.sizes import SIZES
   from sbjax.models.transformer import Block, BlockOptions
   from train.config import MeshConfig, OptimizerConfig
-  from train.flops import BF16_PEAK, model_flops
   from train.optimizer import make_optimizer
-  from train.sharding import batch_sharding, make_mesh, replicated, state_shardings
+  from train.parallel.sharding import batch_sharding, make_mesh, replicated, state_shardings
   from train.step import make_init, make_train_step
-  from train.task import CLIPTask
+  from train.task import BF16_PEAK, CLIPTask, model_flops
 
   config, batch_size = SIZES[case.size], case.batch_size * case.devices
   mesh = make_mesh(MeshConfig(data=case.data, fsdp=case.fsdp))
@@ -323,7 +323,7 @@ def measure(case: Case) -> None:
   flops = model_flops(config, case.batch_size)
   found |= {
     "milliseconds": round(seconds * 1e3, 2),
-    "spread": round((max(times) - min(times)) / seconds, 4),
+    "spread": spread_of(times),
     "images_per_second": round(batch_size / seconds, 1),
     "mfu_of_bf16_peak": round(flops / seconds / peak, 4) if peak else None,
     "peak_gigabytes": round(stats.get("peak_bytes_in_use", 0) / 1e9, 2),

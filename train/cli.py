@@ -20,10 +20,10 @@ from typing import Any, NoReturn
 
 from absl import app, flags, logging
 
-from train import agreement, peers, processes, stop, xla_flags
 from train.config import Config, all_fields
 from train.errors import RunError
 from train.fields import KINDS, about
+from train.parallel import agreement, peers, processes, stop, xla_flags
 from train.paths import local_path
 
 _CONFIG = flags.DEFINE_string("config", None, "What to run: a file of configs/.")

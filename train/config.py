@@ -327,7 +327,7 @@ class Config:
   wandb_project: str = field("", '"": no Weights & Biases', MAY_CHANGE)
   step_timeout_seconds: int = field(
     600,
-    """A run that waits longer for a step or its batch ends with a message (train/watchdog.py);
+    """A run that waits longer for a step or its batch ends with a message;
     three times that for the first step. 0: it waits forever.""",
     zero_or_more("no limit"),
     MAY_CHANGE,

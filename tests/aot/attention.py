@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import absent_gpu
-from sbjax.pallas import attention_sm90
+from sbjax.pallas.sm90.attention_backward import attention_backward
+from sbjax.pallas.sm90.attention_forward import attention_forward
 from tests.aot import operations
 
 BACKWARD = {  # Tokens, head size, packed, causal, dtype.
@@ -65,8 +66,8 @@ def _compiled(tokens, head_dim, packed, causal, dtype, is_forward):
     lse = absent_gpu.argument(mesh, (256, 16, tokens), jnp.float32, P())
     shape = (256, tokens, 3 if packed else 1, 16, head_dim)
     qkv = [absent_gpu.argument(mesh, shape, dtype, P())] * (1 if packed else 3)
-    name = f"attention_{'forward' if is_forward else 'backward'}"
-    run = functools.partial(getattr(attention_sm90, name), causal=causal, length=tokens)
+    kernel = attention_forward if is_forward else attention_backward
+    run = functools.partial(kernel, causal=causal, length=tokens)
     arguments = qkv if is_forward else [o, lse, o, *qkv]
     hlo = jax.jit(run).lower(*arguments).compile().as_text()
   return {"targets": operations._summary(hlo)["targets"], "copies": re.findall(r" copy\(.*", hlo)}

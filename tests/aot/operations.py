@@ -39,7 +39,7 @@ from sbjax.linear.weight import quantize_weight
 from sbjax.ops import partition
 from sbjax.ops.rows import LayerNormParams
 from sbjax.ops.split_k import split_k_matmul
-from sbjax.pallas import scaled_matmul_sm90 as sm90
+from sbjax.pallas.sm90 import scaled_matmul as sm90
 from sbjax.recipes import SWITCHBACK
 
 M, K, N = 8192, 256, 512  # An eighth of an activation is as large as the weight or larger.

@@ -13,7 +13,7 @@ from benchmarks.collectives import moved
 from sbjax.models import CLIP, SIZES, BlockOptions
 from train.config import OptimizerConfig
 from train.optimizer import make_optimizer
-from train.sharding import batch_sharding, replicated, state_shardings
+from train.parallel.sharding import batch_sharding, replicated, state_shardings
 from train.step import make_init, make_train_step
 from train.task import CLIPTask
 

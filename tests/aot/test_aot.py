@@ -19,7 +19,7 @@ import pytest
 from pairwise import mainly
 
 import sbjax
-from sbjax.pallas import scaled_matmul_sm90
+from sbjax.pallas.sm90 import scaled_matmul as scaled_matmul_sm90
 from tests.aot import operations, step
 
 pytestmark = pytest.mark.aot

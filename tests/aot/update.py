@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.collectives import moved
 from train.config import OptimizerConfig
 from train.optimizer import STATES, make_optimizer, matrix_dtype
-from train.sharding import state_shardings
+from train.parallel.sharding import state_shardings
 
 
 def _placed(x, sharding):

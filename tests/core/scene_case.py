@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from train.datasets.scenes_captions import draw_caption
-from train.datasets.scenes_layout import VARIANTS, Scene, draw_scene
+from train.data.scenes.captions import draw_caption
+from train.data.scenes.layout import VARIANTS, Scene, draw_scene
 
 MANY = 4096
 

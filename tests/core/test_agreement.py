@@ -10,9 +10,9 @@ import jax
 import loop_case
 import pytest
 
-from train import agreement
 from train.config import flat
 from train.errors import RunError
+from train.parallel import agreement
 
 
 class Store:

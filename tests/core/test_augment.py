@@ -8,9 +8,9 @@ import simplejpeg
 from open_clip_case import import_open_clip
 from PIL import ExifTags, Image, ImageFile
 
-from train import augment
-from train.augment import CentreCrop, RandomCrop, Squash
-from train.datasets.pictures import Limits
+from train.data import augment
+from train.data.augment import CentreCrop, RandomCrop, Squash
+from train.data.decode import Limits
 
 SIZE = 24
 

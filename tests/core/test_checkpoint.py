@@ -11,12 +11,11 @@ from clip_case import MICRO
 from pairwise import mainly
 
 from sbjax.models.clip import CLIP
-from train.checkpoint import Checkpointer
+from train.checkpoint import Checkpointer, older
 from train.config import MeshConfig, OptimizerConfig
 from train.errors import RunError
-from train.older_states import older
 from train.optimizer import make_optimizer, matrix_dtype
-from train.sharding import batch_sharding, make_mesh, replicated, state_shardings
+from train.parallel.sharding import batch_sharding, make_mesh, replicated, state_shardings
 from train.step import make_init
 from train.task import CLIPTask
 

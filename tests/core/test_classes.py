@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 from shards_case import data_config, image_bytes, write_shard
 
-from train import data
 from train.config import Config, ModelConfig
-from train.datasets.classes import read_class_names
-from train.datasets.wds_folder import open_folder
+from train.data import prepared
+from train.data.builders import prepare
+from train.data.classes import read_class_names
+from train.data.prepared import Prepared
+from train.data.wds_folder import open_folder
 from train.errors import RunError
 
 
@@ -33,10 +35,10 @@ def read(request, tmp_path):
     write_shard(tmp_path / "shards" / "a.tar", members(labels))
     config.text_key, config.label_key, config.class_names = "", "label", "names.txt"
     config = Config(model=ModelConfig(size="tiny"), data=config)
-    builder = data.prepare(config.data)
-    examples = data._Examples(config, builder, "train")
+    builder = prepare(config.data)
+    examples = prepared._Examples(Prepared(config, builder), "train")
     found = [examples[i]["label"] for i in range(len(examples))]
-    return data.class_names(config, builder), found
+    return Prepared(config, builder).class_names, found
 
   def evaluated(names: bytes, labels):
     folder = tmp_path / "wds_x"
@@ -106,12 +108,12 @@ def both(tmp_path):
 def test_a_label_is_for_evaluation_and_captions_are_for_training(both, tmp_path, capsys):
   write_shard(tmp_path / "shards" / "a.tar", members([None] * 6, captions=range(6)))
   write_shard(tmp_path / "shards" / "val.tar", members([0, 1, None, None, 1], captions=[2, 4]))
-  builder = data.prepare(both.data)
+  builder = prepare(both.data)
   said = capsys.readouterr().out
   assert "7 unlabelled samples" in said and "2 uncaptioned samples" in said
   assert "skipped 1 (1 no caption)" in said  # It has neither.
-  assert list(data.captions(both, builder)) == [f"caption {i}" for i in range(6)]
-  (batch,) = data.eval_batches(both, builder, "val", image_size=8, batch_size=8)
+  assert list(Prepared(both, builder).captions()) == [f"caption {i}" for i in range(6)]
+  (batch,) = Prepared(both, builder).eval_batches("val", image_size=8, batch_size=8)
   np.testing.assert_array_equal(batch["label"], [0, 1, -1, 1])
   assert batch["captions"] == [[], [], ["caption 2"], ["caption 4"]]
 
@@ -119,8 +121,8 @@ def test_a_label_is_for_evaluation_and_captions_are_for_training(both, tmp_path,
 def test_captions_are_needed_to_train(both, tmp_path):
   write_shard(tmp_path / "shards" / "a.tar", members([0, 1], captions=[1]))
   write_shard(tmp_path / "shards" / "val.tar", members([0, 1]))
-  builder = data.prepare(both.data)
-  assert list(data.captions(both, builder)) == ["caption 1"]
+  builder = prepare(both.data)
+  assert list(Prepared(both, builder).captions()) == ["caption 1"]
 
 
 def test_a_label_key_without_a_label_is_refused(both, tmp_path):
@@ -128,4 +130,4 @@ def test_a_label_key_without_a_label_is_refused(both, tmp_path):
     write_shard(tmp_path / "shards" / name, members([None] * 3, captions=range(3)))
   message = "No sample of 'a.tar', 'val.tar' has a label (cls): set data.label_key=\"\""
   with pytest.raises(RunError, match=re.escape(message)):
-    data.prepare(both.data)
+    prepare(both.data)

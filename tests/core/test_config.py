@@ -6,9 +6,11 @@ import re
 import loop_case
 import pytest
 
-from train import data, run
+from train import memory, run, task
 from train.config import Config, DataConfig
-from train.tokenizer import make_tokenizer
+from train.data import prepared
+from train.data.builders import prepare
+from train.data.tokenizer import make_tokenizer
 
 REFUSED = [
   ("model.size", "Q/9", "model.size='Q/9': 'Q/9' is no model: known are tiny"),
@@ -81,7 +83,7 @@ REFUSED = [
 def test_a_value_that_cannot_be_meant_is_refused_before_data_are_touched(
   tmp_path, monkeypatch, field, value, message
 ):
-  monkeypatch.setattr(data, "prepare", lambda config: pytest.fail("The data were touched."))
+  monkeypatch.setattr(run, "open_source", lambda config: pytest.fail("The data were touched."))
   config = loop_case.config(tmp_path, **{field: value})
   with pytest.raises(ValueError, match=re.escape(message)) as raised:
     run.make_run(config, tmp_path)
@@ -112,11 +114,20 @@ def test_a_tilde_in_a_data_path_is_the_home_folder(tmp_path, monkeypatch):
   (tmp_path / "tars").mkdir()
   data_config = DataConfig(name="mine", data_dir="~/data", root="~/tars", train_shards="a.tar")
   with pytest.raises(ValueError, match=f"{tmp_path}/tars/a.tar"):
-    data.prepare(data_config)
-  builder = data.prepare(DataConfig(name="shapes/tiny", data_dir="~/data"))
+    prepare(data_config)
+  builder = prepare(DataConfig(name="shapes/tiny", data_dir="~/data"))
   assert str(builder.data_dir).startswith(str(tmp_path / "data"))
 
 
 def test_other_braces_in_a_template_stay_as_they_are(tmp_path):
   config = loop_case.config(tmp_path, **{"data.templates": ("a {} {x}",)})
-  assert data._prompts(config, "dog") == ["a dog {x}"]
+  assert prepared._prompts(config, "dog") == ["a dog {x}"]
+
+
+def test_a_run_reads_its_size_once(tmp_path, monkeypatch):
+  names = []
+  read = task.read_config
+  monkeypatch.setattr(task, "read_config", lambda name: names.append(name) or read(name))
+  made = run.make_run(loop_case.config(tmp_path, watch=(".*/kernel",)), tmp_path)
+  memory._with_remat(made, "block")
+  assert names == [made.config.model.size]

@@ -16,9 +16,13 @@ import pytest
 import tensorflow_datasets as tfds
 from PIL import Image
 
-from train import data
-from train.config import Config, DataConfig, ModelConfig
-from train.tokenizer import make_tokenizer
+from train.config import Config, DataConfig, MeshConfig, ModelConfig
+from train.data import prepared
+from train.data.prefetch import prefetch_to_device
+from train.data.prepared import Prepared
+from train.data.source import open_source
+from train.data.tokenizer import make_tokenizer
+from train.parallel.sharding import batch_sharding, make_mesh
 
 SIZE, LENGTH = 24, 16
 
@@ -36,8 +40,8 @@ def config(data_dir):
 
 
 @pytest.fixture
-def builder(config):
-  return data.prepare(config.data)
+def source(config):
+  return open_source(config)
 
 
 @pytest.fixture(scope="module")
@@ -46,16 +50,12 @@ def tokenizer():
 
 
 @pytest.fixture
-def stream(config, builder, tokenizer):
+def stream(config, source, tokenizer):
   """stream(**kwargs) makes a train iterator, closed at the end of the test."""
   made = []
 
   def make(**kwargs):
-    made.append(
-      data.train_iterator(
-        config, builder, tokenizer, image_size=SIZE, context_length=LENGTH, **kwargs
-      )
-    )
+    made.append(source.train_iterator(tokenizer, image_size=SIZE, context_length=LENGTH, **kwargs))
     return made[-1]
 
   yield make
@@ -108,12 +108,12 @@ def _png(array):
 
 @pytest.fixture(autouse=True)
 def records_of_keys(monkeypatch):
-  read = data.Records
+  read = prepared.Records
 
   def records(builder, split):
     return builder.records() if isinstance(builder, Keys) else read(builder, split)
 
-  monkeypatch.setattr(data, "Records", records)
+  monkeypatch.setattr(prepared, "Records", records)
 
 
 @pytest.fixture
@@ -122,8 +122,8 @@ def keys(config, tokenizer):
   config.data.label_key = ""
 
   def make(steps, builder=None, **kwargs):
-    iterator = data.train_iterator(
-      config, builder or Keys(48), tokenizer, image_size=4, context_length=LENGTH, **kwargs
+    iterator = Prepared(config, builder or Keys(48)).train_iterator(
+      tokenizer, image_size=4, context_length=LENGTH, **kwargs
     )
     batches = [batch["image"][:, 0, 0, 0].tolist() for batch in take(iterator, steps)]
     iterator.close()
@@ -187,7 +187,9 @@ def test_captions_and_crops_vary_between_epochs(stream, config):
 
 def test_each_caption_of_an_image_is_drawn(config, tokenizer):
   config.data.label_key, config.batch_size = "", 8
-  iterator = data.train_iterator(config, Keys(8), tokenizer, image_size=4, context_length=LENGTH)
+  iterator = Prepared(config, Keys(8)).train_iterator(
+    tokenizer, image_size=4, context_length=LENGTH
+  )
   rows = [batch["text"] for batch in take(iterator, 20)]
   iterator.close()
   assert len(np.unique(np.concatenate(rows), axis=0)) == 16  # two captions of eight images
@@ -237,7 +239,9 @@ def test_crops_of_photos_depend_only_on_seed_and_step(config, tokenizer):
   def batches(steps, workers=0, prefetch=2, **kwargs):
     config.data.workers, config.data.prefetch = workers, prefetch
     with contextlib.closing(
-      data.train_iterator(config, Photos(48), tokenizer, image_size=10, context_length=8, **kwargs)
+      Prepared(config, Photos(48)).train_iterator(
+        tokenizer, image_size=10, context_length=8, **kwargs
+      )
     ) as iterator:
       return take(iterator, steps)
 
@@ -253,7 +257,9 @@ def test_crops_of_photos_depend_only_on_seed_and_step(config, tokenizer):
 
 def test_an_error_in_a_worker_says_which_example(config, tokenizer):
   config.data.label_key, config.data.workers = "", 1
-  iterator = data.train_iterator(config, Broken(24), tokenizer, image_size=4, context_length=LENGTH)
+  iterator = Prepared(config, Broken(24)).train_iterator(
+    tokenizer, image_size=4, context_length=LENGTH
+  )
   with pytest.raises(ValueError, match=r"image of shapes/tiny train\[7\] cannot be decoded"):
     next(iterator)
   iterator.close()
@@ -278,7 +284,7 @@ def test_the_position_is_saved_with_grains_orbax_handler(stream, tmp_path):
 @pytest.mark.parametrize("size", [0, 1, 4])
 def test_prefetching_returns_the_state_after_each_batch(stream, size):
   whole = take(stream(), 6)
-  ahead = data.prefetch_to_device(stream(), jax.device_put, size)
+  ahead = prefetch_to_device(stream(), jax.device_put, size)
   given = take(ahead, 4)
   ahead.close()
   assert_equal([batch for batch, _ in given], whole[:4])
@@ -288,10 +294,10 @@ def test_prefetching_returns_the_state_after_each_batch(stream, size):
     assert_equal([next(resumed)], [whole[i + 1]])
 
 
-def test_prefetching_splits_the_batch_over_the_devices(stream):
-  mesh = jax.make_mesh((8,), ("data",))
-  sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-  ahead = data.prefetch_to_device(stream(), sharding, 2)
+def test_prefetching_splits_the_batch_over_the_devices(stream, source):
+  mesh = make_mesh(MeshConfig())
+  sharding = batch_sharding(mesh)
+  ahead = prefetch_to_device(stream(), source.to_devices(mesh), 2)
   batch, _ = next(ahead)
   ahead.close()
   assert batch["image"].sharding == sharding
@@ -304,54 +310,53 @@ def test_prefetching_passes_errors_on_and_ends_its_thread(stream):
     raise RuntimeError("no room on the device")
 
   with pytest.raises(RuntimeError, match="no room on the device"):
-    next(data.prefetch_to_device(stream(), fail, 2))
-  ahead = data.prefetch_to_device(stream(), lambda batch: batch, 2)
+    next(prefetch_to_device(stream(), fail, 2))
+  ahead = prefetch_to_device(stream(), lambda batch: batch, 2)
   next(ahead)
   ahead.close()
   assert not [t for t in threading.enumerate() if t.name.startswith("grain-thread-prefetch")]
 
 
-def test_evaluation_reads_the_split_once_in_order(config, builder):
-  batches = list(data.eval_batches(config, builder, "test", image_size=SIZE, batch_size=40))
+def test_evaluation_reads_the_split_once_in_order(config, source):
+  batches = list(source.eval_batches("test", image_size=SIZE, batch_size=40))
   assert [len(batch["image"]) for batch in batches] == [40, 40, 16]
-  source = builder.as_data_source("test", decoders={"image": tfds.decode.SkipDecoding()})
+  skip = {"image": tfds.decode.SkipDecoding()}
+  records = source.builder.as_data_source("test", decoders=skip)
   labels = np.concatenate([batch["label"] for batch in batches])
   assert labels.dtype == np.int32
-  np.testing.assert_array_equal(labels, [record["label"] for record in source])
+  np.testing.assert_array_equal(labels, [record["label"] for record in records])
   captions = [texts for batch in batches for texts in batch["captions"]]
-  assert captions == [[text.decode() for text in record["captions"]] for record in source]
+  assert captions == [[text.decode() for text in record["captions"]] for record in records]
   assert batches[0]["image"].shape == (40, SIZE, SIZE, 3)
-  image = Image.open(io.BytesIO(source[41]["image"])).resize((SIZE, SIZE), Image.BICUBIC)
+  image = Image.open(io.BytesIO(records[41]["image"])).resize((SIZE, SIZE), Image.BICUBIC)
   np.testing.assert_array_equal(batches[1]["image"][1], np.asarray(image))
 
 
-def test_a_slice_of_a_split_can_be_named(config, builder):
-  batches = data.eval_batches(config, builder, "test[:10%]", image_size=SIZE, batch_size=40)
+def test_a_slice_of_a_split_can_be_named(config, source):
+  batches = source.eval_batches("test[:10%]", image_size=SIZE, batch_size=40)
   assert sum(len(batch["label"]) for batch in batches) == 10
 
 
-def test_without_a_label_key_labels_are_unknown(config, builder):
+def test_without_a_label_key_labels_are_unknown(config, source):
   config.data.label_key = ""
-  assert data.class_names(config, builder) is None
-  batch = next(data.eval_batches(config, builder, "test", image_size=SIZE, batch_size=4))
+  assert source.class_names is None
+  batch = next(source.eval_batches("test", image_size=SIZE, batch_size=4))
   assert (batch["label"] == -1).all()
 
 
-def test_captions_are_made_from_labels_without_a_text_key(config, builder, tokenizer):
+def test_captions_are_made_from_labels_without_a_text_key(config, source, tokenizer):
   config.data.text_key, config.data.templates = "", ("a {}.", "one {}")
-  assert data.class_names(config, builder)[0] == "red circle"
-  assert list(data.captions(config, builder))[:3] == [
+  assert source.class_names[0] == "red circle"
+  assert list(source.captions())[:3] == [
     "a red circle.",
     "one red circle",
     "a red square.",
   ]
   config.data.train_split = "test"
-  batch = next(data.eval_batches(config, builder, "test", image_size=SIZE, batch_size=4))
-  names = data.class_names(config, builder)
+  batch = next(source.eval_batches("test", image_size=SIZE, batch_size=4))
+  names = source.class_names
   assert batch["captions"] == [[f"a {names[i]}.", f"one {names[i]}"] for i in batch["label"]]
-  row = next(
-    data.train_iterator(config, builder, tokenizer, image_size=SIZE, context_length=LENGTH)
-  )["text"][0]
+  row = next(source.train_iterator(tokenizer, image_size=SIZE, context_length=LENGTH))["text"][0]
   assert tokenizer.decode(row).split()[0] in ("a", "one")
 
 
@@ -366,11 +371,11 @@ def test_captions_may_be_a_nested_feature(config, tokenizer):
       return [stored.serialize_example({"image": self.image(0), "captions": texts})]
 
   config.data.label_key, config.data.text_key = "", "captions/text"
-  assert list(data.captions(config, Nested(1))) == ["first", "second"]
+  assert list(Prepared(config, Nested(1)).captions()) == ["first", "second"]
 
 
-def test_captions_are_all_captions_of_the_train_split(config, builder):
-  assert len(list(data.captions(config, builder))) == 240 * 5
+def test_captions_are_all_captions_of_the_train_split(config, source):
+  assert len(list(source.captions())) == 240 * 5
 
 
 def test_a_batch_larger_than_the_data_is_an_error(stream, config):
@@ -384,9 +389,9 @@ def test_a_batch_that_process_count_does_not_divide_is_an_error(stream):
     stream(process_count=5)
 
 
-def test_a_missing_split_is_named(config, builder, stream):
+def test_a_missing_split_is_named(config, source, stream):
   config.data.train_split = "training"
   with pytest.raises(ValueError, match=r"no split 'training': it has .*train"):
     stream()
   with pytest.raises(ValueError, match="no split 'dev': it has"):
-    next(data.eval_batches(config, builder, "dev", image_size=SIZE, batch_size=4))
+    next(source.eval_batches("dev", image_size=SIZE, batch_size=4))

@@ -16,11 +16,12 @@ import tracemalloc
 import pytest
 from shards_case import captions, data_config, image_bytes, pairs, write_shard
 
-from train import data
 from train.config import Config, ModelConfig
-from train.datasets import sample, tar_shards
+from train.data import sample, tar_shards
+from train.data.builders import prepare
+from train.data.prepared import Prepared
+from train.data.tokenizer import make_tokenizer
 from train.errors import RunError
-from train.tokenizer import make_tokenizer
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -57,7 +58,7 @@ def test_a_sample_with_hostile_text_is_listed_and_skipped(config, folder):
   for name, text in HOSTILE_TEXTS.items():
     members += [(f"{name}.jpg", image_bytes()), (f"{name}.json", text)]
   write_shard(folder / "a.tar", [*members, *pairs(1, first=9)])
-  builder = data.prepare(config)
+  builder = prepare(config)
   assert captions(builder) == [["caption 0"], ["caption 1"], ["caption 9"]]
   assert skipped(builder) == dict.fromkeys(HOSTILE_TEXTS, "unreadable text")
 
@@ -74,7 +75,7 @@ def test_a_huge_label_is_listed_and_skipped(config, folder, cls):
       for member in ((f"{name}.jpg", image_bytes()), (f"{name}.cls", text.encode()))
     ],
   )
-  builder = data.prepare(config)
+  builder = prepare(config)
   assert builder.info.features["label"].names == ["0", "1"]
   assert set(skipped(builder)) == {"bad"}
 
@@ -89,7 +90,7 @@ def test_an_error_nobody_foresaw_skips_its_sample(config, folder, monkeypatch):
     return captions_of(files, key)
 
   monkeypatch.setattr(sample, "captions", odd)
-  builder = data.prepare(config)
+  builder = prepare(config)
   assert captions(builder) == [["caption 0"], ["caption 2"]]
   assert skipped(builder) == {"000001": "unusable (ZeroDivisionError)"}
 
@@ -105,7 +106,7 @@ def test_an_error_nobody_foresaw_skips_its_sample(config, folder, monkeypatch):
 def test_samples_beyond_a_limit_are_listed_and_skipped(config, folder, limit, reason):
   large = image_bytes("bmp", size=(64, 16))
   write_shard(folder / "a.tar", [*pairs(1), ("large.jpg", large), ("large.txt", b"x")])
-  builder = data.prepare(dataclasses.replace(config, **limit))
+  builder = prepare(dataclasses.replace(config, **limit))
   assert captions(builder) == [["caption 0"]]
   assert skipped(builder) == {"large": reason}
 
@@ -196,7 +197,7 @@ def test_a_wrong_checksum_is_listed(config, folder):
   packed = bytearray((folder / "a.tar.gz").read_bytes())
   packed[-8] ^= 1
   (folder / "a.tar.gz").write_bytes(packed)
-  builder = data.prepare(config)
+  builder = prepare(config)
   assert builder.info.metadata["damaged"] == ["a.tar.gz"]
   assert "CRC check failed" in skipped(builder)[None]
 
@@ -207,21 +208,21 @@ def test_prepared_data_need_no_shards(config, folder, gone):
   write_shard(folder / "b.tar", pairs(2))
   (folder / "names").write_text("cat\ndog\n")
   config.train_shards, config.eval_shards, config.class_names = "a*.tar", "b.tar", "names"
-  data.prepare(config)
+  prepare(config)
   for path in {"train": ["a.tar"], "val": ["b.tar"], "all": ["a.tar", "b.tar", "names"]}[gone]:
     (folder / path).unlink()
-  assert len(captions(data.prepare(config), "val")) == 2
+  assert len(captions(prepare(config), "val")) == 2
   if gone != "val":
     write_shard(folder / "a2.tar", pairs(1))  # Another shard under the same pattern.
     with pytest.raises(ValueError, match="mine was imported before with other shards"):
-      data.prepare(config)
+      prepare(config)
 
 
 def test_missing_class_names_are_named_before_an_import(config, folder):
   write_shard(folder / "a.tar", pairs(1))
   config.class_names = "names"
   with pytest.raises(ValueError, match=r"No file data.class_names='names' in data.root=.*shards"):
-    data.prepare(config)
+    prepare(config)
 
 
 DAMAGES = {
@@ -235,7 +236,7 @@ DAMAGES = {
 @pytest.mark.parametrize("shards", ["*.tar", ""])
 def test_damaged_prepared_data_are_named_with_the_cure(config, folder, shards):
   write_shard(folder / "a.tar", pairs(8))
-  builder = data.prepare(config)
+  builder = prepare(config)
   config.train_shards = shards
   files = {path: path.read_bytes() for path in builder.data_path.iterdir()}
   run = whole_run(config)
@@ -245,16 +246,16 @@ def test_damaged_prepared_data_are_named_with_the_cure(config, folder, shards):
     for name, damage in DAMAGES.items():
       damage(path)
       with pytest.raises(ValueError, match=r"mine .*damaged: .*data/mine.*, or delete it") as error:
-        list(data.eval_batches(run, data.prepare(config), "train", image_size=4, batch_size=4))
+        list(Prepared(run, prepare(config)).eval_batches("train", image_size=4, batch_size=4))
       assert "\n" not in str(error.value), (path.name, name)
       path.write_bytes(content)
-  assert len(captions(data.prepare(config))) == 8
+  assert len(captions(prepare(config))) == 8
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_flipped_bit_of_a_record_is_named_with_the_cure(config, folder, workers):
   write_shard(folder / "a.tar", pairs(8))
-  builder = data.prepare(config)
+  builder = prepare(config)
   (path,) = builder.data_path.glob("*array_record*")
   content = bytearray(path.read_bytes())
   content[1000] ^= 4
@@ -269,7 +270,7 @@ def test_a_flipped_bit_of_a_record_is_named_with_the_cure(config, folder, worker
 def train_iterator(config, workers):
   run = whole_run(dataclasses.replace(config, workers=workers))
   tokenizer = make_tokenizer("bpe", ["a caption"], 300)
-  return data.train_iterator(run, data.prepare(config), tokenizer, image_size=4, context_length=8)
+  return Prepared(run, prepare(config)).train_iterator(tokenizer, image_size=4, context_length=8)
 
 
 @pytest.mark.parametrize(
@@ -294,9 +295,9 @@ def test_a_worker_s_end_is_explained_by_its_signal(config, folder, signum, messa
 IMPORT = """
 import os, sys
 from train.config import DataConfig
-from train.data import prepare
-from train.datasets import prepared, webdataset
-prepared._check_shard = lambda *_: None  # It would refuse a pipe.
+from train.data.source import prepare
+from train.data import builders, webdataset
+builders._check_shard = lambda *_: None  # It would refuse a pipe.
 webdataset.cores, webdataset._BYTES_PER_PROCESS = lambda: 2, 1
 prepare(DataConfig(name="mine", data_dir=sys.argv[1], root=sys.argv[2], train_shards="*.tar*"))
 """
@@ -318,7 +319,7 @@ def test_a_killed_import_leaves_no_process_and_the_next_one_succeeds(config, fol
   wait_until(lambda: not any(is_running(child) for child in children))
   (folder / "b.tar").unlink()
   write_shard(folder / "b.tar", pairs(1, first=7))
-  assert captions(data.prepare(config)) == [["caption 0"], ["caption 1"], ["caption 7"]]
+  assert captions(prepare(config)) == [["caption 0"], ["caption 1"], ["caption 7"]]
   assert set(os.listdir(f"{config.data_dir}/mine")) == {".lock", "1.0.0"}
 
 

@@ -12,7 +12,7 @@ from PIL import Image
 from shards_case import image_bytes, write_shard
 
 from train import embed, inference
-from train.augment import CentreCrop
+from train.data.augment import CentreCrop
 from train.errors import RunError
 
 COLOURS = [(40 * i, 200 - 30 * i, 90) for i in range(6)]

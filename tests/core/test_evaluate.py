@@ -12,8 +12,8 @@ from PIL import Image
 from shards_case import image_bytes, write_shard
 
 from train import evaluate, inference
-from train.augment import CentreCrop
-from train.datasets.wds_folder import CLASSIFICATION, RETRIEVAL, open_folder
+from train.data.augment import CentreCrop
+from train.data.wds_folder import CLASSIFICATION, RETRIEVAL, open_folder
 from train.errors import RunError
 from train.evaluate import classification_scores, evaluate_folder, probe_folder
 from train.zero_shot import check_finite

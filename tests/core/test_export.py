@@ -112,7 +112,7 @@ def test_transformers_loads_an_export(workdir, tmp_path):
 def test_open_clip_s_config_has_the_parts_of_the_state_dict(workdir, layer_scale, loss, scan):
   run = load(workdir)
   options = {"model.zero_init_layer_scale": layer_scale, "model.scan": scan, "loss": loss}
-  task = make_task(loop_case.config(workdir / "data", **options), run.tokenizer)
+  task = make_task(loop_case.config(workdir / "data", **options)).with_tokenizer(run.tokenizer)
   params = jax.jit(task.init)(jax.random.key(0, impl="unsafe_rbg"))
   files = export._open_clip(run._replace(task=task, params=params))
   model, state = files["open_clip_config.json"]["model_cfg"], files["open_clip_model.safetensors"]

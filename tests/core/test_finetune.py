@@ -17,6 +17,7 @@ from sbjax.interop.config_files import to_open_clip
 from sbjax.interop.weights import state_dict
 from train import loop
 from train.config import Config, ModelConfig, OptimizerConfig
+from train.data.tokenizer import make_tokenizer
 from train.finetune import (
   check_init,
   check_patterns,
@@ -30,7 +31,6 @@ from train.inference import load
 from train.loop import jit_train_step
 from train.optimizer import cast_matrices, make_optimizer, matrix_dtype
 from train.run import Run, make_run
-from train.tokenizer import make_tokenizer
 
 pytestmark = pytest.mark.standard_promotion  # As optax needs.
 

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from shards_case import captions, data_config, image_bytes, pairs, write_shard
 
-from train import data
 from train.config import Config, ModelConfig
-from train.datasets import parts, pictures, pool, prepared, webdataset
-from train.datasets.prepared import prepare
+from train.data import builders, decode, parts, pool, webdataset
+from train.data.builders import prepare
+from train.data.prepared import Prepared
+from train.data.tokenizer import make_tokenizer
 from train.errors import RunError
-from train.tokenizer import make_tokenizer
 from train.workdir import lock
 
 
@@ -246,7 +246,7 @@ def test_a_further_shard_without_an_end_is_left_out_until_it_has_one(config, fol
 def train_iterator(config, builder, **more):
   run = Config(model=ModelConfig(size="test"), data=config, batch_size=4, **more)
   tokenizer = make_tokenizer("bpe", ["a caption"], 300)
-  return data.train_iterator(run, builder, tokenizer, image_size=4, context_length=16)
+  return Prepared(run, builder).train_iterator(tokenizer, image_size=4, context_length=16)
 
 
 @pytest.mark.parametrize("split", ["train", "train[:50%]", "train[25%:]"])
@@ -350,7 +350,7 @@ def test_a_lack_of_memory_is_no_property_of_a_sample(config, folder, monkeypatch
   def fail(content, limits):
     raise MemoryError
 
-  monkeypatch.setattr(pictures, "decode", fail)
+  monkeypatch.setattr(decode, "upright", fail)
   with pytest.raises(RunError, match=r"Could not prepare .*mine/1\.0\.0: there is no memory left"):
     prepare(config)
 
@@ -422,7 +422,7 @@ def test_an_import_waits_for_another_one(config, folder, monkeypatch):
   write_shard(folder / "a.tar", pairs(2))
   asked = []
   monkeypatch.setattr(
-    prepared, "lock", lambda folder, wait: asked.append(wait) or lock(folder, wait)
+    builders, "lock", lambda folder, wait: asked.append(wait) or lock(folder, wait)
   )
   prepare(config)
   assert asked == [True]

@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec
 
 from train.config import Config, MeshConfig, ModelConfig
 from train.errors import RunError
-from train.memory import asked_bytes, explain, explained, is_out_of_memory
-from train.sharding import make_mesh
+from train.memory import asked_bytes, explain, explain_out_of_memory, is_out_of_memory
+from train.parallel.sharding import make_mesh
 
 GPU = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 68719476736 bytes."
 TEXTS = {
@@ -54,14 +54,17 @@ def test_out_of_memory_errors_are_recognized_and_their_bytes_parsed(text):
 @pytest.mark.parametrize("text", OTHERS)
 def test_other_errors_are_raised_unchanged(text):
   error = jax.errors.JaxRuntimeError(text)
-  with pytest.raises(jax.errors.JaxRuntimeError) as raised, explained(run(), lambda: "step 1"):
+  with (
+    pytest.raises(jax.errors.JaxRuntimeError) as raised,
+    explain_out_of_memory(run(), lambda: "step 1"),
+  ):
     raise error
   assert raised.value is error
   assert not is_out_of_memory(RuntimeError(GPU))
 
 
 def test_an_allocator_error_becomes_one_message():
-  with pytest.raises(RunError) as raised, explained(run(), lambda: "step 1"):
+  with pytest.raises(RunError) as raised, explain_out_of_memory(run(), lambda: "step 1"):
     jnp.zeros(1 << 45).block_until_ready()
   assert str(raised.value).startswith("Out of memory on a device (cpu), at step 1: 140,737.5 GB")
   assert is_out_of_memory(raised.value.__cause__)

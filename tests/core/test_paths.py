@@ -10,9 +10,9 @@ from cli_case import started
 from configs import quickstart
 from train import embed, evaluate, export, inference, spikes
 from train.config import PATHS
+from train.data.tokenizer import make_tokenizer
 from train.errors import RunError
 from train.paths import check_local, local_path
-from train.tokenizer import make_tokenizer
 
 REMOTE = ("gs://bucket/a", "s3://b/c.tar", "https://x.org/a", "hf://d", "S3://b", "hf-hub:laion/m",
           "pipe:curl x", "file:///a", pathlib.Path("gs://bucket/a"))  # fmt: skip

@@ -11,8 +11,7 @@ import types
 
 import pytest
 
-from train import machine
-from train.datasets import pool
+from train.data import machine, pool
 from train.errors import RunError
 
 JOBS = list(range(6))

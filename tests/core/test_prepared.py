@@ -11,9 +11,9 @@ import pytest
 import tensorflow_datasets as tfds
 from PIL import Image
 
-from train import data
 from train.config import Config, DataConfig, ModelConfig
-from train.datasets.prepared import prepare
+from train.data.builders import prepare
+from train.data.source import open_source
 
 
 def _png(value):
@@ -82,17 +82,18 @@ def test_any_prepared_data_set_is_found_by_name(tmp_path, text_key, expected):
     data=DataConfig(name="labelled", data_dir=str(tmp_path), text_key=text_key, label_key="label"),
   )
   Labelled(data_dir=tmp_path).download_and_prepare(file_format="array_record")
-  builder = prepare(config.data)
-  assert data.class_names(config, builder) == ["cat", "dog"]
-  assert sorted({caption.split()[0] for caption in data.captions(config, builder)}) == expected
-  (batch,) = data.eval_batches(config, builder, "test", image_size=4, batch_size=8)
+  source = open_source(config)
+  assert source.class_names == ["cat", "dog"]
+  assert sorted({caption.split()[0] for caption in source.captions()}) == expected
+  (batch,) = source.eval_batches("test", image_size=4, batch_size=8)
   assert sorted({text.split()[0] for texts in batch["captions"] for text in texts}) == expected
 
 
 def test_the_identity_of_a_data_set_tells_other_records_apart(tmp_path):
   def identity():
-    builder = prepare(DataConfig(name="shapes/tiny", data_dir=str(tmp_path)))
-    return builder.info.splits["train"].filepaths[0], data.identity(builder)
+    data = DataConfig(name="shapes/tiny", data_dir=str(tmp_path))
+    source = open_source(Config(model=ModelConfig(size=""), data=data))
+    return source.builder.info.splits["train"].filepaths[0], source.identity()
 
   path, before = identity()
   assert identity()[1] == before
@@ -116,12 +117,11 @@ def test_a_data_set_in_another_format_is_refused(tmp_path):
 def test_reading_needs_no_tensorflow(tmp_path):
   code = """
 import sys
-from train import data
 from train.config import Config, DataConfig, ModelConfig
+from train.data.source import open_source
 data_config = DataConfig(name="shapes/tiny", data_dir=sys.argv[1])
 config = Config(model=ModelConfig(size=""), data=data_config)
-builder = data.prepare(config.data)
-next(data.eval_batches(config, builder, "test", image_size=8, batch_size=4))
+next(open_source(config).eval_batches("test", image_size=8, batch_size=4))
 assert "tensorflow" not in sys.modules
 """
   root = pathlib.Path(__file__).parents[2]

@@ -8,9 +8,8 @@ import pytest
 from open_clip_case import import_open_clip
 from PIL import Image
 
-from train.augment import CentreCrop, Squash
-from train.images import MEAN, STD, normalize
-from train.preprocessing import is_squashed
+from train.data.augment import CentreCrop, Squash
+from train.data.preprocessing import MEAN, STD, is_squashed, normalize
 
 OPEN_CLIP, HF, HF5 = "open_clip_config.json", "preprocessor_config.json", "processor_config.json"
 SQUARE, SHORTEST = {"height": 224, "width": 224}, {"shortest_edge": 224}

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from train import processes
 from train.errors import RunError
-from train.processes import Process, assign_gpus, listen, meet, slurm_gpus
+from train.parallel import processes
+from train.parallel.processes import Process, assign_gpus, listen, meet, slurm_gpus
 
 
 def process(index, count=2, host="a", visible=(), chosen=None, **described):

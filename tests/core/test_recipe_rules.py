@@ -20,8 +20,8 @@ from sbjax.models.transformer import Block, BlockOptions, quantize_weights
 from sbjax.ops.rows import LayerNormParams
 from sbjax.recipes import parse_recipe
 from train.config import MeshConfig
-from train.gather import gather_parameters
-from train.sharding import make_mesh, parameter_specs
+from train.parallel.gather import gather_parameters
+from train.parallel.sharding import make_mesh, parameter_specs
 from train.step import make_init
 from train.task import CLIPTask
 

@@ -8,11 +8,11 @@ import random
 import pytest
 from shards_case import data_config, pairs, write_shard
 
-from train import data
 from train.config import Config, ModelConfig
-from train.datasets import records
-from train.datasets.prepared import prepare, unreadable
-from train.datasets.records import Records
+from train.data import records
+from train.data.builders import prepare, unreadable
+from train.data.prepared import Prepared
+from train.data.records import Records
 from train.errors import RunError
 
 
@@ -62,7 +62,7 @@ def test_an_error_of_the_system_is_never_called_damage(builder, monkeypatch, cod
   with pytest.raises(
     RunError, match=rf"Record mine train\[0\] cannot be read: {os.strerror(code)}"
   ):
-    list(data.eval_batches(config, builder, "train", image_size=4, batch_size=4))
+    list(Prepared(config, builder).eval_batches("train", image_size=4, batch_size=4))
 
 
 def data_config_of(builder):

@@ -11,11 +11,11 @@ import pytest
 from flax_case import bitwise
 from scene_case import MANY, drawn, rows_of
 
-from train import data
 from train.config import Config, DataConfig, ModelConfig
-from train.datasets import scenes
-from train.datasets import scenes_words as words
-from train.datasets.scenes_layout import (
+from train.data.prefetch import prefetch_to_device
+from train.data.preprocessing import MEAN
+from train.data.scenes import scenes, words
+from train.data.scenes.layout import (
   SIDE,
   VARIANTS,
   Dice,
@@ -23,12 +23,12 @@ from train.datasets.scenes_layout import (
   allowed,
   is_held_out,
 )
-from train.datasets.scenes_pixels import _grains, draw_pixels
-from train.datasets.scenes_shapes import GRID, REACH, signed_distances
-from train.datasets.scenes_words import COLOURS, SHAPES, TEXTURES, WORDS
-from train.images import MEAN
-from train.sharding import make_mesh
-from train.tokenizer import make_tokenizer
+from train.data.scenes.pixels import _grains, draw_pixels
+from train.data.scenes.shapes import GRID, REACH, signed_distances
+from train.data.scenes.words import COLOURS, SHAPES, TEXTURES, WORDS
+from train.data.source import check_eval_splits, check_split, open_source
+from train.data.tokenizer import make_tokenizer
+from train.parallel.sharding import make_mesh
 
 FULL, SMALL_VARIANT = VARIANTS["full"], VARIANTS["small"]
 
@@ -176,16 +176,14 @@ def config_of(**values) -> Config:
 
 
 def batches(config, mesh, count=2, start=0):
-  source = data.prepare(config.data)
-  iterator = data.train_iterator(config, source, make_tokenizer("words", WORDS, 1024), **ON)
+  source = open_source(config)
+  iterator = source.train_iterator(make_tokenizer("words", WORDS, 1024), **ON)
   iterator.set_state({"batches": start})
   with mock.patch.object(jax, "jit", bitwise):  # Meshes are to draw the same bits.
-    put = data.to_devices(config, source, mesh, **ON)
+    put = source.to_devices(mesh, **ON)
   return [
     (jax.tree.map(np.asarray, batch), state["batches"])
-    for _, (batch, state) in zip(
-      range(count), data.prefetch_to_device(iterator, put, 0), strict=False
-    )
+    for _, (batch, state) in zip(range(count), prefetch_to_device(iterator, put, 0), strict=False)
   ]
 
 
@@ -274,12 +272,12 @@ def test_many_rows_are_drawn_in_pieces_with_the_same_numbers(monkeypatch):
 @pytest.mark.slow
 def test_evaluation_batches_have_captions_or_labels_and_no_change():
   config = config_of()
-  source = data.prepare(config.data)
-  assert data.class_names(config, source) == source.class_names
+  source = open_source(config)
   seen = {}
   for split, size in (("scenes[:40]", 40), ("classes[:24]", 24), ("heldout[:40]", 40)):
-    data.check_split(source, split)
-    found = list(data.eval_batches(config, source, split, image_size=32, batch_size=24))
+    check_split(source, split)
+    assert source.size(split) == size
+    found = list(source.eval_batches(split, image_size=32, batch_size=24))
     assert [len(batch["image"]) for batch in found] == [24, 16][: -(-size // 24)]
     captions = [text for batch in found for text in batch["captions"]]
     labels = np.concatenate([batch["label"] for batch in found])
@@ -296,7 +294,7 @@ def test_evaluation_batches_have_captions_or_labels_and_no_change():
   for part, change in ("scenes[:40]", "shift:1500"), ("classes[:24]", "columns:1,9"):
     shifted = config_of(name=f"scenes/{change}")
     whole, how = part.partition("[")[0], {"image_size": 32, "batch_size": 24}
-    again = next(data.eval_batches(shifted, data.prepare(shifted.data), whole, **how))
+    again = next(open_source(shifted).eval_batches(whole, **how))
     for name in ("image", "label"):
       np.testing.assert_array_equal(again[name], seen[part][name])
     assert again["captions"] == seen[part]["captions"]
@@ -322,15 +320,17 @@ def numbers_of(name: str) -> tuple[int, int, int]:
 ])  # fmt: skip
 def test_a_wrong_name_is_explained(name, split, message):
   with pytest.raises(ValueError, match=re.escape(message)):
-    data.check_eval_splits(data.prepare(DataConfig(name=name)), split.split(","))
+    check_eval_splits(open_source(config_of(name=name)), split.split(","))
 
 
 def test_the_train_split_has_no_end():
-  data.check_split(data.prepare(DataConfig(name="scenes")), "train")
+  source = open_source(config_of())
+  check_split(source, "train")
+  assert source.size("train") is None
 
 
 def test_a_flip_and_an_import_under_the_name_are_refused():
   with pytest.raises(ValueError, match="mirror scenes"):
-    data.prepare(DataConfig(name="scenes", flip=True))
-  with pytest.raises(ValueError, match="except shapes and scenes"):
-    data.prepare(DataConfig(name="scenes", train_shards="a.tar"))
+    open_source(config_of(flip=True))
+  with pytest.raises(ValueError, match="'scenes' cannot name an import: it names drawn scenes"):
+    open_source(config_of(train_shards="a.tar"))

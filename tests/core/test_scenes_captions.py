@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from scene_case import MANY, drawn, rows_of
 
-from train.datasets import scenes
-from train.datasets import scenes_words as words
-from train.datasets.scenes_captions import draw_caption
-from train.datasets.scenes_layout import LARGE, SIDE, SMALL, VARIANTS, Scene
-from train.datasets.scenes_words import COLOURS, SHAPES, TEXTURES, VOCABULARY, WORDS
-from train.tokenizer import Tokenizer, make_tokenizer
+from train.config import Config, DataConfig, ModelConfig
+from train.data.scenes import scenes, words
+from train.data.scenes.captions import draw_caption
+from train.data.scenes.layout import LARGE, SIDE, SMALL, VARIANTS, Scene
+from train.data.scenes.words import COLOURS, SHAPES, TEXTURES, VOCABULARY, WORDS
+from train.data.tokenizer import Tokenizer, make_tokenizer
 
 
 def synonyms(table) -> dict[str, int]:
@@ -31,6 +31,9 @@ SIZES, NUMBERS = synonyms(words.SIZES), {**synonyms(words.NUMBERS), "an": 0}
 TONES = synonyms(row for _, row in words.TONES.values())
 PATTERNS = synonyms(words.PATTERNS.values())
 LINKS = (("in", "that is"), ("in", "that are"))  # of one object, of several
+SCENES = scenes.open_scenes(
+  Config(model=ModelConfig(size=""), data=DataConfig(name="scenes", label_key="label"))
+)
 AFTER_A_NOUN_PHRASE = {
   **{text: ("relation", i) for text, i in synonyms(words.RELATIONS.values()).items()},
   **{text: ("place", i) for text, i in synonyms(words.PLACES).items()},
@@ -181,7 +184,7 @@ def test_the_tokenizer_gives_the_drawn_ids_and_their_text(tokenizer, tmp_path):
 
 
 def test_prompts_of_classes_have_no_unknown_word(tokenizer):
-  names = scenes.find("scenes").class_names
+  names = SCENES.class_names
   assert len(names) == len({*names}) == 5120
   prompts = [template.replace("{}", name) for name in names for template in words.TEMPLATES]
   ids = tokenizer(prompts, 32)
@@ -190,9 +193,8 @@ def test_prompts_of_classes_have_no_unknown_word(tokenizer):
 
 
 def test_a_tokenizer_with_other_ids_is_refused(tokenizer):
-  found = scenes.find("scenes")
-  found.check_tokenizer(tokenizer)
+  SCENES.train_iterator(tokenizer)
   for spec, size in (("bpe", 300), ("words", 100)):
     other = make_tokenizer(spec, iter(WORDS), size)
     with pytest.raises(ValueError, match=r"data\.tokenizer must be 'words'"):
-      found.check_tokenizer(other)
+      SCENES.train_iterator(other)

@@ -14,8 +14,8 @@ import pytest
 import tensorflow_datasets as tfds
 from PIL import Image
 
-from train.datasets import shapes
-from train.datasets.shapes import CLASSES, COLOURS, SHAPES, Shapes
+from train.data import shapes
+from train.data.shapes import CLASSES, COLOURS, SHAPES, Shapes
 
 SPLITS = ("train", "val", "test")
 
@@ -49,7 +49,7 @@ def test_the_data_set_is_the_same_in_every_process(tmp_path):
 import hashlib, io, json, sys
 import numpy as np
 from PIL import Image
-from train.datasets.shapes import Shapes
+from train.data.shapes import Shapes
 builder = Shapes(config="tiny", data_dir=sys.argv[1])
 builder.download_and_prepare(file_format="array_record")
 examples = [builder.as_data_source("train")[i] for i in range(8)]

@@ -18,7 +18,7 @@ from sbjax.models.transformer import BlockOptions
 from sbjax.optim.state_formats import CompressedState, join_details
 from train.config import MeshConfig, OptimizerConfig
 from train.optimizer import make_optimizer, matrix_dtype
-from train.sharding import (
+from train.parallel.sharding import (
   batch_sharding,
   make_mesh,
   parameter_shardings,

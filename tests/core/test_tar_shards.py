@@ -11,8 +11,8 @@ import tracemalloc
 import pytest
 from shards_case import write_shard
 
-from train.datasets import sample, tar_shards
-from train.datasets.sample import Unusable
+from train.data import sample, tar_shards
+from train.data.sample import Unusable
 
 
 def read(path, limit=2**20):

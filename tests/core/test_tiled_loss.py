@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.loss import in_float64
 from train import tiled_loss
 from train.loss import siglip, softmax_contrastive
-from train.split_product import (
+from train.tiled_loss import (
   PRODUCTS,
   add_product,
   add_transposed_product,
@@ -22,9 +22,11 @@ from train.split_product import (
   operand,
   row_products,
   split,
+  tile_shape,
+  tiled_siglip,
+  tiled_softmax,
   unit,
 )
-from train.tiled_loss import tile_shape, tiled_siglip, tiled_softmax
 
 PLAIN = {"softmax": softmax_contrastive, "siglip": siglip}
 TILED = {"softmax": tiled_softmax, "siglip": tiled_siglip}

@@ -16,7 +16,7 @@ import pytest
 import tokenizers
 from open_clip_case import import_open_clip
 
-from train.tokenizer import Tokenizer, make_tokenizer
+from train.data.tokenizer import Tokenizer, make_tokenizer
 
 CAPTIONS = [
   "A red circle on a dark background .",
@@ -95,7 +95,7 @@ def test_bpe_cleans_as_clip_does(bpe):
 def test_bpe_is_the_same_in_every_process(bpe, tmp_path):
   bpe.save(tmp_path / "here.json")
   code = (
-    "import json, sys; from train.tokenizer import make_tokenizer; "
+    "import json, sys; from train.data.tokenizer import make_tokenizer; "
     "make_tokenizer('bpe', iter(json.loads(sys.argv[1])), 300).save(sys.argv[2])"
   )
   subprocess.run(

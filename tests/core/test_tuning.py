@@ -10,8 +10,8 @@ import pytest
 import triton_case
 
 from sbjax import INT8, Spec, quantize, scaled_matmul
-from sbjax.pallas import scaled_matmul_sm90 as sm90
 from sbjax.pallas import tuning
+from sbjax.pallas.sm90 import scaled_matmul as sm90
 
 KERNEL = "scaled_matmul_triton"
 ROW = {"kernel": KERNEL, "device": "NVIDIA L4", "m": 8192, "n": 768, "k": 768, "config": {}}
@@ -137,7 +137,7 @@ def test_an_old_config_is_an_error_with_the_new_names(tmp_path, config, message)
 
 @pytest.mark.aot
 def test_triton_uses_the_user_s_row_and_computes_the_same(monkeypatch, tmp_path):
-  kernels = triton_case.interpreted(KERNEL)
+  kernels = triton_case.interpreted("triton.scaled_matmul")
   config = {"block_m": 16, "block_n": 32, "block_k": 32, "num_warps": 2, "group_m": 1}
   row = ROW | {"device": "sm_90", "m": 40, "n": 48, "k": 64, "config": config}
   monkeypatch.setenv("SBJAX_TUNING", write(tmp_path / "table.jsonl", row))
@@ -166,7 +166,7 @@ def test_triton_uses_the_user_s_row_and_computes_the_same(monkeypatch, tmp_path)
   [{"block_m": 96}, {"block_k": 16}, {"block_n": 512}, {"num_warps": 3}, {"num_stages": 9}],
 )
 def test_a_config_that_triton_cannot_run_is_refused(tmp_path, config):
-  kernels = triton_case.interpreted(KERNEL)
+  kernels = triton_case.interpreted("triton.scaled_matmul")
   ((field, value),) = config.items()
   with pytest.raises(ValueError, match=rf"line 1: {field}={value} must be"):
     path = write(tmp_path / "table.jsonl", ROW | {"config": config})

@@ -12,12 +12,12 @@ from jax.sharding import PartitionSpec as P
 from pairwise import mainly
 
 from sbjax.models.sizes import SIZES, CLIPConfig, TextConfig, VisionConfig
-from train import export, remat, run
+from train import export, memory, run
 from train.config import Config, ModelConfig, OptimizerConfig
 from train.loss import LOSSES
 from train.optimizer import STATES, cast_matrices, make_optimizer, matrix_dtype, width_factor
+from train.parallel.sharding import path_name
 from train.run import make_run
-from train.sharding import path_name
 from train.step import TrainState, make_init, make_train_step
 from train.task import CLIPTask, block_options
 
@@ -252,5 +252,5 @@ def test_a_unit_model_is_not_exported(monkeypatch, tmp_path):
 
 def test_no_remat_policy_of_a_unit_model_is_left_out():
   model = clip(SIZES["tiny"], **UNIT)
-  assert set(remat._shares(model).values()) == {0.0}
-  assert not remat._is_hopeless(remat.Memory(1.0, 1e9), 0.0, 1e6)
+  assert set(memory._shares(model).values()) == {0.0}
+  assert not memory._is_hopeless(memory.Memory(1.0, 1e9), 0.0, 1e6)

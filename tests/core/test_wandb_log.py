@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from train import wandb_log
+from train import record as wandb_log
 from train.config import Config, ModelConfig
 from train.errors import RunError
-from train.wandb_log import WandbLog
+from train.record import WandbLog
 
 CONFIG = Config(model=ModelConfig(size="tiny"), wandb_project="mine")
 

@@ -10,8 +10,10 @@ import pytest
 import tensorflow_datasets as tfds
 from shards_case import captions, data_config, image_bytes, noisy_image_bytes, pairs, write_shard
 
-from train.data import check_eval_splits, check_split, prepare
-from train.datasets import pool, prepared, tar_shards, webdataset
+from train.config import Config, ModelConfig
+from train.data import builders, pool, tar_shards, webdataset
+from train.data.builders import prepare
+from train.data.source import check_eval_splits, check_split, open_source
 
 
 @pytest.fixture
@@ -178,12 +180,12 @@ def test_both_splits_are_imported(config, folder):
 def test_parts_of_splits_are_read_from_whole_imports(config, folder):
   write_shard(folder / "a.tar", pairs(10))
   config.train_split, config.eval_split = "train[:80%]", "train[80%:]"
-  builder = prepare(config)
-  check_split(builder, config.train_split)
-  check_eval_splits(builder, [config.eval_split])
-  assert [
-    len(captions(builder, split)) for split in ("train", config.train_split, config.eval_split)
-  ] == [10, 8, 2]
+  source = open_source(Config(model=ModelConfig(size=""), data=config))
+  check_split(source, config.train_split)
+  check_eval_splits(source, [config.eval_split])
+  splits = ("train", config.train_split, config.eval_split)
+  assert [len(captions(source.builder, split)) for split in splits] == [10, 8, 2]
+  assert [source.size(split) for split in splits] == [10, 8, 2]
 
 
 @pytest.mark.parametrize(
@@ -203,8 +205,9 @@ def test_parts_of_splits_are_read_from_whole_imports(config, folder):
 )
 def test_a_wrong_or_empty_split_is_named(config, folder, split, message):
   write_shard(folder / "a.tar", pairs(10))
+  source = open_source(Config(model=ModelConfig(size=""), data=config))
   with pytest.raises(ValueError, match=re.escape(message)):
-    check_eval_splits(prepare(config), split.split(","))
+    check_eval_splits(source, split.split(","))
 
 
 @pytest.mark.parametrize("names", [None, ["cat", "dog", "ox"]])
@@ -291,16 +294,16 @@ def test_an_interrupted_import_leaves_no_data_set(config, folder, monkeypatch):
 
 def test_a_process_that_waited_for_an_import_uses_it(config, folder, monkeypatch):
   write_shard(folder / "a.tar", pairs(2))
-  alone, runs, run = prepared.lock, [], pool.run
+  alone, runs, run = builders.lock, [], pool.run
 
   @contextlib.contextmanager
   def after_another(directory, wait):
     with monkeypatch.context() as patch:
-      patch.setattr(prepared, "lock", alone)
+      patch.setattr(builders, "lock", alone)
       prepare(config)
     yield True
 
-  monkeypatch.setattr(prepared, "lock", after_another)
+  monkeypatch.setattr(builders, "lock", after_another)
   monkeypatch.setattr(pool, "run", lambda *args: runs.append(args) or run(*args))
   assert len(captions(prepare(config))) == 2
   assert len(runs) == 1

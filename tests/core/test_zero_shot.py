@@ -13,9 +13,9 @@ from sbjax.models.transformer import BlockOptions
 from sbjax.recipes import FP8_TENSORWISE, FULL, SWITCHBACK
 from train import zero_shot
 from train.config import MeshConfig
+from train.data.preprocessing import MEAN, STD, normalize
 from train.errors import RunError
-from train.images import MEAN, STD, normalize
-from train.sharding import make_mesh, parameter_shardings
+from train.parallel.sharding import make_mesh, parameter_shardings
 from train.zero_shot import accuracy, evaluate, make_encoders, recall, zero_shot_classifier
 
 KS = (1, 5, 10)

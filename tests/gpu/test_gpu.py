@@ -18,7 +18,7 @@ from sbjax.ops.dither import positions
 from sbjax.ops.matmul import scaled_matmul
 from sbjax.ops.registry import NAMES, get_backend
 from sbjax.ops.rows import LayerNormParams
-from sbjax.pallas import scaled_matmul_sm90
+from sbjax.pallas.sm90 import scaled_matmul as scaled_matmul_sm90
 from sbjax.quantize import E4M3, E5M2, INT8
 
 pytestmark = pytest.mark.gpu

@@ -18,7 +18,7 @@ from sbjax.models.transformer import BlockOptions
 from sbjax.ops.rows import LayerNormParams
 from train.config import MeshConfig, OptimizerConfig
 from train.optimizer import make_optimizer
-from train.sharding import batch_sharding, make_mesh, state_shardings
+from train.parallel.sharding import batch_sharding, make_mesh, state_shardings
 from train.step import make_init, make_train_step
 from train.task import CLIPTask
 

@@ -49,7 +49,7 @@ def operands(rows, binades, seed=0):
 
 def both(*args, weights=WEIGHTS, **how):
   """The results of the interpreted kernel and of the definition."""
-  kernel = triton_case.interpreted("adam_triton").adam_direction
+  kernel = triton_case.interpreted("triton.adam").adam_direction
   return kernel(weights, *args, **how), expansion.adam_direction(weights, *args)
 
 
@@ -146,7 +146,7 @@ def shapes(*leading):
 @pytest.mark.aot
 @pytest.mark.parametrize("capability", [89, 90])
 def test_the_kernel_compiles_without_spills(monkeypatch, tmp_path, capability):
-  kernel = triton_case.loaded("adam_triton").adam_direction
+  kernel = triton_case.loaded("triton.adam").adam_direction
   (made,) = triton_case.compiled(monkeypatch, tmp_path, capability, kernel, *shapes(3, 37))
   assert made.spilled_bytes == 0
   assert made.shared_bytes <= triton_case.SHARED_BYTES[capability]
@@ -155,7 +155,7 @@ def test_the_kernel_compiles_without_spills(monkeypatch, tmp_path, capability):
 
 @pytest.mark.aot
 def test_it_says_what_it_does_not_support(monkeypatch):
-  triton_case.loaded("adam_triton")
+  triton_case.loaded("triton.adam")
   with triton_case.chip(80), pytest.raises(NotImplementedError, match=r"not float8.*below .* 8\.9"):
     jax.eval_shape(get_backend("triton").adam_direction, *shapes(3, 2))
   narrow = operands(2, 1.0)
@@ -207,7 +207,7 @@ def installed(monkeypatch):
 def test_updates_by_the_kernel_are_those_of_the_definition(installed):
   optimizer, seen = coat(), []
   expected = trained(optimizer, jax.jit(optimizer.update))
-  kernel = triton_case.interpreted("adam_triton").adam_direction
+  kernel = triton_case.interpreted("triton.adam").adam_direction
 
   def noting(weights, g, *rest):
     seen.append(g.shape)

@@ -6,6 +6,7 @@ import pathlib
 import subprocess
 import sys
 
+import each_kernel
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +15,6 @@ import triton_case
 from mosaic_case import interpreted, needs_interpreter
 from pairwise import mainly
 
-from benchmarks import each_kernel
 from sbjax.ops import attention as attention_ops
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -22,7 +22,13 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 @pytest.fixture
 def sm90():
-  return triton_case.loaded("attention_sm90")
+  """The backward pass."""
+  return triton_case.loaded("sm90.attention_backward")
+
+
+@pytest.fixture
+def forward():
+  return triton_case.loaded("sm90.attention_forward")
 
 
 def draw(batch, tokens, heads, dtype="bfloat16", packed=False, head_dim=64):
@@ -49,11 +55,11 @@ def _wide(qkv):
   return np.concatenate([np.asarray(x).astype(np.float64) for x in qkv], axis=2)
 
 
-def outputs(sm90, qkv, causal=False, num_sms=1):
+def outputs(forward, qkv, causal=False, num_sms=1):
   """The kernel's o and lse, and the definition's."""
   options = {"causal": causal, "length": qkv[0].shape[1]}
   expected = attention_ops.attention_forward(*qkv, **options)
-  actual = interpreted(sm90.attention_forward, *qkv, num_sms=num_sms, **options)
+  actual = interpreted(forward.attention_forward, *qkv, num_sms=num_sms, **options)
   for a, b in zip(actual, expected, strict=True):
     assert (a.shape, a.dtype) == (b.shape, b.dtype)
   return [[np.asarray(x).astype(np.float64) for x in pair] for pair in (actual, expected)]
@@ -87,10 +93,10 @@ def assert_output_is_near(actual, expected):
     ),
   ],
 )
-def test_outputs_are_near_the_definition_s(sm90, tokens, head_dim, packed, causal, dtype):
+def test_outputs_are_near_the_definition_s(forward, tokens, head_dim, packed, causal, dtype):
   # Two thread blocks: the first one has two heads, and three with five heads.
   (qkv, _) = draw(1, tokens, 5 if head_dim == 64 else 3, dtype, packed, head_dim)
-  assert_output_is_near(*outputs(sm90, qkv, causal, num_sms=2))
+  assert_output_is_near(*outputs(forward, qkv, causal, num_sms=2))
 
 
 def assert_near(actual, expected):
@@ -189,10 +195,10 @@ def test_nan_stays_in_its_head(sm90):
 
 @needs_interpreter
 @pytest.mark.slow
-def test_nan_stays_in_its_head_s_output(sm90):
+def test_nan_stays_in_its_head_s_output(forward):
   # In the key of a class token, which is apart.
   (q, k, v), _ = draw(1, 129, 2)
-  (o, lse), (expected_o, expected_lse) = outputs(sm90, (q, k.at[0, 128, 0, 1].set(jnp.nan), v))
+  (o, lse), (expected_o, expected_lse) = outputs(forward, (q, k.at[0, 128, 0, 1].set(jnp.nan), v))
   assert np.isnan(o[:, :, 1]).all() and np.isnan(lse[:, 1]).all()
   first = (o[:, :, :1], lse[:, :1]), (expected_o[:, :, :1], expected_lse[:, :1])
   assert_output_is_near(*first)
@@ -200,10 +206,10 @@ def test_nan_stays_in_its_head_s_output(sm90):
 
 @needs_interpreter
 @pytest.mark.slow
-def test_large_negative_logits_give_no_nan(sm90):
+def test_large_negative_logits_give_no_nan(sm90, forward):
   (q, k, v), do = draw(1, 197, 1)
   q, k = jnp.abs(q) * 32, -jnp.abs(k) * 32
-  assert_output_is_near(*outputs(sm90, (q, k, v)))
+  assert_output_is_near(*outputs(forward, (q, k, v)))
   actual, expected = gradients(sm90, (q, k, v), do)
   assert np.isfinite(actual).all()
   # Most probabilities are zero, so the gradients of q and k are differences of equal numbers.
@@ -216,12 +222,12 @@ def test_large_negative_logits_give_no_nan(sm90):
   ("tokens", "head_dim", "length"),
   [(64, 64, 64), (258, 64, 258), (257, 32, 257), (99, 76, 99), (257, 64, 256)],
 )
-def test_other_shapes_go_to_triton(sm90, monkeypatch, tokens, head_dim, length):
+def test_other_shapes_go_to_triton(sm90, forward, monkeypatch, tokens, head_dim, length):
   x = jax.ShapeDtypeStruct((1, tokens, 1, 1, head_dim), jnp.bfloat16)
   for name in ("attention_forward", "attention_backward"):
     monkeypatch.setattr(sm90.attention_triton, name, lambda *_, length, **__: length)
   assert sm90.attention_backward(None, None, None, x, x, x, causal=False, length=length) == length
-  assert sm90.attention_forward(x, x, x, causal=False, length=length) == length
+  assert forward.attention_forward(x, x, x, causal=False, length=length) == length
 
 
 @pytest.mark.parametrize(("tokens", "head_dim"), [(66, 104), (80, 128)])
@@ -235,7 +241,7 @@ def test_few_tokens_with_wide_heads_have_triton_s_backward_pass(
 
 
 @needs_interpreter
-def test_each_kernel_gives_thread_blocks_several_heads(sm90, monkeypatch):
+def test_each_kernel_gives_thread_blocks_several_heads(sm90, forward, monkeypatch):
   blocks = []
   kernel = sm90.persistent_kernel
 

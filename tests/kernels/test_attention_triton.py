@@ -21,7 +21,7 @@ CLIP = [
 
 
 def interpreted():
-  return triton_case.interpreted("attention_triton")
+  return triton_case.interpreted("triton.attention_short")
 
 
 def draw(batch, length, heads, head_dim, dtype="bfloat16", packed=False, seed=0):
@@ -157,7 +157,7 @@ def test_a_length_is_covered_by_few_powers_of_two():
 def test_operands_fit_in_registers_and_shared_memory(
   monkeypatch, tmp_path, capability, length, head_dim, causal
 ):
-  module = triton_case.loaded("attention_triton")
+  module = triton_case.loaded("triton.attention_short")
   x = jax.ShapeDtypeStruct((256, length, 1, 16, head_dim), jnp.bfloat16)
   o = jax.ShapeDtypeStruct((256, length, 16, head_dim), jnp.bfloat16)
   lse = jax.ShapeDtypeStruct((256, 16, length), jnp.float32)

@@ -10,7 +10,7 @@ import pytest
 import triton_case
 from pairwise import pairwise
 
-import sbjax.pallas.triton
+import sbjax.pallas.triton.call
 from sbjax import E4M3, E5M2, INT8, Spec, quantize
 
 pytestmark = pytest.mark.aot
@@ -21,7 +21,7 @@ INT8_ROW, INT8_TENSOR = Spec(INT8, "rowwise"), Spec(INT8, "tensorwise")
 
 @pytest.fixture
 def kernels():
-  return triton_case.interpreted("quantize_triton")
+  return triton_case.interpreted("triton.quantize")
 
 
 def normal(rows, k, dtype="float32"):
@@ -221,7 +221,7 @@ CASES = {
 def test_int8_compiles_without_spills_and_moves_16_bytes_at_a_time(
   monkeypatch, tmp_path, capability, case
 ):
-  q = triton_case.loaded("quantize_triton")
+  q = triton_case.loaded("triton.quantize")
   shape = (128 * (1 + list(CASES).index(case)), 1280)
   x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
   kernels = triton_case.compiled(monkeypatch, tmp_path, capability, lambda x: CASES[case](q, x), x)
@@ -239,7 +239,7 @@ def test_int8_compiles_without_spills_and_moves_16_bytes_at_a_time(
 
 @pytest.mark.parametrize("k", [768, 1280, 1664, 5120, 16384])
 def test_a_row_is_read_once_16_bytes_at_a_time(monkeypatch, tmp_path, k):
-  q = triton_case.loaded("quantize_triton")
+  q = triton_case.loaded("triton.quantize")
   x = jax.ShapeDtypeStruct((4096, k), jnp.bfloat16)
   (kernel,) = triton_case.compiled(monkeypatch, tmp_path, 90, lambda x: q.quantize(x, INT8_ROW), x)
   config = q.config_for(4096, k, 2)
@@ -254,7 +254,7 @@ def test_a_row_is_read_once_16_bytes_at_a_time(monkeypatch, tmp_path, k):
 def test_fp8_is_cast_by_the_instruction_that_saturates(
   monkeypatch, tmp_path, capability, source, fmt
 ):
-  q = triton_case.loaded("quantize_triton")
+  q = triton_case.loaded("triton.quantize")
   x = jax.ShapeDtypeStruct((96, 1280), jnp.bfloat16)
   (kernel,) = triton_case.compiled(
     monkeypatch, tmp_path, capability, lambda x: q.quantize(x, Spec(FORMATS[fmt], "rowwise")), x
@@ -281,22 +281,22 @@ def test_fp8_is_rounded_once_where_the_cast_truncates_to_float16_first(
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a GPU")
 def test_a_missing_gpu_is_a_clear_error():
-  q = triton_case.loaded("quantize_triton")
+  q = triton_case.loaded("triton.quantize")
   with pytest.raises(NotImplementedError, match=r"on NVIDIA GPUs; .* is .cpu"):
     q.quantize(jnp.ones((2, 16)), INT8_ROW)
 
 
 def test_a_missing_package_is_an_error_with_the_command_that_installs_it(monkeypatch):
   monkeypatch.setattr(
-    sbjax.pallas.triton.importlib.util, "find_spec", lambda name: None if "j" in name else name
+    sbjax.pallas.triton.call.importlib.util, "find_spec", lambda name: None if "j" in name else name
   )
   with pytest.raises(NotImplementedError, match=r"need jax_triton: pip install 'sbjax\[cuda\]'"):
-    sbjax.pallas.triton._jax_triton.__wrapped__()
+    sbjax.pallas.triton.call._jax_triton.__wrapped__()
 
 
 def test_importing_the_wrapper_imports_neither_triton_nor_jax_triton():
   program = (
-    "import sys, sbjax.pallas.triton, sbjax;"
+    "import sys, sbjax.pallas.triton.call, sbjax;"
     "assert not {'triton', 'jax_triton', 'torch'} & set(sys.modules)"
   )
   subprocess.run([sys.executable, "-c", program], check=True)

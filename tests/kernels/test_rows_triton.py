@@ -66,7 +66,7 @@ DTYPES = ["float32", "bfloat16", "float16"]
 
 
 def interpreted(operation):
-  return triton_case.interpreted("norm_triton" if operation.startswith("norm") else "gelu_triton")
+  return triton_case.interpreted("triton.norm" if operation.startswith("norm") else "triton.gelu")
 
 
 def run(operation, x, dy, spec, **how):
@@ -328,7 +328,7 @@ def test_layer_norm_s_epsilon_is_the_definition_s():
 def test_a_gradient_whose_rows_no_kernel_holds_is_quantized_by_the_quantizer(
   monkeypatch, parts, spec
 ):
-  kernels, quantizers = interpreted("quantize_sum"), triton_case.interpreted("quantize_triton")
+  kernels, quantizers = interpreted("quantize_sum"), triton_case.interpreted("triton.quantize")
   dys, calls = tuple(i + jnp.ones((2, 4096)) for i in range(parts)), []
 
   def noting(x, spec):
@@ -363,7 +363,7 @@ def test_clip_s_rows_stay_in_registers_and_load_16_bytes_at_a_time(
   monkeypatch, tmp_path, capability, fmt, operation
 ):
   family = "norm" if operation.startswith("norm") else "gelu"
-  module, function = triton_case.loaded(f"{family}_triton"), OPERATIONS[operation]
+  module, function = triton_case.loaded(f"triton.{family}"), OPERATIONS[operation]
   parts = 3 if "parts" in operation else 1
   for k in WIDTHS["norm" if parts == 3 else family]:
     x = jax.ShapeDtypeStruct((65536, k), jnp.bfloat16)

@@ -10,14 +10,14 @@ import triton_case
 from pairwise import mainly, pairwise
 
 from sbjax import E4M3, E5M2, INT8, Quantized, Spec, quantize, scaled_matmul
-from sbjax.pallas.triton import compute_capability
+from sbjax.pallas.triton.call import compute_capability
 
 pytestmark = pytest.mark.aot
 
 
 @pytest.fixture
 def kernels():
-  return triton_case.interpreted("scaled_matmul_triton")
+  return triton_case.interpreted("triton.scaled_matmul")
 
 
 @pytest.fixture
@@ -151,7 +151,7 @@ MMA = {
 )
 @pytest.mark.parametrize("capability", mainly([80], [80, 89, 90]))
 def test_int8_compiles_to_the_tensor_core_without_spills(monkeypatch, tmp_path, capability, shape):
-  (m, n, k), t = shape, triton_case.loaded("scaled_matmul_triton")
+  (m, n, k), t = shape, triton_case.loaded("triton.scaled_matmul")
   lhs, rhs = (
     Quantized(
       jax.ShapeDtypeStruct((r, k), jnp.int8),
@@ -179,7 +179,7 @@ def test_int8_compiles_to_the_tensor_core_without_spills(monkeypatch, tmp_path, 
 @pytest.mark.parametrize("dtypes", [(E4M3, E4M3), (E5M2, E4M3)], ids=str)
 @pytest.mark.parametrize("capability", mainly([89], [89, 90]))
 def test_fp8_compiles_to_the_tensor_core_without_spills(monkeypatch, tmp_path, capability, dtypes):
-  t = triton_case.loaded("scaled_matmul_triton")
+  t = triton_case.loaded("triton.scaled_matmul")
   lhs, rhs = (
     Quantized(
       jax.ShapeDtypeStruct((4096, 1024), dtype),

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from sbjax.pallas.triton import _call_with_refs
+from sbjax.pallas.triton.call import _call_with_refs
 
 like = jax.ShapeDtypeStruct
 

@@ -28,11 +28,11 @@ TWICE = """
 import pathlib, shutil, sys
 import jax
 from jax.experimental import multihost_utils
-from train import cli, remat
+from train import cli, memory
 from train.loop import train
 
 def twice(config, workdir):
-  remat.bytes_limit = lambda: (1e12, 1.0)[jax.process_index()]
+  memory.bytes_limit = lambda: (1e12, 1.0)[jax.process_index()]
   train(config, workdir)
   multihost_utils.sync_global_devices("the first run is over")
   if jax.process_index() == 0:
@@ -92,7 +92,10 @@ def measured(path):
 
 
 def test_a_missing_process_is_named_in_one_message(tmp_path):
-  program = "from train import cli, processes; processes.PATIENCE = 2; cli.run(print)"
+  program = (
+    "from train import cli; from train.parallel import processes; processes.PATIENCE = 2;"
+    "cli.run(print)"
+  )
   config = ["--config=configs/quickstart.py", f"--workdir={tmp_path}", "--distributed"]
   first, second = start_two(str(tmp_path / "compiled"), "-c", program, *config)
   second.kill()
@@ -107,7 +110,8 @@ def test_a_missing_process_is_named_in_one_message(tmp_path):
 TOGETHER = """
 import jax, sys, time
 from jax.experimental import multihost_utils
-from train import cli, peers
+from train import cli
+from train.parallel import peers
 from train.errors import RunError
 
 def job(config, workdir):

@@ -16,9 +16,9 @@ from benchmarks.collectives import collectives
 from sbjax.distributed.exchange import EXCHANGES
 from sbjax.models.transformer import BlockOptions
 from train.config import Config, MeshConfig, ModelConfig, OptimizerConfig
-from train.gather import gather_parameters
 from train.optimizer import make_optimizer
-from train.sharding import batch_sharding, make_mesh, parameter_axes, path_name, replicated
+from train.parallel.gather import gather_parameters
+from train.parallel.sharding import batch_sharding, make_mesh, parameter_axes, path_name, replicated
 from train.step import make_train_step
 from train.task import CLIPTask
 

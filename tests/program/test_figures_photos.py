@@ -12,13 +12,13 @@ from benchmarks.figures import __main__ as program
 from benchmarks.figures import arms, draw, photos, runs
 from benchmarks.figures.arms import FIGURES
 from benchmarks.tables import read_file
-from train.datasets import prepared
+from train.data import builders
 
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
   """XLA's flags stay as they are."""
-  monkeypatch.setattr("train.xla_flags.set_flags", lambda: None)
+  monkeypatch.setattr("train.parallel.xla_flags.set_flags", lambda: None)
 
 
 @pytest.fixture(params=photos.CONFIGS)
@@ -70,7 +70,7 @@ def test_runs_start_after_the_import_and_rows_do_not_have_its_folder(
 
   def train_all(missing, runs_folder, *_):
     assert runs_folder == folder and (folder / "data" / name).is_dir()
-    monkeypatch.setattr(prepared, "_build", lambda builder: pytest.fail("imported again"))
+    monkeypatch.setattr(builders, "_build", lambda builder: pytest.fail("imported again"))
     photos.prepare(name, root, folder)
     yield from map(row_of, missing)
 

@@ -19,12 +19,12 @@ from sbjax.interop.config_files import to_open_clip
 from sbjax.interop.serving import size_of
 from sbjax.quantize import Quantized
 from train import inference
-from train.augment import CentreCrop, Squash
 from train.config import Config, ModelConfig
+from train.data.augment import CentreCrop, Squash
+from train.data.preprocessing import normalize
+from train.data.tokenizer import make_tokenizer
 from train.errors import RunError
-from train.images import normalize
 from train.run import make_run
-from train.tokenizer import make_tokenizer
 
 ROOT = Path(__file__).parents[2]
 TEXTS = ["a red circle", "a blue ring", "a green star"]
@@ -289,13 +289,13 @@ def test_batches_keep_their_order_and_list_what_cannot_be_decoded(pictures):
     for i, content in enumerate(contents)
   ]
   skipped = []
-  batches = list(inference.prepared(examples, CentreCrop(32), 3, skipped))
+  batches = list(inference.decoded(examples, CentreCrop(32), 3, skipped))
   np.testing.assert_array_equal(np.concatenate([batch["image"] for batch in batches]), pixels)
   assert [list(batch["label"]) for batch in batches] == [[0, 1], [5], [6, 7]]
   assert [where for where, _ in skipped] == ["2", "3", "4"]
   with pytest.raises(ValueError, match="The image of 2 cannot be decoded"):
-    list(inference.prepared(examples, CentreCrop(32), 3))
-  assert list(inference.prepared([], CentreCrop(32), 3)) == []
+    list(inference.decoded(examples, CentreCrop(32), 3))
+  assert list(inference.decoded([], CentreCrop(32), 3)) == []
 
 
 def test_a_folder_without_a_run_is_named(tmp_path):

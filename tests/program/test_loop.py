@@ -20,20 +20,21 @@ import orbax.checkpoint as ocp
 import pytest
 from shards_case import image_bytes, write_shard
 
-from train import loop, processes
+from train import loop
 from train.config import Config, ModelConfig, marked
 from train.errors import RunError
 from train.fields import MAY_CHANGE
+from train.parallel import processes
+from train.parallel.watchdog import EXIT_CODE
 from train.run import Run, check_continues
 from train.task import CLIPTask
-from train.watchdog import EXIT_CODE
 
 ROOT = Path(__file__).parents[2]
 EVALUATE = Run.evaluate  # The fixture replaces it.
 HANGING = """
 import pathlib, sys, threading, time
 import loop_case
-from train import data, loop
+from train import loop
 
 workdir = pathlib.Path(sys.argv[2])
 
@@ -48,12 +49,12 @@ def hang():
   Impatient.watchdog._wait.ticks = 10**6  # Simulates a wait beyond the limit.
   threading.Event().wait()
 
-def hanging_source(iterator, put, size, whole=data.prefetch_to_device):
+def hanging_source(iterator, put, size, whole=loop.prefetch_to_device):
   for i, batch in enumerate(whole(iterator, put, size)):
     yield batch if i < 2 else hang()
 
 loop_case.replace_model(setattr)
-data.prefetch_to_device = hanging_source
+loop.prefetch_to_device = hanging_source
 loop.Watchdog = Impatient
 loop.train(loop_case.config(sys.argv[1]), workdir)
 """

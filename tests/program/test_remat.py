@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import pytest
 
 from sbjax.models.transformer import REMAT_POLICIES
-from train import remat
+from train import memory
 from train.config import Config, MeshConfig, ModelConfig, OptimizerConfig
 from train.optimizer import make_optimizer
+from train.parallel.sharding import make_mesh
 from train.run import Run, abstract_state
-from train.sharding import make_mesh
 from train.task import block_options, make_task
 
 pytestmark = pytest.mark.standard_promotion  # As optax needs.
@@ -29,7 +29,8 @@ def make(recipe="full", accumulate=1, **model) -> Run:
   """A Run without data, whose activations take more memory than its state."""
   model = ModelConfig(size="tiny", image_size=32, recipe=recipe, dtype="float32", **model)
   config = Config(model=model, batch_size=256, accumulate=accumulate)
-  mesh, task = make_mesh(MeshConfig(), jax.devices()[:1]), make_task(config, TOKENIZER)
+  mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+  task = make_task(config).with_tokenizer(TOKENIZER)
   optimizer, schedule = make_optimizer(OptimizerConfig(), config.steps)
   state = abstract_state(task, optimizer, config.seed, mesh)
   return Run(config, None, TOKENIZER, 0, mesh, task, optimizer, schedule, state, None)
@@ -58,8 +59,8 @@ def _step_with(policy):
 def needed() -> dict[str, float]:
   """The bytes of a step with each policy."""
   run = make()
-  runs = {policy: remat._with_remat(run, policy) for policy in remat.SAVED}
-  return {policy: remat._compiled(each, make_step)[1].total for policy, each in runs.items()}
+  runs = {policy: memory._with_remat(run, policy) for policy in memory.SAVED}
+  return {policy: memory._compiled(each, make_step)[1].total for policy, each in runs.items()}
 
 
 @pytest.fixture
@@ -67,9 +68,9 @@ def choose(monkeypatch, tmp_path):
   """choose(limit in bytes, run, resumes) -> (policy, line, names of what was compiled)."""
 
   def choose_within(limit, run=None, resumes=False, make_step=make_step):
-    monkeypatch.setattr(remat, "bytes_limit", lambda: limit)
+    monkeypatch.setattr(memory, "bytes_limit", lambda: limit)
     compiled = []
-    chosen, step, line = remat.choose(
+    chosen, step, line = memory.choose_remat(
       make() if run is None else run,
       make_step,
       tmp_path,
@@ -88,17 +89,18 @@ def test_each_policy_takes_less_memory_than_the_ones_before():
   assert all(a > b for a, b in itertools.pairwise(needed().values())), needed()
 
 
-@pytest.mark.parametrize("policy", remat.SAVED)
+@pytest.mark.parametrize("policy", memory.SAVED)
 def test_the_first_policy_that_fits_is_chosen(choose, policy):
-  exact = needed()[policy] / (1 - remat.FREE)
+  exact = needed()[policy] / (1 - memory.FREE)
   assert choose(exact * 1.001)[0] == policy
   if policy != "block":
     assert choose(exact * 0.999)[0] != policy
 
 
 def test_the_step_that_comes_with_the_choice_is_compiled(monkeypatch, tmp_path):
-  monkeypatch.setattr(remat, "bytes_limit", lambda: 1e12)
-  step = remat.choose(make(), make_step, tmp_path, resumes=False, waits_for=lambda _: None)[1]
+  monkeypatch.setattr(memory, "bytes_limit", lambda: 1e12)
+  options = {"resumes": False, "waits_for": lambda _: None}
+  _, step, _ = memory.choose_remat(make(), make_step, tmp_path, **options)
   assert isinstance(step, jax.stages.Compiled)
 
 
@@ -119,7 +121,7 @@ def test_the_donated_state_counts_once():
     sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
     for tree in (run.abstract_state, run.task.abstract_batch(run.config.batch_size))
   )
-  fixed = remat._compiled(remat._with_remat(run, "none"), make_step)[1].fixed
+  fixed = memory._compiled(memory._with_remat(run, "none"), make_step)[1].fixed
   batches = (1 + run.config.data.prefetch) * batch
   assert batches < fixed < state + batches + 1000  # 1000: what is not state.
 
@@ -175,15 +177,15 @@ def test_a_policy_of_the_config_is_taken_as_it_is(choose, tmp_path, policy):
 
 
 def test_a_device_that_does_not_name_its_memory_repeats_nothing(choose, tmp_path):
-  assert remat.bytes_limit() == math.inf  # A CPU.
-  assert choose(remat.bytes_limit()) == ("none", "", [])
+  assert memory.bytes_limit() == math.inf  # A CPU.
+  assert choose(memory.bytes_limit()) == ("none", "", [])
   assert not (tmp_path / "remat.json").exists()
 
 
 def test_the_limit_is_that_of_the_smallest_device(monkeypatch):
   devices = [SimpleNamespace(memory_stats=lambda n=n: {"bytes_limit": n}) for n in (30, 20, 40)]
   monkeypatch.setattr(jax, "local_devices", lambda: devices)
-  assert remat.bytes_limit() == 20
+  assert memory.bytes_limit() == 20
 
 
 @pytest.mark.parametrize(
@@ -195,13 +197,13 @@ def test_the_limit_is_that_of_the_smallest_device(monkeypatch):
   ],
 )
 def test_the_policies_to_choose_from_fit_the_recipe(recipe, policies):
-  assert list(remat._shares(make(recipe).task.model)) == policies
+  assert list(memory._shares(make(recipe).task.model)) == policies
 
 
 @pytest.mark.parametrize("recipe", ["full", "switchback_m"])
 def test_grouped_activations_are_kept_by_the_policies_to_choose_from(recipe):
   policies = ["none", "dots_and_residuals", "residuals", "block"]
-  assert list(remat._shares(make(recipe, keep="grouped").task.model)) == policies
+  assert list(memory._shares(make(recipe, keep="grouped").task.model)) == policies
 
 
 def test_remat_json_says_what_was_chosen_and_where(choose, tmp_path):
@@ -219,7 +221,7 @@ def test_all_layers_are_unrolled_on_a_gpu_only(monkeypatch):
 
 @pytest.mark.parametrize(
   ("recipe", "mlp_ratio", "layer_scale", "policy", "share"),
-  [  # As benchmarks.kept_bytes counts them for such models.
+  [  # As tests.saved_bytes counts them for such models.
     ("switchback", 8192 / 1664, False, "attention_dots", 0.419),
     ("switchback", 4, True, "dots", 0.767),
     ("switchback", 4, True, "attention_dots", 0.384),
@@ -233,4 +235,4 @@ def test_shares_are_those_of_the_model(recipe, mlp_ratio, layer_scale, policy, s
   model = make(recipe, zero_init_layer_scale=layer_scale, keep=keep or "original").task.model
   vision = dataclasses.replace(model.config.vision, mlp_ratio=mlp_ratio)
   config = dataclasses.replace(model.config, vision=vision)
-  assert remat._shares(model.clone(config=config))[policy] == pytest.approx(share, rel=4e-3)
+  assert memory._shares(model.clone(config=config))[policy] == pytest.approx(share, rel=4e-3)

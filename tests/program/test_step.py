@@ -20,7 +20,13 @@ from sbjax.optim.collage import summed_parameters
 from train.config import MeshConfig, OptimizerConfig
 from train.loss import LOSSES
 from train.optimizer import cast_matrices, make_optimizer, matrix_dtype
-from train.sharding import batch_sharding, make_mesh, path_name, replicated, state_shardings
+from train.parallel.sharding import (
+  batch_sharding,
+  make_mesh,
+  path_name,
+  replicated,
+  state_shardings,
+)
 from train.step import make_init, make_train_step, tensor_names
 from train.task import CLIPTask
 

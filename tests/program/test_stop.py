@@ -13,9 +13,10 @@ import loop_case
 import pytest
 from pairwise import mainly
 
-from train import data, loop, stop
+from train import loop
 from train.checkpoint import Checkpointer
 from train.due import Due
+from train.parallel import stop
 from train.run import Run
 
 ROOT = Path(__file__).parents[2]
@@ -148,7 +149,7 @@ def test_a_signal_in_an_evaluation_ends_it_at_once(train, whole, tmp_path, monke
 
 
 def test_a_signal_in_a_wait_for_data_saves_the_last_step(train, whole, tmp_path, monkeypatch):
-  prefetch = data.prefetch_to_device
+  prefetch = loop.prefetch_to_device
 
   def hanging(*args):
     for i, batch in enumerate(prefetch(*args)):
@@ -157,9 +158,9 @@ def test_a_signal_in_a_wait_for_data_saves_the_last_step(train, whole, tmp_path,
         time.sleep(60)
       yield batch
 
-  monkeypatch.setattr(data, "prefetch_to_device", hanging)
+  monkeypatch.setattr(loop, "prefetch_to_device", hanging)
   assert "after step 2; saved: step 2 in" in str(stopped(train, tmp_path, **EVALUATING))
-  monkeypatch.setattr(data, "prefetch_to_device", prefetch)
+  monkeypatch.setattr(loop, "prefetch_to_device", prefetch)
   assert train(tmp_path, **EVALUATING) == whole
 
 
@@ -254,7 +255,7 @@ def end(process) -> tuple[int, str, str]:
 
 def test_a_signal_to_the_group_leaves_the_children_alive():
   process = program("""
-from train import stop
+from train.parallel import stop
 with stop.listening():
   stop.defer()
   child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3)"])
@@ -270,7 +271,7 @@ with stop.listening():
 
 def test_a_program_that_cannot_answer_is_ended_with_the_message():
   process = program("""
-from train import stop
+from train.parallel import stop
 stop._PATIENCE = 0.5
 with stop.listening():
   signal.pthread_sigmask(signal.SIG_BLOCK, [stop._NUDGE])  # As if it were in C.
@@ -284,7 +285,7 @@ with stop.listening():
 
 def test_only_a_second_ctrl_c_ends_a_run_without_a_save():
   process = program("""
-from train import stop
+from train.parallel import stop
 with stop.listening():
   stop.defer()
   print("ready", flush=True)
@@ -310,7 +311,7 @@ def test_an_ignored_signal_stays_ignored():
   process = program(
     """
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
-from train import stop
+from train.parallel import stop
 with stop.listening():
   os.kill(os.getpid(), signal.SIGHUP)
   time.sleep(0.5)
@@ -323,7 +324,7 @@ with stop.listening():
 def test_a_suspension_is_no_signal():
   code = """
 import sys
-from train import stop
+from train.parallel import stop
 with stop.listening():
   print("ready", flush=True)
   sys.stdin.read()
@@ -344,7 +345,7 @@ with stop.listening():
 
 def test_a_signal_in_a_destructor_is_not_lost():
   process = program("""
-from train import stop
+from train.parallel import stop
 class Slow:
   def __del__(self):
     os.kill(os.getpid(), signal.SIGTERM)

@@ -18,10 +18,10 @@ from sbjax.models import SIZES
 from sbjax.models.transformer import stack_blocks
 from train.config import MeshConfig, OptimizerConfig
 from train.optimizer import make_optimizer
-from train.sharding import batch_sharding, make_mesh, replicated, state_shardings
+from train.parallel.sharding import batch_sharding, make_mesh, replicated, state_shardings
 from train.step import make_init, make_train_step
 from train.task import CLIPTask
-from train.watch import check_watch, tensor_metrics
+from train.tensor_metrics import check_watch, tensor_metrics
 
 pytestmark = pytest.mark.standard_promotion  # As optax needs.
 

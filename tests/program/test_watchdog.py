@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from train.watchdog import EXIT_CODE, describe_threads
+from train.parallel.watchdog import EXIT_CODE, describe_threads
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import threading, time
-from train import watchdog
-from train.watchdog import Watchdog
+from train.parallel import watchdog
+from train.parallel.watchdog import Watchdog
 
 watchdog.PATIENCE = 1
 
