@@ -56,6 +56,20 @@ def test_entries_of_sbjax_stand_on_few_floors_and_import_only_downwards(imports)
   assert floors["sbjax"] == max(floors.values()) <= FLOORS, floors
 
 
+def test_train_s_listing_is_short():
+  names = [p.name for p in (ROOT / "train").iterdir() if p.suffix == ".py" or p.is_dir()]
+  assert len({*names} - {"__pycache__"}) <= 30
+
+
+@pytest.mark.parametrize("folder, below", [
+  ("train.parallel", {"train.config", "train.errors", "train.paths"}),
+  ("train.data", {"train.config", "train.errors", "train.paths", "train.parallel", "train.workdir"}),
+])  # fmt: skip
+def test_folders_of_train_import_only_what_is_below_them(folder, below, imports):
+  graph = collapsed(imports, lambda module: ".".join(module.split(".")[:2]))
+  assert {name for name in graph[folder] if name.startswith("train.")} <= below
+
+
 def test_the_core_does_not_import_studies(imports):
   knowing = {
     entry(module) for module, others in imports.items() if "sbjax.studies" in map(entry, others)
