@@ -2,10 +2,8 @@
 
   python -m benchmarks.report
 
-Reads benchmarks/results/{step,step_patch_dropout,remat,remat_memory,kept_bytes,open_clip,matmul,
-quantize,linear,scaling,models,attention,attention_lengths,attention_counters,serving}.jsonl. If a
-case was measured more than once on a chip, the last line counts. Writes the tables between markers,
-and a plot of CHIP's results for each file.
+Reads benchmarks/results/. If a case was measured more than once on a chip, the last line counts.
+Writes the tables between markers, and a plot of CHIP's results for each file.
 """
 
 import math
@@ -17,7 +15,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from benchmarks import attention_report, models, remat_report, scaling_report, steps_report
+from benchmarks import attention_report, remat_report, scaling_report, steps_report
 from benchmarks.steps_report import FLAX, OURS, best
 from benchmarks.tables import CHIP, RESULTS, last, name_of, read
 
@@ -74,7 +72,6 @@ def main() -> None:
   write("scaling", scaling_report.table(scaling), SCALING)
   write("open_clip_scaling", scaling_report.open_clip_table(ddp, scaling), SCALING)
   write("links", scaling_report.prediction(scaling_report.one_gpu(scaling)), SCALING)
-  write("models", models.table(), DOCS / "convert_a_model.md")
   evidence = DOCS / "evidence.md"
   for path in sorted((RESULTS / "figures").glob("figure_*.md")):  # By benchmarks/figures.
     name, lines = path.stem.replace("_", " "), path.read_text().splitlines()
@@ -147,12 +144,15 @@ def mean_and_range(ratios) -> str:
   return f"**{statistics.geometric_mean(ratios):.2f}x** ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
+STEP_HEAD = [
+  f"| a whole training step on one {name_of(CHIP)} | images a batch | plain Flax, bf16 |"
+  " `switchback` | over plain Flax | its images/s | its MFU | memory: Flax, `switchback` |",
+  "|---|---|---|---|---|---|---|---|",
+]
+
+
 def step_table(step, elsewhere) -> list[str]:
-  lines = [
-    f"| a whole training step on one {name_of(CHIP)} | images a batch | plain Flax, bf16 |"
-    " `switchback` | over plain Flax | its images/s | its MFU | memory: Flax, `switchback` |",
-    "|---|---|---|---|---|---|---|---|",
-  ]
+  lines = list(STEP_HEAD)
   for row in step + elsewhere:
     each = row["contenders"]
     lines.append(step_line(row, best(each, OURS), ", every block rematerialised"))
@@ -181,11 +181,7 @@ def step_cells(row, flax, ours) -> str:
 
 def dropout_table(rows) -> list[str]:
   """The steps of benchmarks/step.py with --patch_dropout."""
-  lines = [
-    f"| a whole training step on one {name_of(CHIP)} | images a batch | plain Flax, bf16 |"
-    " `switchback` | over plain Flax | its images/s | its MFU | memory: Flax, `switchback` |",
-    "|---|---|---|---|---|---|---|---|",
-  ]
+  lines = list(STEP_HEAD)
   for row in rows:
     flax = best(row["contenders"], (*FLAX, "flax_no_remat"))
     ours = best(row["contenders"], (*OURS, "switchback_no_remat"))
