@@ -153,7 +153,7 @@ NESTED = {
 }
 
 
-@pytest.mark.parametrize("name", NESTED)
+@pytest.mark.parametrize("name", mainly(["two axes", "vmap in a scan", "spmd_axis_name"], NESTED))
 def test_other_transformations_within_and_around_change_no_number(name):
   mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
   with jax.set_mesh(mesh):

@@ -73,7 +73,10 @@ def test_a_sharded_mlp_equals_one_device_and_gathers_no_activation(monkeypatch, 
 @pytest.mark.parametrize(
   ("by_kernels", "layout"),
   # Without kernels JAX finds the shardings of all other layouts ambiguous.
-  [(False, "batch"), *((True, layout) for layout in MLP_LAYOUTS)],
+  mainly(
+    [(False, "batch"), (True, "fsdp")],
+    [(False, "batch"), *((True, layout) for layout in MLP_LAYOUTS)],
+  ),
 )
 def test_an_mlp_in_explicit_mode_equals_one_device(monkeypatch, by_kernels, layout):
   mesh, case = make_mesh(AxisType.Explicit), mlp_case()

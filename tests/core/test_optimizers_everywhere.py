@@ -178,7 +178,7 @@ def test_nnx_optimizer_makes_the_same_updates(name, jit):
 
 
 @everywhere
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", mainly([AxisType.Explicit], [AxisType.Auto, AxisType.Explicit]))
 def test_nnx_optimizer_takes_annotated_parameters_on_a_mesh(name, kind):
   with jax.set_mesh(mesh(kind)):
     options = {k: {"out_sharding": tuple(spec)} for k, spec in SPECS.items()}

@@ -147,8 +147,8 @@ def compare(name, split, alone):
   ("name", "layout"),
   mainly(
     [
-      *(("llm_int8", layout) for layout in LAYOUTS),
-      *(("switchback_m", "K"), ("fp8_tensorwise", "fsdp"), ("fp8_switchback", "N")),
+      *(("llm_int8", "batch"), ("switchback_m", "K")),
+      *(("fp8_tensorwise", "fsdp"), ("fp8_switchback", "N")),
     ],
     itertools.product([name for name in RECIPES if name != "full"], LAYOUTS),
   ),

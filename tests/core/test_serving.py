@@ -119,7 +119,12 @@ def input_gradient(w, recipe):
   return jax.vjp(lambda x: quantized_dot(x, w, recipe), X)[1](DY)[0]
 
 
-@pytest.mark.parametrize("name", ["switchback", "switchback_m", "fp8_switchback", "fp8_static"])
+@pytest.mark.parametrize(
+  "name",
+  mainly(
+    ["switchback", "fp8_static"], ["switchback", "switchback_m", "fp8_switchback", "fp8_static"]
+  ),
+)
 def test_a_frozen_kernel_of_one_scale_gives_the_input_gradient_of_its_floats(name):
   recipe = RECIPES[name]
   expected = input_gradient(jnp.asarray(W), recipe)
