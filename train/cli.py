@@ -56,7 +56,7 @@ def run(job) -> None:
 def _run(job, overrides, argv) -> None:
   if len(argv) > 1:
     sys.exit(f"Arguments must be flags: {' '.join(argv[1:])}. Did you mean --config.{argv[1]}?")
-  with explained(_DEBUG.value):
+  with report_errors(_DEBUG.value):
     workdir = local_path(_WORKDIR.value, "--workdir", utf8=True)
     config = load_config(_CONFIG.value)
     override(config, overrides)
@@ -185,7 +185,7 @@ def _field(path: str) -> dataclasses.Field:
 
 
 @contextlib.contextmanager
-def explained(debug: bool = False) -> Iterator[None]:
+def report_errors(debug: bool = False) -> Iterator[None]:
   """Ends the program with one message for an error that a user can fix; quiets other logs."""
   for stream in (sys.stdout, sys.stderr):  # A name may have letters that the encoding lacks.
     if hasattr(stream, "reconfigure"):
