@@ -10,13 +10,12 @@ even columns of "quiet columns" and the even rows of "quiet rows". "bfloat16, ne
 as it rounds without chance. Adds a line for each kind and rate. Takes 20 minutes on two CPU cores.
 """
 
-import argparse
 import functools
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks.timing import append, provenance
+from benchmarks.timing import append, parser_of, provenance
 from sbjax.ops.adam import Coded
 from sbjax.optim.stable_adamw import stable_adamw
 from sbjax.optim.state_formats import Format, compress_state
@@ -33,8 +32,7 @@ CHOICES = {"bfloat16, nearest": {"mu": _NEAREST, "nu": _NEAREST}} | CHOICES
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--out", default="benchmarks/results/averages.jsonl")
+  parser = parser_of(__doc__, "averages")
   parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
   parser.add_argument("--b2", type=float, nargs="+", default=[0.95, 0.98, 0.999])
   args = parser.parse_args()

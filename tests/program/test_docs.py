@@ -144,7 +144,7 @@ def written_tables(monkeypatch):
 
 def test_tables_in_docs_equal_those_made_from_the_result_files(monkeypatch):
   tables = written_tables(monkeypatch)
-  assert len(tables) == 33
+  assert len(tables) == 31
   for lines, *page in tables.values():
     text = page[0].read_text() if page else report.PERFORMANCE.read_text()
     assert "\n".join(lines) in text, lines[0]
