@@ -8,6 +8,12 @@ from those of float32 states, over how far these moved. `quiet` is the largest m
 tenth of the steps, in learning rates, of the numbers whose gradient is 0 in the second half: the
 even columns of "quiet columns" and the even rows of "quiet rows". "bfloat16, nearest" is bfloat16
 as it rounds without chance. Adds a line for each kind and rate. Takes 20 minutes on two CPU cores.
+
+  JAX_PLATFORMS=cpu python -m benchmarks.averages --moments
+
+looks at the averages themselves, of 64 x 128 numbers in the last tenth of the steps. `bias` is by
+how much the mean of an average is off, over that of float32: over time, numbers and chances. It has
+a standard error. `error` is the root mean square of what is off at a time, over that of float32.
 """
 
 import functools
@@ -17,8 +23,9 @@ import jax.numpy as jnp
 
 from benchmarks.timing import append, parser_of, provenance
 from sbjax.ops.adam import Coded
+from sbjax.ops.dither import hashed, positions
 from sbjax.optim.stable_adamw import stable_adamw
-from sbjax.optim.state_formats import Format, compress_state
+from sbjax.optim.state_formats import FORMATS, Format, compress_state
 from train.optimizer import STATES
 
 SHAPE, STEPS = (8, 128), 10_000
@@ -29,13 +36,22 @@ _NEAREST = Format(
 )
 CHOICES = {name: STATES[name] for name in ("bfloat16", "coat", "fp8_lm")}
 CHOICES = {"bfloat16, nearest": {"mu": _NEAREST, "nu": _NEAREST}} | CHOICES
+# The formats of each moment in these choices, and b1.
+MOMENTS = {
+  "mu": ("BFLOAT16", "E4M3_EXPANDED", "E4M3_SCALED"),
+  "nu": ("BFLOAT16", "E4M3_EXPANDED", "FLOAT16_SCALED"),
+}
+B1 = 0.9
 
 
 def main() -> None:
   parser = parser_of(__doc__, "averages")
   parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
   parser.add_argument("--b2", type=float, nargs="+", default=[0.95, 0.98, 0.999])
+  parser.add_argument("--moments", action="store_true", help="the averages, not the parameters")
   args = parser.parse_args()
+  if args.moments:
+    return _moments(args)
   for kind in args.kinds:
     for b2 in args.b2:
       rows = measure(kind, b2)
@@ -43,6 +59,65 @@ def main() -> None:
         print(f"{kind:14} b2 {b2:5} {name:18} {row}", flush=True)
       line = {"benchmark": "averages", "gradients": kind, "b2": b2, "steps": STEPS, "states": rows}
       append(args.out, [line | provenance()])
+
+
+def _moments(args) -> None:
+  for kind in args.kinds:
+    for moment, b in (("mu", B1), *(("nu", b2) for b2 in args.b2)):
+      rows = moments(kind, moment, b)
+      for name, row in rows.items():
+        print(f"{kind:14} {moment} b {b:5} {name:18} {row}", flush=True)
+      line = {"benchmark": "averages", "gradients": kind, "moment": moment, "b": b, "steps": STEPS}
+      append(args.out, [line | {"formats": rows} | provenance()])
+
+
+def moments(kind: str, moment: str, b: float) -> dict[str, dict[str, float]]:
+  """Bias and error of a moment, "mu" or "nu", in each format."""
+  rows = {}
+  for name, (coded, plain, square, size) in averaged(kind, moment, b).items():
+    of_rows = (coded / plain)[plain > 0]  # Samples.
+    numbers = {
+      "bias": coded.sum() / plain.sum() - 1,
+      "standard_error": of_rows.std() / len(of_rows) ** 0.5,
+      "error": (square.sum() / size.sum()) ** 0.5,
+    }
+    rows[name] = {key: float(f"{value:.2g}") for key, value in numbers.items()}
+  return rows
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def averaged(kind: str, moment: str, b: float) -> dict[str, list[jax.Array]]:
+  """For each format sums of each row over the numbers whose gradient changes, and the last steps.
+
+  Of what is stored, with the sign of float32's; of float32's; of the squares of their difference;
+  and of float32's squares.
+  """
+  shape = (64, SHAPE[1])
+  formats = {"nearest": _NEAREST} | {name: FORMATS[name] for name in MOMENTS[moment]}
+  scales = jnp.exp(jax.random.normal(jax.random.key(1), shape))
+  # What no gradient moves has no mean that is worth a comparison.
+  chosen = ~_is_even(kind, shape) if kind.startswith("quiet") else _is_even(kind, shape)
+
+  def step(carry, t):
+    plain, stored, sums = carry
+    keys = jax.random.split(jax.random.fold_in(jax.random.key(0), t))
+    g = scales * KINDS[kind](*keys, t, shape)
+    new = (1 - b) * (g if moment == "mu" else g * g)
+    plain, chance = b * plain + new, hashed(positions(t, shape))
+    counts = chosen & (t >= STEPS - STEPS // 10)
+    for name, form in formats.items():
+      x = b * form.decode(stored[name]) + new
+      stored = stored | {name: form.encode(x, 0, None, chance)}
+      x = form.decode(stored[name])
+      found = jnp.sign(plain) * x, jnp.abs(plain), (x - plain) ** 2, plain**2
+      added = [s + jnp.where(counts, y, 0).sum(1) for s, y in zip(sums[name], found, strict=True)]
+      sums = sums | {name: added}
+    return (plain, stored, sums), None
+
+  zeros = jnp.zeros(shape)
+  stored = {name: form.encode(zeros, 0) for name, form in formats.items()}
+  sums = {name: [jnp.zeros(shape[:1])] * 4 for name in formats}
+  return jax.lax.scan(step, (zeros, stored, sums), jnp.arange(STEPS))[0][2]
 
 
 def measure(kind: str, b2: float, choices=tuple(CHOICES)) -> dict[str, dict[str, float]]:
@@ -68,7 +143,7 @@ def trained(kind: str, b2: float, states: str) -> tuple[jax.Array, jax.Array]:
 
   def step(carry, t):
     params, state = carry
-    drawn = KINDS[kind](*jax.random.split(jax.random.fold_in(jax.random.key(0), t)), t)
+    drawn = KINDS[kind](*jax.random.split(jax.random.fold_in(jax.random.key(0), t)), t, SHAPE)
     updates, state = optimizer.update(scales * drawn, state)
     return (params + updates, state), None
 
@@ -79,31 +154,29 @@ def trained(kind: str, b2: float, states: str) -> tuple[jax.Array, jax.Array]:
   return after, after - carry[0]
 
 
-def _is_even(kind: str) -> jax.Array:
+def _is_even(kind: str, shape=SHAPE) -> jax.Array:
   axis = 0 if kind == "quiet rows" else 1
-  return jax.lax.broadcasted_iota(jnp.int32, SHAPE, axis) % 2 == 0
+  return jax.lax.broadcasted_iota(jnp.int32, shape, axis) % 2 == 0
 
 
-def _normal(key) -> jax.Array:
-  return jax.random.normal(key, SHAPE)
-
-
-def _vanishing(key, other, t) -> jax.Array:
+def _vanishing(key, other, t, shape) -> jax.Array:
   size = jnp.exp(-jnp.log(1e4) * t.astype(jnp.float32) / STEPS)
-  return _normal(key) * jnp.where(_is_even("columns"), size, 1.0)
+  return jax.random.normal(key, shape) * jnp.where(_is_even("columns", shape), size, 1.0)
 
 
-def _quiet(kind: str, key, other, t) -> jax.Array:
-  return jnp.where(_is_even(kind) & (t >= STEPS // 2), 0.0, _normal(key))
+def _quiet(kind: str, key, other, t, shape) -> jax.Array:
+  return jnp.where(_is_even(kind, shape) & (t >= STEPS // 2), 0.0, jax.random.normal(key, shape))
 
 
-KINDS = {  # Functions of two keys and the step.
-  "stationary": lambda key, other, t: 0.1 + _normal(key),
-  "sparse": lambda key, other, t: jnp.where(
-    jax.random.uniform(other, SHAPE) < 0.01, _normal(key), 0.0
+KINDS = {  # Functions of two keys, the step and the shape.
+  "stationary": lambda key, other, t, shape: 0.1 + jax.random.normal(key, shape),
+  "sparse": lambda key, other, t, shape: jnp.where(
+    jax.random.uniform(other, shape) < 0.01, jax.random.normal(key, shape), 0.0
   ),
   "vanishing": _vanishing,  # Even columns fall to 1e-4.
-  "heavy-tailed": lambda key, other, t: _normal(key) ** 3 * jnp.exp(2 * _normal(other)),
+  "heavy-tailed": lambda key, other, t, shape: (
+    jax.random.normal(key, shape) ** 3 * jnp.exp(2 * jax.random.normal(other, shape))
+  ),
   "quiet columns": functools.partial(_quiet, "quiet columns"),
   "quiet rows": functools.partial(_quiet, "quiet rows"),
 }

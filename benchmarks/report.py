@@ -8,7 +8,6 @@ Writes the tables between markers, and a plot of CHIP's results for each file.
 
 import math
 import statistics
-import sys
 from pathlib import Path
 
 import matplotlib
@@ -53,13 +52,12 @@ def main() -> None:
   write("open_clip", steps_report.open_clip_table(open_clip))
   write("speeds", table(matmul, matmuls_elsewhere, raced, quantize, linear))
   attention, elsewhere = by_chip(last(read("attention"), "chip", "case"))
-  write("attention", attention_report.table(attention))
-  write("attention_h100", attention_report.table(of_h100(elsewhere)))
-  lengths, elsewhere = by_chip(last(read("attention_lengths"), "chip", "case"))
+  write("attention", attention_report.table(attention, of_h100(elsewhere)))
+  lengths, _ = by_chip(last(read("attention_lengths"), "chip", "case"))
   write("attention_lengths", attention_report.lengths_table(lengths))
-  write("attention_lengths_h100", attention_report.lengths_table(of_h100(elsewhere)))
   counters, elsewhere = by_chip(read("attention_counters"))
-  write("attention_counters", attention_report.counters_table(counters + of_h100(elsewhere)))
+  counters = attention_report.counters_table(counters + of_h100(elsewhere))
+  write("attention_counters", counters, DOCS / "studies" / "attention_counters.md")
   serving = [row for row in read("serving") if row["benchmark"] == "serving speed"]
   serving, _ = by_chip(last(serving, "chip", "size", "batch_size"))
   write("serving", serving_table(serving), DOCS / "embedding.md")
@@ -76,11 +74,9 @@ def main() -> None:
   write("links", scaling_report.prediction(scaling_report.one_gpu(scaling)), SCALING)
   evidence = DOCS / "evidence.md"
   for path in sorted((RESULTS / "figures").glob("figure_*.md")):  # By benchmarks/figures.
-    name = path.stem.replace("_", " ")
-    if MARKERS[0].format(name) in evidence.read_text():
-      write(name, path.read_text().splitlines(), evidence)
-    else:
-      print(f"docs/evidence.md does not show {name}.", file=sys.stderr)
+    name, lines = path.stem.replace("_", " "), path.read_text().splitlines()
+    if MARKERS[0].format(name) in evidence.read_text():  # Of the others it has a link.
+      write(name, of_all_sizes(lines), evidence)
 
 
 def write(name: str, lines: list[str], page: Path = PERFORMANCE) -> None:
@@ -91,6 +87,16 @@ def write(name: str, lines: list[str], page: Path = PERFORMANCE) -> None:
   text = "\n".join(lines)
   page.write_text(f"{before}{begin}\n{text}\n{end}{after}")
   print(text)
+
+
+def of_all_sizes(lines: list[str]) -> list[str]:
+  """A table's lines of all sizes without their empty columns; all of it if it has no such lines."""
+  head, rule, *rows = lines
+  if not (rows := [line for line in rows if line.startswith("| all sizes |")]):
+    return lines
+  columns = zip(*(line.strip("|").split("|") for line in (head, rule, *rows)), strict=True)
+  _, *full = [column for column in columns if any(cell.strip() for cell in column[2:])]
+  return [f"|{'|'.join(cells)}|" for cells in zip(*full, strict=True)]
 
 
 def has_triton(row) -> bool:

@@ -17,8 +17,7 @@ project = "sbjax"
 author = copyright = "the sbjax authors"
 version = release = sbjax.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx.ext.napoleon"]
-myst_enable_extensions = ["dollarmath"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_heading_anchors = 3
 exclude_patterns = ["_build"]
 
@@ -74,7 +73,13 @@ def _plain_stars(app, what, name, obj, options, lines):
     lines[i] = "`".join(pieces)
 
 
+def _download(app, docname, source):
+  """A link to Markdown that is not a page of the site is a download."""
+  source[0] = re.sub(r"\]\(((?:\.\./)+benchmarks/[^)]+\.md)\)", r"](path:\1)", source[0])
+
+
 def setup(app):
+  app.connect("source-read", _download)
   app.connect("autodoc-process-docstring", _plain_stars, priority=400)  # Napoleon adds stars.
   app.connect("autodoc-process-signature", _signature)
   app.connect("autodoc-skip-member", _is_noise)

@@ -319,8 +319,8 @@ class Config:
   checkpoint_keep: int = field(3, "how many of the newest checkpoints stay", AT_LEAST_1, MAY_CHANGE)
   max_hours: float = field(
     0.0,
-    """The run saves and stops when it has taken so many hours in one start (exit code 75); 0: no
-    limit""",
+    """The run saves and stops when it has taken so many hours in one start (exit code 75), but not
+    before the start's first step: a start that takes longer gets on, too. 0: no limit""",
     zero_or_more("no limit"),
     MAY_CHANGE,
   )

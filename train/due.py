@@ -1,15 +1,16 @@
 """What is due after a step: an evaluation, a checkpoint, the end of the run.
 
 Signals, clocks and a file named "stop" in the workdir differ between processes, so several agree on
-them: about every two seconds, since an agreement waits for the device.
+them: about every two seconds, since an agreement waits for the device, and at each batch of an
+evaluation, which waits for it anyway.
 """
 
 import contextlib
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import jax
 
@@ -62,14 +63,16 @@ class Due:
     return step == self._config.steps or _is_multiple(step, self._config.eval_every)
 
   @contextlib.contextmanager
-  def abandoning(self) -> Iterator[None]:
+  def abandoning(self, end: Callable[[int], NoReturn]) -> Iterator[None]:
     """An evaluation within the block raises `Abandoned` when the run is to end.
 
     One process leaves it at once, several at the next batch, by `look`.
+
+    end: saves, and raises `stop.Stopped`; called in another thread, with a reason, where XLA
+      compiles or something else does not hear a signal.
     """
-    self._agree_in_evaluation = _Agreement(self._config.log_every)
     try:
-      with interruptible():
+      with interruptible(lambda: end(stop.received())):
         yield
     except stop.Interrupted as error:
       self.end = stop.received()
@@ -77,7 +80,7 @@ class Due:
 
   def look(self) -> None:
     """Raises `Abandoned` if the run is to end; called for each batch of an evaluation."""
-    self.end = int(self._agree_in_evaluation(self._reason())[0])
+    self.end = int(largest_of_all(self._reason())[0])
     if self.end:
       raise Abandoned
 
@@ -106,9 +109,9 @@ class Due:
     return (time.monotonic() - self._saved) / 60
 
 
-def interruptible() -> contextlib.AbstractContextManager:
+def interruptible(save: Callable[[], object] | None = None) -> contextlib.AbstractContextManager:
   """`stop.interruptible`, where no other process would wait for this one."""
-  return stop.interruptible() if jax.process_count() == 1 else contextlib.nullcontext()
+  return stop.interruptible(save) if jax.process_count() == 1 else contextlib.nullcontext()
 
 
 def _is_multiple(step: int, every: int) -> bool:

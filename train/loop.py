@@ -232,7 +232,7 @@ class _Steps:
     step, run, recorder = self._step, self._run, self._recorder
     self._watchdog.pauses_for(f"the evaluation after step {step}")
     try:
-      with self._due.abandoning():
+      with self._due.abandoning(self._end):
         scores = run._replace(between_batches=self._due.look).evaluate(self._state.params)
     except Abandoned:
       self._end(self._due.end)

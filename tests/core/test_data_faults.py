@@ -10,14 +10,16 @@ import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 import tracemalloc
 
+import jax
 import pytest
 from shards_case import captions, data_config, image_bytes, pairs, write_shard
 
 from train.config import Config, ModelConfig
-from train.data import sample, tar_shards
+from train.data import prefetch, sample, tar_shards
 from train.data.builders import prepare
 from train.data.prepared import Prepared
 from train.data.tokenizer import make_tokenizer
@@ -290,6 +292,21 @@ def test_a_worker_s_end_is_explained_by_its_signal(config, folder, signum, messa
     for _ in range(20):
       next(iterator)
   iterator.close()
+
+
+def test_a_worker_that_hangs_does_not_hold_the_exit(config, folder, monkeypatch):
+  monkeypatch.setattr(prefetch, "_PATIENCE", 1)
+  write_shard(folder / "a.tar", pairs(8))
+  batches = prefetch.prefetch_to_device(train_iterator(config, workers=1), jax.device_put, 1)
+  next(batches)
+  (worker,) = multiprocessing.active_children()
+  os.kill(worker.pid, signal.SIGSTOP)
+  closing = threading.Thread(target=batches.close, daemon=True)
+  closing.start()
+  closing.join(60)
+  if hangs := closing.is_alive():
+    worker.kill()
+  assert not hangs
 
 
 IMPORT = """

@@ -3,6 +3,7 @@
 import json
 import re
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -116,7 +117,21 @@ def test_a_port_that_is_taken_is_named_before_jax_takes_it(address, host):
   except OSError as error:
     pytest.skip(f"no such address here: {error}")
   with other, pytest.raises(RunError, match=f"port {port}, .* in use.* JAX_COORDINATOR_PORT"):
-    meet(address, process(0), 0.5)
+    meet(address, process(0, 1), 0.5)
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_all_hear_in_seconds_that_the_port_is_taken(address, silent, monkeypatch):
+  """By a program that refuses their connections, or takes them and says nothing."""
+  monkeypatch.setattr(processes, "_ASKING", 0.2)
+  with socket.socket() as other:
+    other.bind(("localhost", int(address.rpartition(":")[2])))
+    if silent:
+      other.listen()
+    began = time.monotonic()
+    told = all_meet(address, [process(i, 3) for i in (1, 2, 0)], patience=30)
+  assert time.monotonic() - began < 20
+  assert len(set(told)) == 1 and "Process 0 cannot listen at port" in told[0]
 
 
 def test_waiting_for_a_process_is_said_each_minute(address, monkeypatch, capfd):
@@ -206,6 +221,7 @@ def test_slurm_s_processes_meet_at_the_port_that_jax_will_take(monkeypatch):
     "SLURM_PROCID": "0",
   }
   monkeypatch.setattr(processes, "PATIENCE", 0.5)
+  monkeypatch.setattr(processes, "_TELLING", 0.1)
   for name, value in environment.items():
     monkeypatch.setenv(name, value)
   with pytest.raises(RunError, match=r"1 came in time to port 62047 .* index 1 "):

@@ -84,6 +84,9 @@ def test_attention_s_table_has_the_fastest_of_ours_and_of_pytorch_s():
   for line in others:  # Without PyTorch.
     assert line.endswith("| 1.000 / 4.000 |  | 0.500 / 2.000 | **2.00x** |")
   assert mean.endswith("2.52x.")  # The cube root of 16.
+  with_another = attention_report.table(rows[:1], [rows[2] | {"chip": "NVIDIA H100 80GB HBM3"}])
+  assert with_another[2].endswith("| **4.00x** | 2.00x |")
+  assert with_another[-1].endswith("4.00x, on H100 2.00x.")
   assert attention_report.gain(rows[1], "mosaic") == pytest.approx(4 / 3)
   assert attention_report.lengths_table(rows[:1])[-1] == "| 77 | 4.00x |"
 

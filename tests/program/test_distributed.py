@@ -2,25 +2,19 @@
 
 import dataclasses
 import json
-import os
 import re
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from conftest import QUICK
 from pairwise import mainly
+from processes_case import ends, start_two
 
 from configs import quickstart
 from train.loop import train
 
 pytestmark = pytest.mark.standard_promotion  # As optax needs.
 
-ROOT = Path(__file__).parents[2]
 TIMINGS = {"step_seconds", "data_wait_seconds", "images_per_second", "mfu", "peak_gigabytes"}
 
 # A whole run, then its last step again from the first checkpoint, through the command line.
@@ -53,37 +47,6 @@ def flags(config) -> list[str]:
       {f"{name}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {name: value}
     )
   return [f"--config.{k}={v}" for k, v in fields.items() if not isinstance(v, tuple)]
-
-
-def start_two(cache: str, *arguments: str, each=((), ())) -> list[subprocess.Popen]:
-  """Starts two processes with the arguments, and with one more of `each`."""
-  try:
-    with socket.socket() as server:
-      server.bind(("localhost", 0))
-      port = server.getsockname()[1]
-  except OSError as error:
-    pytest.skip(f"no port can be opened here: {error}")
-  environment = {
-    **os.environ,
-    "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": f"--xla_force_host_platform_device_count=1 {QUICK}",
-    "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
-    "JAX_NUM_PROCESSES": "2",
-    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-    "JAX_COMPILATION_CACHE_DIR": cache,
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-  }
-  return [
-    subprocess.Popen(
-      [sys.executable, *arguments, *each[i]],
-      cwd=ROOT,
-      env={**environment, "JAX_PROCESS_ID": str(i)},
-      text=True,
-      stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE,
-    )
-    for i in range(2)
-  ]
 
 
 def measured(path):
@@ -123,12 +86,6 @@ def job(config, workdir):
 
 cli.run(job)
 """
-
-
-def ends(started, deadline=180.0):
-  """The exit codes and error messages of processes."""
-  said = [process.communicate(timeout=deadline) for process in started]
-  return [(process.returncode, err) for process, (_, err) in zip(started, said, strict=True)]
 
 
 @pytest.mark.slow

@@ -144,10 +144,19 @@ def written_tables(monkeypatch):
 
 def test_tables_in_docs_equal_those_made_from_the_result_files(monkeypatch):
   tables = written_tables(monkeypatch)
-  assert len(tables) == 31
   for lines, *page in tables.values():
     text = page[0].read_text() if page else report.PERFORMANCE.read_text()
     assert "\n".join(lines) in text, lines[0]
+  marked = [name for page in PAGES for name in re.findall(r"<!-- (.*): made by", page.read_text())]
+  assert sorted(marked) == sorted(name for name, *_ in tables)
+
+
+def test_a_table_of_all_sizes_has_neither_the_size_nor_an_empty_column():
+  head = ["| size | recipe | top-1 | apart |", "|---|---|---|---|"]
+  lines = [*head, "| small | `a` | 5 | 1 |", "| all sizes | `a` |  | 2 |"]
+  expected = ["| recipe | apart |", "|---|---|", "| `a` | 2 |"]
+  assert report.of_all_sizes(lines) == expected
+  assert report.of_all_sizes(lines[:3]) == lines[:3]
 
 
 def test_attention_s_tables_are_of_one_chip(monkeypatch):

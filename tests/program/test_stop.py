@@ -148,6 +148,48 @@ def test_a_signal_in_an_evaluation_ends_it_at_once(train, whole, tmp_path, monke
   assert train(tmp_path, **EVALUATING) == whole
 
 
+# An evaluation that hears no signal for a while, as in XLA's compiler, and a save that takes 3 s.
+DEAF = """
+import ctypes
+from pathlib import Path
+from train.parallel import stop
+
+def evaluate(run, params):
+  signal.pthread_sigmask(signal.SIG_BLOCK, [stop._NUDGE])
+  print("evaluating", flush=True)
+  ctypes.CDLL(None).sleep(2)
+  signal.pthread_sigmask(signal.SIG_UNBLOCK, [stop._NUDGE])
+  return {"top1": 0.0}
+
+def slow(checkpointer, *args):
+  time.sleep(3)
+  save(checkpointer, *args)
+
+with stop.listening():  # Before threads start.
+  sys.path.insert(0, "tests")
+  import loop_case
+  from train import loop
+  from train.checkpoint import Checkpointer
+  from train.run import Run
+  stop._PATIENCE, save = 0.5, Checkpointer.save
+  loop_case.replace_model(setattr)
+  Run.evaluate, Checkpointer.save = evaluate, slow
+  config = loop_case.config("DATA", checkpoint_every=0, eval_every=2, steps=10**6)
+  loop.train(config, Path("WORKDIR"))
+"""
+
+
+def test_an_evaluation_that_hears_no_signal_is_ended_with_its_step_saved(data_dir, tmp_path):
+  process = program(DEAF.replace("DATA", str(data_dir)).replace("WORKDIR", str(tmp_path)))
+  while process.stdout.readline() != "evaluating\n":
+    assert process.poll() is None
+  process.terminate()
+  code, _, err = end(process)
+  where = f"step 2 in {tmp_path / 'checkpoints'}"
+  assert err == f"\nStopped by SIGTERM after step 2; saved: {where}. The same command continues.\n"
+  assert code == 143 and saved(tmp_path) == [2] == [measured(tmp_path)[-1]["step"]]
+
+
 def test_a_signal_in_a_wait_for_data_saves_the_last_step(train, whole, tmp_path, monkeypatch):
   prefetch = loop.prefetch_to_device
 
@@ -229,6 +271,8 @@ def test_max_hours_end_a_run_that_may_go_on(train, tmp_path):
   error = stopped(train, tmp_path, max_hours=1e-9)
   assert "Stopped by max_hours=1e-09 after step 1; saved: step 1" in str(error)
   assert error.exit_code == 75
+  # Each start takes a step: one that prepares data or compiles for longer gets on, too.
+  assert "after step 2; saved: step 2" in str(stopped(train, tmp_path, max_hours=1e-9))
 
 
 def test_checkpoint_minutes_save_by_the_clock(train, tmp_path):

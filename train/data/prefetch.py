@@ -1,10 +1,13 @@
 """Batches on their devices ahead of the step that takes them."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+import multiprocessing
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import grain
+
+_PATIENCE = 5.0  # Seconds for workers to end.
 
 
 def prefetch_to_device(
@@ -13,7 +16,7 @@ def prefetch_to_device(
   """Yields (batch on its devices, the state of `iterator` after it), prefetched by `size` batches.
 
   A thread fetches batches and copies them to devices. Its errors are raised here. Closing the
-  generator ends the thread and closes `iterator`.
+  generator ends the thread and closes `iterator`; workers that do not end in time are killed.
 
   Args:
     iterator: gives this process's item of each batch.
@@ -21,9 +24,22 @@ def prefetch_to_device(
     size: batches ahead; 0: no thread.
   """
   ahead = grain.experimental.ThreadPrefetchDatasetIterator(_OnDevice(iterator, put), size)
-  with contextlib.closing(ahead):
+  before = multiprocessing.active_children()
+  try:
     for batch in ahead:
       yield batch, ahead.get_state()
+  finally:
+    # A worker that hangs would hold the thread, which waits for its batch.
+    killing = threading.Timer(_PATIENCE, _kill_children, [before])
+    killing.start()
+    ahead.close()
+    killing.cancel()
+
+
+def _kill_children(but: Sequence[multiprocessing.process.BaseProcess]) -> None:
+  for child in multiprocessing.active_children():
+    if child not in but:
+      child.kill()
 
 
 class _OnDevice(grain.DatasetIterator):

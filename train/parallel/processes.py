@@ -16,6 +16,7 @@ import errno
 import json
 import os
 import re
+import select
 import socket
 import sys
 import time
@@ -36,6 +37,8 @@ _MINUTE = 60.0
 # Seconds for which a run may be suspended: JAX's heartbeat counts them, and aborts all after 100 by
 # default. train.parallel.peers notices a dead process at once.
 SUSPENDED = 24 * 3600
+_TELLING = 30.0  # seconds for which process 0 tells the others that its port is taken
+_ASKING = 2.0  # seconds between two of their questions
 _BY_HAND = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
@@ -222,12 +225,13 @@ def _receive(port: int, me: Process, deadline: float) -> list[int] | None:
     try:
       server = closing.enter_context(listen(port))
     except OSError as error:
-      reason = os.strerror(error.errno)
-      raise RunError(
-        f"Process 0 cannot listen at port {port}, where the processes meet: {reason}. Take another"
-        " port: in JAX_COORDINATOR_ADDRESS, or for Slurm, Open MPI and Kubernetes in"
-        " JAX_COORDINATOR_PORT, the same for all processes."
-      ) from error
+      message = (
+        f"Process 0 cannot listen at port {port}, where the processes meet:"
+        f" {os.strerror(error.errno)}. Take another port: in JAX_COORDINATOR_ADDRESS, or for Slurm,"
+        " Open MPI and Kubernetes in JAX_COORDINATOR_PORT, the same for all processes."
+      )
+      _tell_by_udp(port, message, me.count)
+      raise RunError(message) from error
     guests = []
     try:
       while len(present) < me.count:
@@ -245,6 +249,39 @@ def _receive(port: int, me: Process, deadline: float) -> list[int] | None:
     for guest, process in guests:
       _send(guest, {"gpus": assigned[process.index]})
   return assigned[0]
+
+
+def _tell_by_udp(port: int, message: str, count: int) -> None:
+  """Answers `_asked_by_udp` until all others have asked, or for a while.
+
+  UDP has ports of its own, so the one of this number is free.
+  """
+  both = socket.has_dualstack_ipv6()
+  asked, deadline = set(), time.monotonic() + _TELLING
+  with (
+    contextlib.suppress(OSError),
+    socket.socket(socket.AF_INET6 if both else socket.AF_INET, socket.SOCK_DGRAM) as server,
+  ):
+    if both:
+      server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    server.bind(("", port))
+    while len(asked) < count - 1 and (left := deadline - time.monotonic()) > 0:
+      server.settimeout(left)
+      index, sender = server.recvfrom(16)
+      server.sendto(json.dumps({"error": message}).encode(), sender)
+      asked.add(index)
+
+
+def _asked_by_udp(address: tuple[str, int], me: Process) -> dict | None:
+  """The answer of a process 0 that cannot have its port; None: it does not say so."""
+  with contextlib.suppress(OSError):
+    for family, kind, _, _, where in socket.getaddrinfo(*address, type=socket.SOCK_DGRAM):
+      with contextlib.suppress(OSError, ValueError), socket.socket(family, kind) as guest:
+        guest.settimeout(1)
+        guest.connect(where)
+        guest.send(str(me.index).encode())
+        return json.loads(guest.recv(4096))
+  return None
 
 
 def listen(port: int) -> socket.socket:
@@ -314,8 +351,8 @@ def _attend(address: tuple[str, int], me: Process, deadline: float) -> list[int]
     try:
       with socket.create_connection(address, timeout=min(left, 10)) as host:
         _send(host, me._asdict())
-        host.settimeout(max(left, 1) + 10)  # Process 0 times out first, so that it can say why.
-        answer = json.loads(host.makefile().readline())
+        # Process 0 times out first, so that it can say why.
+        answer = _answer(host, address, me, deadline + 10)
       break
     except ValueError as error:
       raise RunError(
@@ -323,6 +360,8 @@ def _attend(address: tuple[str, int], me: Process, deadline: float) -> list[int]
       ) from error
     except OSError as error:
       reason = error.strerror or str(error)
+      if answer := _asked_by_udp(address, me):
+        break
       time.sleep(min(0.3, left))
   else:
     raise RunError(
@@ -332,6 +371,17 @@ def _attend(address: tuple[str, int], me: Process, deadline: float) -> list[int]
   if "error" in answer:
     raise RunError(answer["error"])
   return answer["gpus"]
+
+
+def _answer(host: socket.socket, address: tuple[str, int], me: Process, deadline: float) -> dict:
+  """What process 0 answers, at its port or, if something else is there, by UDP."""
+  while not select.select([host], [], [], _ASKING)[0]:
+    if answer := _asked_by_udp(address, me):
+      return answer
+    if time.monotonic() > deadline:
+      raise TimeoutError("timed out")
+  host.settimeout(10)
+  return json.loads(host.makefile().readline())
 
 
 def _send(connection: socket.socket, message: dict) -> None:

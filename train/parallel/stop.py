@@ -105,16 +105,24 @@ def defer() -> None:
 
 
 @contextlib.contextmanager
-def interruptible() -> Iterator[None]:
-  """A wait that a signal ends by `Interrupted`, although the rest is deferred."""
+def interruptible(save: Callable[[], object] | None = None) -> Iterator[None]:
+  """A wait that a signal ends by `Interrupted`, although the rest is deferred.
+
+  save: is called in a thread if the main thread does not answer (XLA compiles), and raises what
+    the process then ends with.
+  """
   before = _listener.deferring, _listener.may_end
   try:
     _listener.deferring, _listener.may_end = False, False
     if _listener.signum:
       raise _listener.interrupted()
+    _listener.save = save
     yield
   finally:
+    _listener.save = None
     _listener.deferring, _listener.may_end = before if not _listener.signum else (True, False)
+    if _listener.signum and not _listener.answers("main"):
+      threading.Event().wait()  # Until the process ends: what is being saved must not change.
 
 
 def describe_by(describe: Callable[[], str]) -> None:
@@ -131,7 +139,9 @@ class _Listener:
     self.raising = True  # in the main thread
     self.may_end = True  # without an answer of the main thread
     self.describe = lambda: "The same command starts again."
-    self._answered = self._over = False
+    self.save: Callable[[], object] | None = None  # See `interruptible`.
+    self._answer = {}  # {"by": the thread that answers the signal}
+    self._over = False
     self._waited = 0.0  # since the signal; ticks, so that a suspended program has its time, too
     self._since = 0.0
 
@@ -159,8 +169,12 @@ class _Listener:
     signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
 
   def interrupted(self) -> Interrupted:
-    self._answered = True
+    self.answers("main")
     return Interrupted(self.signum, self.describe())
+
+  def answers(self, thread: str) -> bool:
+    """Whether this thread is the one that answers the signal: the first that asks."""
+    return self._answer.setdefault("by", thread) == thread  # CPython does it in one piece.
 
   def _run(self) -> None:
     signals = {*self._signals, _NUDGE}
@@ -182,27 +196,38 @@ class _Listener:
       self.signum, self._since, self._waited = signum, now, 0.0
 
   def _press(self) -> None:
-    """Raises in the main thread what it has not answered yet, or ends the process."""
-    if self.raising and not self._answered:
+    """Raises in the main thread what nobody has answered yet; later ends the process, or saves."""
+    if self.raising and not self._answer:
       signal.pthread_kill(threading.main_thread().ident, _NUDGE)
-    patience = _UNWINDING if self._answered else _PATIENCE
-    if self.may_end and (self._waited > patience or not self.raising):
+    if self._waited <= (_UNWINDING if self._answer else _PATIENCE) and self.raising:
+      return
+    if self.may_end:
       self._end(str(Interrupted(self.signum, self.describe())))
+    elif (save := self.save) and not self._answer and self.answers("saver"):
+      threading.Thread(target=self._save, args=[save], name="saver", daemon=True).start()
 
-  def _end(self, message: str) -> None:
+  def _save(self, save: Callable[[], object]) -> None:
+    try:
+      save()
+    except Stopped as stopped:
+      self._end(str(stopped), stopped.exit_code)
+    except Exception as error:
+      self._end(str(error), 1)
+
+  def _end(self, message: str, code: int = 0) -> None:
     write(f"\n{message}\n")
-    end_process(0, 128 + self.signum)
+    end_process(0, code or 128 + self.signum)
 
   def _handle(self, signum, _frame) -> None:
     if signum != _NUDGE:
       self._take(signum)
-    if self.signum and self.raising and not self.deferring and not self._answered:
+    if self.signum and self.raising and not self.deferring and not self._answer:
       raise self.interrupted()
 
   def _unraisablehook(self, unraisable) -> None:
     # It was raised in a destructor, which cannot pass it on.
     if isinstance(unraisable.exc_value, Interrupted):
-      self._answered = False
+      self._answer.clear()
     else:
       self._unraisable(unraisable)
 
