@@ -72,7 +72,7 @@ def test_the_example_of_a_public_name_prints_the_shown_output(name):
     return  # Formats and RECIPES have no docstring of ours.
   known = {**vars(sbjax), "jax": jax, "jnp": jnp, "nn": nn, "nnx": nnx, "optax": optax, "P": P}
   test = doctest.DocTestParser().get_doctest(public.__doc__, known, name, None, 0)
-  assert test.examples or name in ("LayerNormParams", "QuantizedWeight")
+  assert test.examples
   assert doctest.DocTestRunner().run(test, out=out.append).failed == 0, "".join(out)
 
 
