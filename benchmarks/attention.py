@@ -130,7 +130,7 @@ def tune(batch: int, length: int, heads: int, head_dim: int, causal: bool, chose
     chosen: configs of Mosaic's backward pass, timed alone; none for all of every kernel.
   """
   configs = mosaic_configs(length, head_dim, chosen)
-  from sbjax.pallas import attention_triton as kernels
+  from sbjax.pallas.triton import attention_short as kernels
 
   options = {"causal": causal, "length": length}
   *qkv, do = (x[:, :, None] for x in draw(batch, length, heads, head_dim))
@@ -140,7 +140,7 @@ def tune(batch: int, length: int, heads: int, head_dim: int, causal: bool, chose
   if not chosen:
     trials += triton_trials(qkv, saved)
   if configs:
-    from sbjax.pallas import attention_sm90 as sm90
+    from sbjax.pallas.sm90 import attention_backward as sm90
 
     trials.append(("backward in Mosaic", sm90.attention_backward, saved, configs, None))
   for direction, kernel, arrays, configs, ignored in trials:
@@ -157,7 +157,7 @@ def tune(batch: int, length: int, heads: int, head_dim: int, causal: bool, chose
 def mosaic_configs(length: int, head_dim: int, chosen=()) -> list:
   """Of Mosaic's backward pass: the chosen ones, or all that are worth a trial where it runs."""
   if runs("mosaic"):
-    from sbjax.pallas import attention_sm90 as sm90
+    from sbjax.pallas.sm90 import attention_backward as sm90
 
     if sm90.fits(length, head_dim):
       by_block = chosen or itertools.product((2, 3), (1, 2), (1, 2), (40, 56, 88, 104))
@@ -171,7 +171,7 @@ def mosaic_configs(length: int, head_dim: int, chosen=()) -> list:
 
 
 def triton_trials(qkv, saved) -> list[tuple]:
-  from sbjax.pallas import attention_triton as kernels
+  from sbjax.pallas.triton import attention_short as kernels
 
   tiles = kernels.tiles
   by_head = [kernels.Config(*c) for c in itertools.product((64, 128), (64, 128, 256), (4, 8))]

@@ -33,9 +33,9 @@ from sbjax.ops.matmul import scaled_matmul
 from sbjax.ops.registry import NAMES, Backend, get_backend
 from sbjax.quantize import INT8, Spec
 from train.config import OptimizerConfig
-from train.flops import BF16_PEAK, model_flops
 from train.optimizer import make_optimizer
 from train.step import make_init
+from train.task import BF16_PEAK, model_flops
 
 ROW, TENSOR = Spec(INT8, "rowwise"), Spec(INT8, "tensorwise")
 STEP_SIZE, SMALLEST_BATCH = "B/16", 8

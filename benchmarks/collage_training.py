@@ -19,12 +19,12 @@ import numpy as np
 from absl import flags
 
 from benchmarks.timing import append, provenance
-from train import cli, data
+from train import cli
 from train.config import Config
 from train.loop import jit_train_step
 from train.optimizer import COLLAGE, STATES
+from train.parallel.sharding import batch_sharding
 from train.run import make_run
-from train.sharding import batch_sharding
 
 _STATES = flags.DEFINE_list(
   "states", ["float32", "option_a", "collage_light", "collage_plus"], "Choices to train with."
@@ -55,7 +55,7 @@ def train(config: Config, states: str, b2: float, workdir: Path) -> dict:
   with tempfile.TemporaryDirectory(dir=workdir) as scratch:
     run = make_run(dataclasses.replace(config, optimizer=optimizer), Path(scratch))
     step, state, found = jit_train_step(run), run.new_state(), []
-    stream = data.train_iterator(config, run.builder, run.tokenizer, **run.task.example_sizes)
+    stream = run.source.train_iterator(run.tokenizer, **run.task.example_sizes)
     sharding = batch_sharding(run.mesh)
     for _ in range(config.steps):
       state, metrics, _ = step(state, jax.device_put(next(stream), sharding))

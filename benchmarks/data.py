@@ -29,9 +29,9 @@ import numpy as np
 from PIL import Image
 
 from benchmarks.host_rate import rate
-from train import data
 from train.config import Config, DataConfig, ModelConfig
-from train.tokenizer import make_tokenizer
+from train.data.source import open_source
+from train.data.tokenizer import make_tokenizer
 
 _RESULTS = pathlib.Path(__file__).parent / "results" / "data.jsonl"
 _PHOTOS = 512
@@ -93,11 +93,9 @@ def _contenders(folder: str, options: argparse.Namespace) -> list:
 
 def measure(config: Config, image_size: int, batches: int) -> dict:
   """The rate of `train_iterator` over `batches` batches."""
-  builder = data.prepare(config.data)
-  tokenizer = make_tokenizer("bpe", data.captions(config, builder), 1024)
-  iterator = data.train_iterator(
-    config, builder, tokenizer, image_size=image_size, context_length=32
-  )
+  source = open_source(config)
+  tokenizer = make_tokenizer("bpe", source.captions(), 1024)
+  iterator = source.train_iterator(tokenizer, image_size=image_size, context_length=32)
   warm_up = config.data.prefetch + 2
   result = rate(lambda: next(iterator), config.batch_size, warm_up, batches)
   iterator.close()

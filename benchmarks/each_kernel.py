@@ -38,12 +38,12 @@ def main() -> None:
 def tile_configs(name: str, dtype):
   """Runs `accumulate`, and `scaled_matmul` in every tile config of the table."""
   if name == "mosaic":
-    from sbjax.pallas import scaled_matmul_sm90 as product
+    from sbjax.pallas.sm90 import scaled_matmul as product
 
     # With few SMs, each SM computes several blocks.
     options = [{"config": config, "num_sms": 4} for config in product.tile_configs()]
   else:
-    from sbjax.pallas import scaled_matmul_triton as product
+    from sbjax.pallas.triton import scaled_matmul as product
 
     options = [{}, *({"config": config} for config in product.tile_configs())]
   spec = Spec(dtype, "tensorwise")
@@ -94,7 +94,8 @@ def attentions(ops: Backend):
 
 def several_heads():
   """Runs Hopper's attention with several heads a thread block, one in another's place."""
-  from sbjax.pallas import attention_sm90
+  from sbjax.pallas.sm90.attention_backward import attention_backward
+  from sbjax.pallas.sm90.attention_forward import attention_forward
 
   shapes = (77, 64), (129, 64), (197, 64), (257, 64), (129, 80), (257, 80)
   wide = (145, 88), (257, 104), (99, 128)
@@ -103,8 +104,8 @@ def several_heads():
     key = jax.random.key(length + head_dim)
     qkv = jax.random.normal(key, (1, length, 3, 5, head_dim), jnp.bfloat16)
     options = {"causal": False, "length": length, "num_sms": 2}
-    o, lse = attention_sm90.attention_forward(qkv, **options)
-    results.append(attention_sm90.attention_backward(o, lse, o, qkv, **options))
+    o, lse = attention_forward(qkv, **options)
+    results.append(attention_backward(o, lse, o, qkv, **options))
   return results
 
 

@@ -25,8 +25,8 @@ from PIL import Image
 from benchmarks.data_open_clip import import_torchvision
 from benchmarks.timing import append, provenance
 from train import inference
-from train.datasets import tar_shards
-from train.datasets.wds_folder import CLASSIFICATION, open_folder
+from train.data import tar_shards
+from train.data.wds_folder import CLASSIFICATION, open_folder
 from train.evaluate import evaluate_folder
 
 _TEMPLATES = ("a photo of a {c}.", "a blurry photo of a {c}.", "a photo of the small {c}.")

@@ -26,7 +26,7 @@ from benchmarks.timing import append, provenance
 from sbjax.models import SIZES, BlockOptions, transformer
 from sbjax.models.sizes import VisionConfig
 from sbjax.models.transformer import Block, Inits, blocks
-from train import xla_flags
+from train.parallel import xla_flags
 
 ROUNDS, STEPS = 7, 3
 

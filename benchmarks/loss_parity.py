@@ -28,12 +28,12 @@ from absl import flags
 from benchmarks.flax_block import FlaxBlock
 from benchmarks.timing import append
 from sbjax.attention import BACKENDS
-from train import cli, data
+from train import cli
 from train.config import Config
 from train.loop import jit_train_step
 from train.optimizer import STATES
+from train.parallel.sharding import batch_sharding
 from train.run import Run, make_run
-from train.sharding import batch_sharding
 
 _VARIANTS = flags.DEFINE_list(
   "variants", ["full unfused", "switchback", "switchback unfused"], "The first is the base."
@@ -89,7 +89,7 @@ def run_of(config: Config, variant: str, workdir: Path) -> Run:
 
 def draw(run: Run) -> list:
   """The batches of all steps, in host memory."""
-  iterator = data.train_iterator(run.config, run.builder, run.tokenizer, **run.task.example_sizes)
+  iterator = run.source.train_iterator(run.tokenizer, **run.task.example_sizes)
   return [next(iterator) for _ in range(_STEPS.value)]
 
 

@@ -22,7 +22,7 @@ from benchmarks.operands import DISTRIBUTION, WIDTHS, Operands, shapes, tops
 from benchmarks.timing import TRITON_GEMM, append, contender, provenance, race
 from sbjax.ops.matmul import scaled_matmul
 from sbjax.ops.registry import get_backend
-from sbjax.pallas.scaled_matmul_sm90 import MANY_ROWS
+from sbjax.pallas.sm90.scaled_matmul import MANY_ROWS
 from sbjax.quantize import E4M3, INT8
 
 

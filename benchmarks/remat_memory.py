@@ -18,8 +18,8 @@ from benchmarks.remat_report import CARDS, fits
 from benchmarks.timing import append, provenance
 from sbjax.models import SIZES
 from train.config import OptimizerConfig
+from train.memory import SAVED
 from train.optimizer import make_optimizer
-from train.remat import SAVED
 from train.step import make_init
 
 CASES = {  # Size: images a batch.

@@ -1,7 +1,7 @@
 """The table of remat policies in docs/performance.md; benchmarks/report.py writes it."""
 
 from benchmarks.tables import last, name_of
-from train.remat import FREE
+from train.memory import FREE
 
 # By memory: the GB that CUDA reports, and the chips.
 CARDS = {

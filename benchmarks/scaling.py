@@ -28,7 +28,7 @@ import tempfile
 import time
 from collections import defaultdict
 
-from train import xla_flags
+from train.parallel import xla_flags
 
 _COMPILE_SECONDS, _RUN_SECONDS = 360, 180
 # SIGABRT ends a process that hangs; faulthandler then writes where its threads were.
@@ -267,11 +267,10 @@ def measure(case: Case) -> None:
   from sbjax.models.sizes import SIZES
   from sbjax.models.transformer import Block, BlockOptions
   from train.config import MeshConfig, OptimizerConfig
-  from train.flops import BF16_PEAK, model_flops
   from train.optimizer import make_optimizer
-  from train.sharding import batch_sharding, make_mesh, replicated, state_shardings
+  from train.parallel.sharding import batch_sharding, make_mesh, replicated, state_shardings
   from train.step import make_init, make_train_step
-  from train.task import CLIPTask
+  from train.task import BF16_PEAK, CLIPTask, model_flops
 
   config, batch_size = SIZES[case.size], case.batch_size * case.devices
   mesh = make_mesh(MeshConfig(data=case.data, fsdp=case.fsdp))

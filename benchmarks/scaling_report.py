@@ -11,7 +11,7 @@ import optax
 from sbjax.models.clip import CLIP
 from sbjax.models.sizes import SIZES
 from sbjax.models.transformer import BLOCK_LINEARS
-from train.sharding import parameter_axes, path_name
+from train.parallel.sharding import parameter_axes, path_name
 from train.step import make_init
 from train.task import CLIPTask
 

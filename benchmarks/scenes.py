@@ -2,7 +2,7 @@
 
   python -m benchmarks.scenes
 
-Draws batches as a run does (train/datasets/scenes.py), on all devices. Then trains the model of
+Draws batches as a run does (train/data/scenes/scenes.py), on all devices. Then trains the model of
 configs/scenes_s8.py, as train.main compiles the step: on one batch that stays on the devices, and
 on batches that are drawn for each step. The three take turns, and medians count. Adds a line to
 results/scenes.jsonl with images a second of each, the milliseconds that drawing adds to a step, and
@@ -20,7 +20,6 @@ import numpy as np
 
 from benchmarks.timing import append, provenance
 from configs import scenes_s8
-from train import data
 from train.config import Config
 from train.loop import jit_train_step
 from train.run import Run, make_run
@@ -74,7 +73,7 @@ def measure(config: Config, steps: int, rounds: int) -> dict:
 
 def race(run: Run, steps: int, rounds: int) -> dict[str, list[float]]:
   """Seconds of a batch or step, `rounds` times for each contender."""
-  draw, step = run.to_devices(), jit_train_step(run)
+  draw, step = run.source.to_devices(run.mesh, **run.task.example_sizes), jit_train_step(run)
   state, one_batch = run.new_state(), draw({"step": np.uint32(0)})
   state, *_ = step(state, one_batch)
   times = {name: [] for name in ("drawing", "step_on_one_batch", "step_on_drawn_batches")}
@@ -104,7 +103,7 @@ def timed(function) -> float:
 
 def cost_of_drawing(run: Run) -> dict[str, float]:
   """The operations and bytes of a batch on one device, and its temporary memory, as XLA counts."""
-  put = data.to_devices(run.config, run.builder, run.mesh, **run.task.example_sizes)
+  put = run.source.to_devices(run.mesh, **run.task.example_sizes)
   compiled = put.lower({"step": np.uint32(0)}).compile()
   counted, memory = compiled.cost_analysis() or {}, compiled.memory_analysis()
   return {

@@ -179,7 +179,7 @@ def quality(config, workdir: Path) -> dict:
   return {
     "benchmark": "serving quality",
     "step": restored.step,
-    "data": f"{run.builder.info.full_name}, {config.data.eval_split}",
+    "data": f"{run.source.full_name}, {config.data.eval_split}",
     "images_of_the_cosines": len(batch["image"]),
     "contenders": found,
   }

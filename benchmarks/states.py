@@ -6,7 +6,7 @@
 For each size and each choice of states (`optimizer.states` of the training program): bytes a
 parameter of the optimizer's state, the memory that XLA plans for the step of benchmarks/step.py,
 and the time of that step and of the optimizer's update by itself. "coat, xla" is "coat" without the
-kernel of sbjax/pallas/adam_triton.py. Choices take turns, round after round, and medians count.
+kernel of sbjax/pallas/triton/adam.py. Choices take turns, round after round, and medians count.
 `--programs` chooses what is timed; with no name after it nothing is. Adds a line for each size.
 """
 

@@ -31,12 +31,10 @@ from sbjax.models.clip import CLIP
 from sbjax.models.sizes import SIZES, CLIPConfig, kept_patches
 from sbjax.models.transformer import Block, BlockOptions
 from train.config import OptimizerConfig
-from train.flops import BF16_PEAK, model_flops
-from train.memory import is_out_of_memory
+from train.memory import bytes_limit, is_out_of_memory
 from train.optimizer import make_optimizer
-from train.remat import bytes_limit
 from train.step import make_init, make_train_step
-from train.task import CLIPTask
+from train.task import BF16_PEAK, CLIPTask, model_flops
 
 CASES = {  # size: images a batch, remat
   "H/14": (256, "block"),

@@ -30,7 +30,7 @@ from benchmarks.timing import TRITON_GEMM, append, contender, provenance, race
 from sbjax.ops import matmul
 from sbjax.ops.device import num_sms
 from sbjax.ops.registry import get_backend
-from sbjax.pallas.scaled_matmul_sm90 import (
+from sbjax.pallas.sm90.scaled_matmul import (
   MANY_ROWS,
   NARROW,
   PINGPONG,
@@ -44,6 +44,10 @@ from sbjax.pallas.scaled_matmul_sm90 import (
 from sbjax.quantize import INT8
 
 KERNELS = {"mosaic": "scaled_matmul_sm90", "triton": "scaled_matmul_triton"}
+SHIPPED = {
+  "scaled_matmul_sm90": "sbjax/pallas/sm90/scaled_matmul.jsonl",
+  "scaled_matmul_triton": "sbjax/pallas/triton/scaled_matmul.jsonl",
+}
 KEY = ("device", "m", "n", "k")
 CANDIDATES = [
   TileConfig(),
@@ -73,7 +77,7 @@ def main() -> None:
   parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
   args = parser.parse_args()
   kernel, tune_one = choose(args.kernel)
-  out = Path(args.out or f"sbjax/pallas/{kernel}.jsonl")
+  out = Path(args.out or SHIPPED[kernel])
   operands = Operands(INT8)
   for m in args.tokens:
     for n, k in shapes(args.widths):
@@ -147,13 +151,10 @@ def non_defaults(config) -> dict:
 
 def write(path: Path, result: dict) -> None:
   """Adds the config to the table and removes the row of the same kernel, device and sizes."""
-  names = {"kernel": path.stem}  # A table that ships with a kernel need not name it.
-  row = {name: result[name] for name in ("kernel", *KEY, "config") if name in result}
+  key = ("kernel", *KEY)
+  row = {name: result[name] for name in (*key, "config")}
   rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-  same = names | row
-  rows = [
-    old for old in rows if any((names | old)[name] != same[name] for name in ("kernel", *KEY))
-  ]
+  rows = [old for old in rows if any(old[name] != row[name] for name in key)]
   path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, row]))
 
 

@@ -14,9 +14,9 @@ from benchmarks.operands import tops
 from benchmarks.timing import TRITON_GEMM, Contender, contender, race
 from benchmarks.tune import non_defaults
 from sbjax.ops import matmul
-from sbjax.pallas import scaled_matmul_triton as product
-from sbjax.pallas.scaled_matmul_triton import TileConfig
-from sbjax.pallas.triton import compute_capability
+from sbjax.pallas.triton import scaled_matmul as product
+from sbjax.pallas.triton.call import compute_capability
+from sbjax.pallas.triton.scaled_matmul import TileConfig
 from sbjax.pallas.tuning import MANY_ROWS
 
 CANDIDATES = [

@@ -9,7 +9,7 @@ not, and recall on 2,000 scenes. A larger model needs only another size:
 """
 
 from train.config import Config, DataConfig, ModelConfig, OptimizerConfig
-from train.datasets.scenes_words import TEMPLATES
+from train.data.scenes.words import TEMPLATES
 
 
 def get_config() -> Config:

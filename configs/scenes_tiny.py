@@ -7,7 +7,7 @@ a tenth is held out (docs/scenes.md).
 """
 
 from train.config import Config, DataConfig, ModelConfig, OptimizerConfig
-from train.datasets.scenes_words import TEMPLATES
+from train.data.scenes.words import TEMPLATES
 
 
 def get_config() -> Config:

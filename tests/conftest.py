@@ -2,6 +2,7 @@
 
 import gc
 import os
+import pathlib
 
 os.environ["XLA_FLAGS"] = (
   os.environ.get("XLA_FLAGS", "")
@@ -28,93 +29,16 @@ gc.set_threshold(100_000, 50, 100)
 QUICK = "--xla_cpu_use_fusion_emitters=false" if jax.__version_info__ < (0, 11) else ""
 os.environ["XLA_FLAGS"] += f" {QUICK}"
 
-# optax mixes integer steps with floating-point rates.
-_STANDARD_PROMOTION = (
-  "test_stable_adamw",
-  "test_optimizers_everywhere",
-  "test_loss_scale",
-  "test_compress_state",
-  "test_dither",
-  "test_collage",
-  "test_optimizer",
-  "test_figures",
-  "test_finetune",
-  "test_step",
-  "test_exchange_step",
-  "test_main",
-  "test_distributed",
-  "test_remat",
-  "test_unit_training",
-  "test_width_transfer",
-  "test_scenes_training",
-  "test_watch",
-)
-
-# Each test is of one tier or needs an extra. README's command runs the core, and .ci/run the tiers;
-# tests that are also marked slow are for `.ci/run all`.
-_PROGRAM = (
-  "test_benchmarks",
-  "test_card",
-  "test_cli",
-  "test_distributed",
-  "test_docs",
-  "test_examples",
-  "test_exchange_step",
-  "test_faults",
-  "test_figures",
-  "test_figures_photos",
-  "test_figures_spikes",
-  "test_inference",
-  "test_loop",
-  "test_main",
-  "test_remat",
-  "test_run_end",
-  "test_scaling",
-  "test_scenes_training",
-  "test_slurm",
-  "test_states_benchmark",
-  "test_step",
-  "test_stop",
-  "test_stop_together",
-  "test_watch",
-  "test_watchdog",
-)
-_KERNELS = ("_mosaic", "_sm90", "_triton")
-
-# Processes take a file at a time (`--dist loadfile`), these first.
-_LONGEST = (
-  *("test_aot", "test_transformer", "test_step", "test_rows_triton", "test_loop", "test_sharding"),
-  *("test_scaled_matmul_sm90", "test_distributed", "test_partition", "test_fused", "test_main"),
-  *("test_fused_sharded", "test_card", "test_tiled_loss", "test_checkpoint"),
-)
-
-
-def _file(item):
-  return item.module.__name__.rpartition(".")[2]
-
-
-def _tier(item):
-  name = _file(item)
-  if name.endswith(_KERNELS):
-    return "kernels"
-  if name.startswith("test_fuzz"):
-    return "fuzz"
-  if name in _PROGRAM:
-    return "program"
-  return None if {"aot", "gpu", "interop", "program"} & set(item.keywords) else "core"
+TESTS = pathlib.Path(__file__).parent
+# A test is of the tier whose folder has its file, or needs what its own mark says.
+OTHER = {"aot", "gpu", "interop", "program"}
 
 
 @pytest.fixture(autouse=True)
 def strict_jax(request):
-  standard = request.module.__name__.rpartition(".")[2] in _STANDARD_PROMOTION
-  promotion = "standard" if standard else "strict"
+  promotion = "standard" if "standard_promotion" in request.keywords else "strict"
   with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion(promotion):
     yield
-
-
-def pytest_configure(config):
-  if hasattr(config.option, "loadscopereorder"):  # xdist would begin with the largest files.
-    config.option.loadscopereorder = False
 
 
 @pytest.hookimpl(tryfirst=True)  # Before `-m` selects.
@@ -123,10 +47,9 @@ def pytest_collection_modifyitems(config, items):
     more = [item for item in items if "slow" in item.keywords]
     items[:] = [item for item in items if "slow" not in item.keywords]
     config.hook.pytest_deselected(items=more)
-  names = dict(zip(_LONGEST, range(len(_LONGEST)), strict=True))
-  items.sort(key=lambda item: names.get(_file(item), len(names)))
   for item in items:
-    if tier := _tier(item):
+    tier = item.path.relative_to(TESTS).parts[0]
+    if tier != "core" or not OTHER & {mark.name for mark in item.iter_markers()}:
       item.add_marker(tier)
   if jax.default_backend() != "gpu":
     for item in items:

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from train.datasets.shapes import Shapes
+from train.data.shapes import Shapes
 
 ROOT = Path(__file__).parents[1]
 STEPS, EVAL_EVERY = 24, 8

@@ -10,8 +10,8 @@ import pytest
 
 from configs import quickstart
 from train import loop
+from train.parallel.sharding import batch_sharding, replicated
 from train.run import Run
-from train.sharding import batch_sharding, replicated
 from train.step import tensor_names
 
 SMALL = {

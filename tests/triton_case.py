@@ -21,7 +21,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, use_abstract_mesh
 
 from benchmarks.absent_gpu import Device
-from sbjax import pallas
+from sbjax.pallas import triton
 
 SHARED_BYTES = {80: 166_912, 89: 101_376, 90: 232_448}  # The limit of a thread block.
 
@@ -32,8 +32,8 @@ def interpreted(name):
   pytest.importorskip("triton", reason="the extra `aot` is not installed")
   from triton.runtime import interpreter
 
-  # gelu_triton imports it, and would load it interpreted.
-  importlib.import_module("sbjax.pallas.quantize_triton")
+  # triton/gelu.py imports it, and would load it interpreted.
+  importlib.import_module("sbjax.pallas.triton.quantize")
   # Triton's version truncates float32 to bfloat16 and does not round to fp8 as GPUs do.
   interpreter._convert_float = _convert_float
   # Triton's version calls a function for each element.
@@ -45,10 +45,10 @@ def interpreted(name):
   with pytest.MonkeyPatch.context() as patch:
     patch.setenv("TRITON_INTERPRET", "1")  # Read by @triton.jit.
     # What the module imports from these is interpreted too.
-    for shared in ("rounding_triton", "attention_parts_triton", "attention_tiles_triton"):
-      copy = _interpreted_copy(f"sbjax.pallas.{shared}")
+    for shared in ("rounding", "attention_parts", "attention_tiles"):
+      copy = _interpreted_copy(f"sbjax.pallas.triton.{shared}")
       patch.setitem(sys.modules, copy.__name__, copy)
-      patch.setattr(pallas, shared, copy, raising=False)
+      patch.setattr(triton, shared, copy, raising=False)
     return _interpreted_copy(f"sbjax.pallas.{name}")
 
 
@@ -76,7 +76,7 @@ def loaded(name):
 def _interpret(
   *operands, kernel, name, grid, out, num_warps, num_stages=1, in_place=None, **constants
 ):
-  """`sbjax.pallas.triton.triton_call` in the interpreter; outputs start with wrong values.
+  """`sbjax.pallas.triton.call.triton_call` in the interpreter; outputs start with wrong values.
 
   A kernel that writes in place runs twice: with the operand also as an output, as jax-triton 0.3
   passes it, and with None for that output, as 0.4 does.

@@ -27,9 +27,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from train.agreement import gather
+from sbjax.optim.stable_adamw import ScaleByStableAdamState, leading_axes
 from train.errors import RunError
-from train.older_states import newer, older
+from train.optimizer import stacked
+from train.parallel.agreement import gather
 from train.workdir import newest_step, steps_on_disk
 
 
@@ -55,7 +56,7 @@ class Checkpointer:
     self.directory = Path(directory).absolute()
     self._keep, self._read_only = keep, read_only
     self._handler = ocp.CompositeCheckpointHandler("state", "record")
-    # The limit is for those who do not wait: train.watchdog limits the waits.
+    # The limit is for those who do not wait: train.parallel.watchdog limits the waits.
     self._writer = ocp.AsyncCheckpointer(self._handler, timeout_secs=24 * 3600)
     self._thread = ThreadPoolExecutor(1, "checkpoint")
     self._write = None  # the Future of the last write
@@ -233,3 +234,37 @@ def _checksums(state) -> dict[str, int]:
   names = [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
   sums = jax.device_get(_bit_sums(leaves))
   return {name: int(np.asarray(value)) for name, value in zip(names, sums, strict=True)}
+
+
+# Earlier versions had StableAdamW's RMS in a tree like the parameters, not in one vector.
+
+
+def older(like) -> Any:
+  """`like`, shapes with shardings, as an earlier version saved it; None if that is the same."""
+  found = _changed(_rms_by_parameter, like)
+  return None if jax.tree.structure(found) == jax.tree.structure(like) else found
+
+
+def newer(state, like) -> Any:
+  """A state that was restored as `older(like)`, as `like`."""
+  state = _changed(lambda node: node._replace(rms=_vector(node.rms)), state)
+  return jax.tree.map(lambda x, shape: jax.device_put(x, shape.sharding), state, like)
+
+
+def _changed(change, tree) -> Any:
+  def is_state(node):
+    return isinstance(node, ScaleByStableAdamState)
+
+  return jax.tree.map(lambda node: change(node) if is_state(node) else node, tree, is_leaf=is_state)
+
+
+def _rms_by_parameter(node: ScaleByStableAdamState) -> ScaleByStableAdamState:
+  def shape(axes, moment):
+    return jax.ShapeDtypeStruct(moment.shape[:axes], jnp.float32, sharding=node.rms.sharding)
+
+  return node._replace(rms=jax.tree.map(shape, leading_axes(stacked, node.mu), node.mu))
+
+
+@jax.jit
+def _vector(tree) -> jax.Array:
+  return jnp.concatenate([x.reshape(-1) for x in jax.tree.leaves(tree)])

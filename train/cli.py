@@ -14,8 +14,9 @@ from typing import NoReturn
 
 from absl import app, flags, logging
 
-from train import agreement, config_flags, peers, processes, stop, xla_flags
+from train import config_flags
 from train.errors import RunError
+from train.parallel import agreement, peers, processes, stop, xla_flags
 from train.paths import local_path
 
 _CONFIG = flags.DEFINE_string("config", None, "What to run: a file of configs/.")

@@ -159,8 +159,8 @@ class Config:
   # before the start's first step: a start that takes longer gets on, too. 0: no limit
   max_hours: float = 0.0
   wandb_project: str = ""  # "": no Weights & Biases
-  # A run that waits longer for a step or its batch ends with a message (train/watchdog.py); three
-  # times that for the first step. 0: it waits forever.
+  # A run that waits longer for a step or its batch ends with a message; three times that for the
+  # first step. 0: it waits forever.
   step_timeout_seconds: int = 600
   pause_timeout_seconds: int = 3600  # the same for an evaluation or a checkpoint
   profile_steps: str = ""  # "a:b": writes a trace of steps a to b to workdir/profile; "": off

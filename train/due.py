@@ -14,10 +14,10 @@ from typing import NamedTuple, NoReturn
 
 import jax
 
-from train import stop
 from train.config import Config
-from train.processes import largest_of_all
-from train.watchdog import EXIT_CODE
+from train.parallel import stop
+from train.parallel.processes import largest_of_all
+from train.parallel.watchdog import EXIT_CODE
 
 _AGREE_SECONDS = 2.0
 _LOOK_SECONDS = 1.0  # between two looks for the file, which may be on a network

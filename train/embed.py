@@ -29,15 +29,15 @@ from PIL import Image, ImageDraw
 from tqdm import tqdm
 
 from train import cli, inference
-from train.batches import prepared
-from train.datasets import pictures, sample, tar_shards
-from train.datasets.pictures import DEFAULT_LIMITS, Limits
-from train.datasets.sample import Unusable
+from train.data import decode, sample, tar_shards
+from train.data.batches import decoded
+from train.data.decode import DEFAULT_LIMITS, Limits
+from train.data.sample import Unusable
+from train.data.text_files import read_lines
 from train.errors import RunError
 from train.evaluate import add_model_arguments, limits_of, positive
 from train.inference import Model
 from train.paths import local_path
-from train.text_files import read_lines
 from train.workdir import lock, write_json
 
 _PICTURES = tuple(f".{ending}" for ending in sample.IMAGES)
@@ -230,7 +230,7 @@ def embed_images(
       yield example
 
   def fill(part, stream, progress):
-    for batch in prepared(noted(part, stream), pixels, model.batch_size, part.skipped):
+    for batch in decoded(noted(part, stream), pixels, model.batch_size, part.skipped):
       part.names += batch["where"]
       part.features.append(model.embed_pixels(batch["image"], batch["where"]))
       progress.update(len(batch["where"]))
@@ -325,7 +325,7 @@ def contact_sheet(
     draw.text((4, height * y + 4), printable, "black")
     for x, (cosine, name) in enumerate(row):
       if name in contents:
-        image = pictures.decode(contents[name], _ANY)
+        image = decode.upright(contents[name], _ANY)
         scale = _TILE / max(image.size)
         image = image.resize([max(1, round(scale * side)) for side in image.size])
         sheet.paste(image, (_TILE * x, height * y + _MARGIN))

@@ -8,7 +8,6 @@ Zero-shot classification and retrieval with CLIP_benchmark's names; --help after
 
 import argparse
 import csv
-import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,12 +18,9 @@ from tqdm import tqdm
 
 from sbjax.models.sizes import open_clip_name
 from train import cli, inference
-from train.batches import prepared
 from train.config import Config, DataConfig
-from train.data import full_name
-from train.datasets import pictures
-from train.datasets.pictures import DEFAULT_LIMITS, Limits
-from train.datasets.wds_folder import CLASSIFICATION, EVAL_SPLIT, WdsFolder, open_folder
+from train.data.decode import DEFAULT_LIMITS, Limits
+from train.data.wds_folder import CLASSIFICATION, EVAL_SPLIT, WdsFolder, open_folder
 from train.errors import RunError
 from train.inference import Model
 from train.linear_probe import predict, train_probe
@@ -55,7 +51,7 @@ def evaluate_checkpoint(config: Config, workdir: Path) -> dict[str, float]:
   scores = run.evaluate(restored.state.params)
   if jax.process_index() != 0:
     return scores
-  data_set, split = full_name(run.builder), config.data.eval_split or "eval_data"
+  data_set, split = run.source.full_name, config.data.eval_split or "eval_data"
   print_scores(f"step {restored.step}, {data_set}, {split}", scores)
   path = workdir / f"evaluation-{data_set.replace('/', '-')}-{split}.json"
   write_json(path, {"step": restored.step, **scores})
@@ -108,10 +104,8 @@ def classification_scores(logits: np.ndarray, labels: np.ndarray) -> dict[str, f
 def _features(model: Model, folder: WdsFolder, split: str, limits: Limits):
   """Unit features [N, E] of the images of a split, their labels [N] and their captions."""
   images, labels, captions = [], [], []
-  examples = folder.examples(split, limits)
-  crop = dataclasses.replace(model.crop, limits=limits, decode=pictures.decode_plainly)
   with tqdm(desc=f"{folder.name} {split}", unit="image", disable=None) as progress:
-    for batch in prepared(examples, crop, model.batch_size):
+    for batch in folder.batches(split, model.crop, model.batch_size, limits):
       images.append(model.embed_pixels(batch["image"], batch["where"]))
       labels.append(batch["label"])
       captions += batch["captions"]

@@ -18,11 +18,10 @@ from pathlib import Path
 from sbjax.interop.config_files import HF_FILE, OPEN_CLIP_FILE, to_hf, to_open_clip
 from sbjax.interop.files import write_file
 from sbjax.interop.weights import FORMATS, state_dict, with_end_last
+from train.data.preprocessing import IMAGES_FILE, MEAN, STD
 from train.errors import RunError
-from train.images import MEAN, STD
 from train.inference import Model, load
 from train.paths import local_path
-from train.preprocessing import IMAGES_FILE
 
 
 def export(workdir: str | Path, format: str, out: str | Path | None = None) -> Path:

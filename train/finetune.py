@@ -18,10 +18,10 @@ from sbjax.interop.files import WEIGHT_FILES, file_suffix, is_weights
 from sbjax.interop.weights import check_architecture, load_weights
 from sbjax.models.sizes import CLIPConfig
 from train.config import Config
+from train.data.preprocessing import is_squashed
+from train.data.tokenizer import Tokenizer
+from train.parallel.sharding import path_name
 from train.paths import local_path
-from train.preprocessing import is_squashed
-from train.sharding import path_name
-from train.tokenizer import Tokenizer
 
 
 class Rate(NamedTuple):
@@ -126,7 +126,7 @@ def check_init(config: Config, model: CLIPConfig) -> None:
   """Raises a ValueError if `config.init` is no checkpoint, or is one of another architecture.
 
   So do `freeze` without `init`, and a config file beside it by which images are prepared otherwise
-  than here (train/preprocessing.py).
+  than here (train/data/preprocessing.py).
 
   Sizes of images and texts may differ: position embeddings are resized. The vocabulary is checked
   with the tokenizer (`initial_params`).

@@ -20,18 +20,18 @@ from sbjax.interop.serving import serving_params
 from sbjax.interop.weights import load_weights
 from sbjax.models.sizes import SIZES, open_clip_name
 from sbjax.recipes import parse_recipe, recipes_of
-from train.augment import CentreCrop, Squash
-from train.batches import prepared
 from train.checkpoint import Checkpointer
 from train.config import Config, MeshConfig, ModelConfig
+from train.data.augment import CentreCrop, Squash
+from train.data.batches import decoded
+from train.data.preprocessing import is_squashed
+from train.data.tokenizer import Tokenizer, make_tokenizer
 from train.errors import RunError
 from train.optimizer import make_optimizer
+from train.parallel.sharding import make_mesh
 from train.paths import check_local, local_path
-from train.preprocessing import is_squashed
 from train.run import abstract_state, check_tokenizer
-from train.sharding import make_mesh
-from train.task import CLIPTask, clip_config, make_task
-from train.tokenizer import Tokenizer, make_tokenizer
+from train.task import CLIPTask, block_options, make_task
 from train.workdir import read_config
 from train.zero_shot import check_finite, encode_rows, make_encoders, unit
 
@@ -70,7 +70,7 @@ class Model(NamedTuple):
       {"where": path, "image": Path(path).read_bytes(), "captions": [], "label": -1}
       for path in paths
     )
-    batches = prepared(examples, self.crop, self.batch_size)
+    batches = decoded(examples, self.crop, self.batch_size)
     features = [self.embed_pixels(batch["image"], batch["where"]) for batch in batches]
     return np.concatenate([self._no_rows, *features])
 
@@ -140,14 +140,15 @@ def load(
   check_local(size, "--model")
   size = {open_clip_name(key): key for key in SIZES}.get(size, size)
   if is_weights(path) and not path.is_dir():
-    config, params, tokenizer, step, squash = _open_clip(path, size, tokenizer)
+    config, task, params, tokenizer, step, squash = _open_clip(path, size, tokenizer)
   else:
-    config, params, tokenizer, step, squash = *_run(path, size, tokenizer), False
+    config, task, params, tokenizer, step, squash = *_run(path, size, tokenizer), False
   if dtype:
     config.model.dtype = dtype
   if int8:
     config, params = _in_int8(config, params)
-  task, mesh = make_task(config, tokenizer), make_mesh(MeshConfig(), jax.devices()[:1])
+  task = task.with_options(block_options(config.model))
+  mesh = make_mesh(MeshConfig(), jax.devices()[:1])
   return Model(config.model.size, step, task, params, tokenizer, mesh, batch_size, squash)
 
 
@@ -158,7 +159,8 @@ def _open_clip(path: Path, size: str, tokenizer: str):
     raise RunError(f"{path} needs the size of its model, such as --model=ViT-B-32.")
   config = Config(model=ModelConfig(size=size, recipe="full", dtype="float32"))
   try:
-    model = clip_config(config.model)
+    task = make_task(config)
+    model = task.model.config
     squash = is_squashed(path.name, path, model.vision.image_size)
     made = make_tokenizer(tokenizer or "clip", None, 0)
     beside = config_of(path) or (model if local_path(size, "--model").exists() else None)
@@ -173,11 +175,12 @@ def _open_clip(path: Path, size: str, tokenizer: str):
         f"the tokenizer {tokenizer or 'clip'!r} gives words other ids than the one beside the"
         f" weights: pass --tokenizer={own}."
       )
-    params = load_weights(path, make_task(config, made).model.config)
+    task = task.with_tokenizer(made)
+    params = load_weights(path, task.model.config)
   except ValueError as error:
     raise RunError(f"{path} as a model of --model={size}: {error}") from error
   config.model.zero_init_layer_scale = "ls_1" in params["image"]["blocks"]
-  return config, jax.device_put(params, jax.devices()[0]), made, None, squash
+  return config, task, jax.device_put(params, jax.devices()[0]), made, None, squash
 
 
 def _run(workdir: Path, size: str, tokenizer: str):
@@ -197,7 +200,8 @@ def _run(workdir: Path, size: str, tokenizer: str):
     )
   config.model.backend = config.model.attention_backend = ""  # The run's device may be another.
   made = Tokenizer.load(workdir / "tokenizer.json")
-  task, mesh = make_task(config, made), make_mesh(MeshConfig(), jax.devices()[:1])
+  task = make_task(config).with_tokenizer(made)
+  mesh = make_mesh(MeshConfig(), jax.devices()[:1])
   how = config.optimizer, config.steps, config.freeze, config.model.parametrization
   optimizer, _ = make_optimizer(*how)
   like = abstract_state(task, optimizer, config.seed, mesh)
@@ -207,7 +211,7 @@ def _run(workdir: Path, size: str, tokenizer: str):
   if restored is None:
     raise RunError(f"{workdir / 'checkpoints'} holds no finished checkpoint.")
   check_tokenizer(restored, workdir)
-  return config, restored.state.params, made, restored.step
+  return config, task, restored.state.params, made, restored.step
 
 
 def _in_int8(config: Config, params):

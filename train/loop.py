@@ -15,21 +15,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from train import agreement, data, remat, stop
+from train import memory
 from train.config import Config
+from train.data.prefetch import prefetch_to_device
 from train.due import Abandoned, Due, interruptible
 from train.errors import RunError
-from train.flops import BF16_PEAK
-from train.memory import explained
+from train.memory import explain_out_of_memory
 from train.optimizer import learning_rates
-from train.processes import largest_of_all
-from train.record import Recorder, read_metrics
+from train.parallel import agreement, stop
+from train.parallel.processes import largest_of_all
+from train.parallel.sharding import batch_sharding, replicated
+from train.parallel.watchdog import Watchdog
+from train.record import Recorder, Tracer, read_metrics
 from train.report import describe_end, describe_scores, write_report
 from train.run import Run, check_continues, make_run
-from train.sharding import batch_sharding, replicated
 from train.step import make_train_step, tensor_names
-from train.trace import Tracer
-from train.watchdog import Watchdog
+from train.task import BF16_PEAK
 from train.workdir import lock, newest_step, write_json
 
 
@@ -39,8 +40,8 @@ def train(config: Config, workdir: Path) -> dict:
   Several processes share `workdir`; only the first writes and returns the result.
 
   Raises:
-    train.stop.Stopped: a signal, max_hours or the file workdir/stop ended it; its state is saved.
-    train.stop.Interrupted: a signal ended it, and there was nothing to save.
+    stop.Stopped: a signal, max_hours or the file workdir/stop ended it; its state is saved.
+    stop.Interrupted: a signal ended it, and there was nothing to save.
   """
   began = time.monotonic()
   workdir.mkdir(parents=True, exist_ok=True)
@@ -76,7 +77,7 @@ def _train_alone(config: Config, workdir: Path, began: float) -> dict:
     jax.process_count(),
     run.checkpointer.describe_newest_on_disk,
   )
-  with watchdog, explained(run, lambda: watchdog.what):
+  with watchdog, explain_out_of_memory(run, lambda: watchdog.what):
     _train(run, workdir, watchdog, Due(config, workdir, began))
   if not first:
     return {}
@@ -89,9 +90,7 @@ def _train_alone(config: Config, workdir: Path, began: float) -> dict:
 def _train(run: Run, workdir: Path, watchdog: Watchdog, due: Due) -> None:
   """Trains from the newest checkpoint, or step 0, to the last step and its checkpoint."""
   config, checkpointer = run.config, run.checkpointer
-  iterator = data.train_iterator(
-    config,
-    run.builder,
+  iterator = run.source.train_iterator(
     run.tokenizer,
     **run.task.example_sizes,
     process_index=jax.process_index(),
@@ -111,7 +110,7 @@ def _train(run: Run, workdir: Path, watchdog: Watchdog, due: Due) -> None:
   recorder = Recorder(workdir, config, start)
   with contextlib.closing(checkpointer), contextlib.closing(recorder):
     describe(run, recorder, start)
-    run, train_step, choice = remat.choose(
+    run, train_step, choice = memory.choose_remat(
       run,
       jit_train_step,
       workdir,
@@ -122,7 +121,7 @@ def _train(run: Run, workdir: Path, watchdog: Watchdog, due: Due) -> None:
       recorder.say(start, choice)
     tracer = Tracer(workdir / "profile", config.profiled())
     # The run has its policy now, so that an error does not offer what it has.
-    with contextlib.closing(tracer), explained(run, lambda: watchdog.what):
+    with contextlib.closing(tracer), explain_out_of_memory(run, lambda: watchdog.what):
       steps = _Steps(run, workdir, state, start, recorder, watchdog, tracer, due)
       steps.take(train_step, iterator)
     watchdog.pauses_for("the last checkpoint")
@@ -160,7 +159,8 @@ class _Steps:
       stop.Stopped: the run has to end before the last one; its state is saved.
     """
     run, start = self._run, self._start
-    batches = data.prefetch_to_device(iterator, run.to_devices(), run.config.data.prefetch)
+    put = run.source.to_devices(run.mesh, **run.task.example_sizes)
+    batches = prefetch_to_device(iterator, put, run.config.data.prefetch)
     with contextlib.closing(batches):
       if start and self._due.evaluates_after(start) and not self._recorder.has_scores(start):
         self._evaluate()

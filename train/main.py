@@ -4,7 +4,7 @@ The same command continues a run that was stopped. Every field of the config is 
 (--config.steps=300); train/config.py lists them.
 """
 
-from train import stop
+from train.parallel import stop
 
 if __name__ == "__main__":
   with stop.importing():  # Which takes seconds.

@@ -31,7 +31,7 @@ from sbjax.optim.state_formats import (
 )
 from train.config import OptimizerConfig
 from train.finetune import compiled, frozen, parse_rates, scale_by_path, scale_each
-from train.sharding import path_name
+from train.parallel.sharding import path_name
 
 STACK = "blocks"  # The module of sbjax.models.clip whose parameters are [layers, ...].
 

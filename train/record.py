@@ -1,4 +1,4 @@
-"""Records a run's metrics: metrics.jsonl, TensorBoard events, Weights & Biases, a progress line.
+"""Records a run: metrics.jsonl, TensorBoard events, Weights & Biases, traces, a progress line.
 
 metrics.jsonl has one JSON object a line, with "step" and scalars by name. A resumed run first drops
 the lines after its checkpoint, so its file is the same as without the interruption. Only the first
@@ -8,11 +8,13 @@ Everything is on disk when `write` returns, and a failed write is raised there.
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import socket
 import struct
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,8 +27,8 @@ from tqdm import tqdm
 
 from train.config import Config
 from train.errors import RunError
-from train.processes import largest_of_all
-from train.wandb_log import WandbLog
+from train.parallel import stop
+from train.parallel.processes import largest_of_all
 from train.workdir import replace_text
 
 
@@ -40,7 +42,7 @@ class Recorder:
     self._workdir = workdir
     self._wandb = WandbLog(config, workdir) if config.wandb_project else None
     path = workdir / "metrics.jsonl"
-    with self._explained():
+    with self._explain_failed_write():
       _drop_after(path, start)
       self._scored = _has_scores(path, start)
       self._events = _Events(workdir / "tensorboard", start)
@@ -68,7 +70,7 @@ class Recorder:
     """Records the scalars of `step`."""
     if not self._writes:
       return
-    with self._explained():
+    with self._explain_failed_write():
       self._file.write(json.dumps({"step": step, **scalars}) + "\n")
       self._events.write(step, scalars)
     if self._wandb is not None:
@@ -86,11 +88,11 @@ class Recorder:
     self._progress.close()
     if self._wandb is not None:
       self._wandb.finish()
-    with self._explained(), contextlib.closing(self._events), self._file:
+    with self._explain_failed_write(), contextlib.closing(self._events), self._file:
       pass  # Both are closed, even if the disk is full.
 
   @contextlib.contextmanager
-  def _explained(self) -> Iterator[None]:
+  def _explain_failed_write(self) -> Iterator[None]:
     try:
       yield
     except OSError as error:
@@ -160,3 +162,99 @@ def _record(line: bytes) -> dict | None:
   except (ValueError, RecursionError):
     return None
   return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+
+
+class Tracer:
+  """Writes a trace of `steps` (first, last) to `directory`; None traces nothing.
+
+  To look at it: pip install xprof tensorboard && tensorboard --logdir runs/mine/profile
+
+  A run that starts or ends between them traces only its own steps. Of several processes only the
+  first traces, but all of them finish their steps before and after the trace.
+  """
+
+  def __init__(self, directory: Path, steps: tuple[int, int] | None):
+    self._directory, self._writes = directory, jax.process_index() == 0
+    self._first, self._last = steps or (1, 0)
+    self._traces = False
+
+  def starts(self, step: int) -> bool:
+    """Whether the trace starts with this step; earlier steps must then be finished first."""
+    return not self._traces and self._first <= step <= self._last
+
+  def start(self) -> None:
+    self._traces = True
+    if self._writes:
+      jax.profiler.start_trace(self._directory)
+
+  def step(self, step: int) -> contextlib.AbstractContextManager:
+    """A context for the call of a step, which puts its number into the trace."""
+    return jax.profiler.StepTraceAnnotation("train", step_num=step)
+
+  def ends(self, step: int) -> bool:
+    """Whether the trace ends with this step."""
+    return self._traces and step >= self._last
+
+  def close(self) -> None:
+    """Ends and writes the trace if it is running."""
+    was_on, self._traces = self._traces, False
+    if was_on and self._writes:
+      jax.profiler.stop_trace()
+
+
+_SECONDS = 30  # that a run waits for W&B's server, at its start and at its end
+
+
+class WandbLog:
+  """A run's log at Weights & Biases. The first failure is printed, and ends the log only.
+
+  Without a network or an account the run goes on without it.
+  """
+
+  def __init__(self, config: Config, workdir: Path):
+    try:
+      import wandb
+    except ImportError as error:
+      raise RunError(
+        f"wandb_project={config.wandb_project!r} needs Weights & Biases: pip install wandb,"
+        ' or leave it "".'
+      ) from error
+    self._run = None
+    self._run = self._try(
+      wandb.init,
+      project=config.wandb_project,
+      id=_id(workdir),
+      name=workdir.resolve().name,
+      dir=str(workdir),
+      resume="allow",
+      config=config.to_dict(),
+      settings=wandb.Settings(init_timeout=_SECONDS),
+    )
+
+  def log(self, scalars: dict[str, float], step: int) -> None:
+    if self._run is not None:
+      self._try(self._run.log, scalars, step=step)
+
+  def finish(self) -> None:
+    """Waits a while for the last uploads, and leaves the rest to W&B's own process."""
+    if self._run is not None:
+      uploads = threading.Thread(target=self._try, args=(self._run.finish,), daemon=True)
+      uploads.start()
+      uploads.join(_SECONDS if not stop.received() else 3)
+
+  def _try(self, call, *args, **options):
+    try:
+      return call(*args, **options)
+    except Exception as error:  # wandb has errors of its own, and those of its network libraries.
+      self._run = None
+      print(
+        f"The run goes on without Weights & Biases: {type(error).__name__}: {error}."
+        " WANDB_MODE=offline writes to the workdir, and `wandb sync` uploads that later.",
+        file=sys.stderr,
+      )
+
+
+def _id(workdir: Path) -> str:
+  """The folder's own: a project may have two runs named seed0. A moved run starts a new log."""
+  path = workdir.resolve()
+  return f"{path.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"

@@ -15,18 +15,28 @@ import jax
 import numpy as np
 import optax
 
-from train import agreement, data
 from train.checkpoint import Checkpointer, Restored
 from train.config import Config, ModelConfig, flat
+from train.data.augment import CentreCrop
+from train.data.decode import Limits
+from train.data.source import (
+  Source,
+  check_eval_splits,
+  check_split,
+  eval_folders,
+  eval_splits,
+  open_source,
+)
+from train.data.tokenizer import Tokenizer, make_tokenizer
+from train.data.wds_folder import EVAL_SPLIT
 from train.errors import RunError
 from train.finetune import check_init, check_patterns, check_vocabulary, initial_params
-from train.loss import LOSSES
 from train.optimizer import learning_rates, make_optimizer, warmup_cosine
-from train.sharding import make_mesh, path_name, state_shardings
+from train.parallel import agreement
+from train.parallel.sharding import make_mesh, path_name, state_shardings
 from train.step import TrainState, initial_state, make_init
-from train.task import CLIPTask, block_options, clip_config, make_task
-from train.tokenizer import Tokenizer, make_tokenizer
-from train.watch import check_watch
+from train.task import CLIPTask, make_task
+from train.tensor_metrics import check_watch
 from train.workdir import newest_step, read_config
 from train.zero_shot import Sample
 
@@ -45,7 +55,7 @@ _MAY_CHANGE = {
 
 class Run(NamedTuple):
   config: Config
-  builder: data.Source  # of the data set, prepared
+  source: Source
   tokenizer: Tokenizer
   tokenizer_checksum: int  # of tokenizer.json
   mesh: jax.sharding.Mesh
@@ -80,37 +90,29 @@ class Run(NamedTuple):
     start = functools.partial(initial_state, self.task, self.optimizer)
     return jax.jit(start, out_shardings=shardings)(params)
 
-  def to_devices(self):
-    """What brings a batch to the devices: the `put` of train.data.prefetch_to_device."""
-    return data.to_devices(self.config, self.builder, self.mesh, **self.task.example_sizes)
-
   def evaluate(self, params) -> dict[str, float]:
     """The scores of parameters on the evaluation split, and on the folders of data.eval_data.
 
     A folder's scores begin with its name, and those of a split, if there are several, with the
     split: "wds_cifar10/zero_shot_top1", "classes/zero_shot_top1".
     """
-    config, splits = self.config, data.eval_splits(self.config)
+    config, splits = self.config, eval_splits(self.config)
     scores = {}
     for split in splits:
       prefix = f"{split.partition('[')[0]}/" if len(splits) > 1 else ""
       found = self._evaluate(
         params,
         self._eval_batches(split),
-        class_names=data.class_names(config, self.builder) or (),
+        class_names=self.source.class_names or (),
         templates=config.data.templates,
         retrieval=bool(config.data.text_key),
       )
       scores |= {f"{prefix}{name}": score for name, score in found.items()}
-    for folder in data.eval_folders(config):
+    crop = CentreCrop(self.task.example_sizes["image_size"])
+    for folder in eval_folders(config):
       found = self._evaluate(
         params,
-        data.folder_batches(
-          config,
-          folder,
-          image_size=self.task.example_sizes["image_size"],
-          batch_size=config.eval_batch_size,
-        ),
+        folder.batches(EVAL_SPLIT, crop, config.eval_batch_size, Limits.of(config.data)),
         class_names=folder.class_names,
         templates=folder.templates,
       )
@@ -142,7 +144,7 @@ class Run(NamedTuple):
 
   def samples(self, params) -> list[Sample]:
     """Images of the first evaluation batch, with their nearest captions; [] without a split."""
-    splits = data.eval_splits(self.config)
+    splits = eval_splits(self.config)
     if not splits:
       return []
     with contextlib.closing(self._eval_batches(splits[0])) as batches:
@@ -155,9 +157,7 @@ class Run(NamedTuple):
     return self.tokenizer(texts, self.task.example_sizes["context_length"])
 
   def _eval_batches(self, split: str):
-    return data.eval_batches(
-      self.config,
-      self.builder,
+    return self.source.eval_batches(
       split,
       image_size=self.task.example_sizes["image_size"],
       batch_size=self.config.eval_batch_size,
@@ -174,12 +174,9 @@ def make_run(config: Config, workdir: Path, read_only: bool = False) -> Run:
   """
   config.check()
   # These fail before the data set is prepared, which takes long.
-  model = clip_config(config.model)
+  task = make_task(config)
   if newest_step(workdir / "checkpoints") is None:
-    check_init(config, model)
-  block_options(config.model)
-  if config.loss not in LOSSES:
-    raise ValueError(f"loss={config.loss!r} is none of {', '.join(LOSSES)}.")
+    check_init(config, task.model.config)
   mesh = make_mesh(config.mesh)
   optimizer, schedule = make_optimizer(
     config.optimizer, config.steps, config.freeze, config.model.parametrization
@@ -191,22 +188,21 @@ def make_run(config: Config, workdir: Path, read_only: bool = False) -> Run:
       f" (mesh.data={mesh.shape['data']} x mesh.fsdp={mesh.shape['fsdp']})."
     )
   if config.watch:
-    init = make_task(config, tokenizer=None).init
-    check_watch(config.watch, jax.eval_shape(init, jax.random.key(0)))
-  data.eval_folders(config)
-  builder = data.prepare(config.data)
-  data.check_split(builder, config.data.train_split)
-  data.check_eval_splits(builder, data.eval_splits(config))
-  agreement.check("the data set", lambda: data.identity(builder))
-  tokenizer = _tokenizer(config, builder, workdir)
+    check_watch(config.watch, jax.eval_shape(task.init, jax.random.key(0)))
+  eval_folders(config)
+  source = open_source(config)
+  check_split(source, config.data.train_split)
+  check_eval_splits(source, eval_splits(config))
+  agreement.check("the data set", lambda: {"the data set": source.full_name, **source.identity()})
+  tokenizer = _tokenizer(config, source, workdir)
   agreement.check("the tokenizer", lambda: {"tokenizer.json": _tokenizer_checksum(workdir)})
-  task = make_task(config, tokenizer)
+  task = task.with_tokenizer(tokenizer)
   abstract = abstract_state(task, optimizer, config.seed, mesh)
   paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(abstract.params))
   check_patterns(config, map(path_name, paths))
   return Run(
     config=config,
-    builder=builder,
+    source=source,
     tokenizer=tokenizer,
     tokenizer_checksum=_tokenizer_checksum(workdir),
     mesh=mesh,
@@ -301,13 +297,13 @@ def _may_change(name: str) -> bool:
   return name in _MAY_CHANGE or name.partition(".")[0] in _MAY_CHANGE
 
 
-def _tokenizer(config: Config, builder, workdir: Path) -> Tokenizer:
+def _tokenizer(config: Config, source: Source, workdir: Path) -> Tokenizer:
   """The tokenizer in the workdir if checkpoints depend on it; else makes it."""
   path = workdir / "tokenizer.json"
   needed = newest_step(workdir / "checkpoints") is not None
   if jax.process_index() == 0 and not (needed and path.is_file()):
     tokenizer = make_tokenizer(
-      config.data.tokenizer, data.captions(config, builder), config.data.tokenizer_vocab_size
+      config.data.tokenizer, source.captions(), config.data.tokenizer_vocab_size
     )
     partial = path.with_suffix(".partial")
     tokenizer.save(partial)

@@ -14,11 +14,11 @@ from sbjax.optim.collage import descent_quality, split_parameters
 from sbjax.optim.loss_scale import loss_scale, skipped_updates
 from sbjax.optim.stable_adamw import tensor_rms
 from train.finetune import stop_gradients
-from train.gather import gather_parameters
 from train.optimizer import cast_matrices, stacked
-from train.sharding import BATCH_AXES, parameter_specs, path_name
+from train.parallel.gather import gather_parameters
+from train.parallel.sharding import BATCH_AXES, parameter_specs, path_name
 from train.task import CLIPTask
-from train.watch import tensor_metrics
+from train.tensor_metrics import tensor_metrics
 
 # The metrics of statistics that a model's outputs have for each block.
 BLOCK_METRICS = {"block_outputs": "mean_abs_feature", "block_maxima": "max_abs_feature"}
@@ -64,12 +64,12 @@ def make_train_step(
 
   accumulate: number of microbatches a batch; the loss is over the whole batch.
   mesh: each of its devices computes its rows of the batch, and the state is split as
-    `train.sharding.state_shardings` says. None, or a mesh of one device: no `shard_map`.
+    `train.parallel.sharding.state_shardings` says. None, or a mesh of one device: no `shard_map`.
   gradient_dtype: dtype in which gradients of kernels are summed over devices.
   gradient_exchange: format in which gradients of matrices travel between devices, to sums in
     float32 (sbjax/distributed/exchange.py): "float32", "bfloat16", "e4m3" or "int8".
   freeze: patterns of parameters that get no gradient; those of `make_optimizer`.
-  watch: patterns of parameters whose gradient and RMS are metrics (train/watch.py).
+  watch: patterns of parameters whose gradient and RMS are metrics (train/tensor_metrics.py).
   batch: the examples of all devices.
   metrics: float32 scalars by name.
   finite: a bool for each of `tensor_names`; the first False is the first tensor not finite.

@@ -1,7 +1,7 @@
 """CLIPTask: the interface between training and the model.
 
 The step, the loop and the run use a model only through its task. Another model needs another class
-like CLIPTask, and rules for its parameters in train/sharding.py.
+like CLIPTask, and rules for its parameters in train/parallel/sharding.py.
 """
 
 import dataclasses
@@ -15,16 +15,23 @@ from jax.sharding import Mesh
 
 from sbjax.interop.config_files import read_config
 from sbjax.models.clip import CLIP
-from sbjax.models.sizes import CLIPConfig
+from sbjax.models.sizes import CLIPConfig, kept_patches
 from sbjax.models.transformer import BlockOptions, unstack_blocks
 from sbjax.studies.unit_scaling import scaled
 from train.config import Config, ModelConfig
-from train.flops import model_flops
-from train.images import normalize
+from train.data.preprocessing import normalize
+from train.data.tokenizer import Tokenizer
 from train.loss import LOSSES
 from train.optimizer import matrix_dtype
-from train.tokenizer import Tokenizer
 from train.zero_shot import Sample, evaluate, make_encoders, nearest_captions
+
+# Dense bfloat16 operations a second, from NVIDIA's data sheets. Other devices get no MFU.
+BF16_PEAK = {
+  "NVIDIA H200": 989.4e12,
+  "NVIDIA H100 80GB HBM3": 989.4e12,
+  "NVIDIA A100-SXM4-40GB": 312e12,
+  "NVIDIA A100-SXM4-80GB": 312e12,
+}
 
 
 class CLIPTask(NamedTuple):
@@ -36,6 +43,16 @@ class CLIPTask(NamedTuple):
 
   name = "CLIP"
 
+  def with_options(self, options: BlockOptions) -> "CLIPTask":
+    """The same task, whose model computes in another way."""
+    return self._replace(model=self.model.clone(options=options))
+
+  def with_tokenizer(self, tokenizer: Tokenizer) -> "CLIPTask":
+    """The same task with the tokenizer's vocabulary in place of the size's own."""
+    size = self.model.config
+    text = dataclasses.replace(size.text, vocab_size=tokenizer.vocab_size, eot_id=tokenizer.eot_id)
+    return self._replace(model=self.model.clone(config=dataclasses.replace(size, text=text)))
+
   @property
   def layers(self) -> dict[str, int]:
     """The number of blocks of each tower."""
@@ -43,7 +60,7 @@ class CLIPTask(NamedTuple):
 
   @property
   def example_sizes(self) -> dict[str, int]:
-    """The arguments of train.data.train_iterator that depend on the model."""
+    """The arguments of a Source's `train_iterator` that depend on the model."""
     vision, text = self.model.config.vision, self.model.config.text
     return {"image_size": vision.image_size, "context_length": text.context_length}
 
@@ -125,24 +142,24 @@ class CLIPTask(NamedTuple):
     return nearest_captions(make_encoders(self.model, mesh), params, *args, **options)
 
 
-def make_task(config: Config, tokenizer: Tokenizer | None) -> CLIPTask:
-  """The CLIP of the config's size and options, with the tokenizer's vocabulary.
+def make_task(config: Config) -> CLIPTask:
+  """The CLIP of the config's size, options and loss; its vocabulary is the size's own.
 
-  tokenizer: None: with the size's own vocabulary, for the names of its parameters.
+  Raises:
+    ValueError: one of these names nothing.
   """
-  size = clip_config(config.model)
-  if tokenizer is not None:
-    ids = {"vocab_size": tokenizer.vocab_size, "eot_id": tokenizer.eot_id}
-    size = dataclasses.replace(size, text=dataclasses.replace(size.text, **ids))
-  siglip = {"init_logit_scale": 10.0, "init_logit_bias": -10.0} if config.loss == "siglip" else {}
+  size = _size(config.model)
   options = dataclasses.replace(block_options(config.model), block_maxima=bool(config.watch))
+  if config.loss not in LOSSES:
+    raise ValueError(f"loss={config.loss!r} is none of {', '.join(LOSSES)}.")
+  siglip = {"init_logit_scale": 10.0, "init_logit_bias": -10.0} if config.loss == "siglip" else {}
   model = CLIP(size, options, patch_dropout=config.model.patch_dropout, **siglip)
   return CLIPTask(model, LOSSES[config.loss], matrix_dtype(config.optimizer.states))
 
 
-def clip_config(c: ModelConfig) -> CLIPConfig:
+def _size(c: ModelConfig) -> CLIPConfig:
   """The size that a ModelConfig names, with the fields that it changes."""
-  size = _size(c.size)
+  size = _named_size(c.size)
   vision = dataclasses.replace(
     size.vision,
     image_size=c.image_size or size.vision.image_size,
@@ -153,7 +170,7 @@ def clip_config(c: ModelConfig) -> CLIPConfig:
   return CLIPConfig(size.embed_dim, vision, text)
 
 
-def _size(name: str) -> CLIPConfig:
+def _named_size(name: str) -> CLIPConfig:
   """An architecture that training supports, by `model.size`."""
   try:
     size = read_config(name)
@@ -170,7 +187,7 @@ def _size(name: str) -> CLIPConfig:
 def block_options(config: ModelConfig) -> BlockOptions:
   """The BlockOptions with the values of a ModelConfig's fields of the same names.
 
-  remat="auto" is "none" here: train/remat.py replaces it before a step is compiled.
+  remat="auto" is "none" here: train/memory.py replaces it before a step is compiled.
   """
   values = dataclasses.asdict(config)
   values |= {name: values[name] or None for name in ("backend", "attention_backend", "tau")}
@@ -180,3 +197,21 @@ def block_options(config: ModelConfig) -> BlockOptions:
     values["unroll"] = 0 if jax.default_backend() == "gpu" else 1
   fields = dataclasses.fields(BlockOptions)
   return BlockOptions(**{f.name: values[f.name] for f in fields if f.name in values})
+
+
+def model_flops(config: CLIPConfig, batch_size: int, patch_dropout: float = 0.0) -> float:
+  """Operations of a step: 6 for each weight and token, 12 * length * width for a token's attention.
+
+  Dropped patches count in the patch embedding only. Recomputation by remat or microbatches does not
+  count.
+  """
+  vision, text = config.vision, config.text
+  kept = kept_patches(vision.patches, patch_dropout) + 1
+  total = 0.0
+  for tower, length in ((vision, kept), (text, text.context_length)):
+    weights = tower.width**2 * 4 + 2 * tower.width * int(tower.width * tower.mlp_ratio)
+    total += tower.layers * length * (6 * weights + 12 * length * tower.width)
+    total += 6 * tower.width * config.embed_dim
+  # Pixels take no gradient.
+  total += 4 * vision.patches * 3 * vision.patch_size**2 * vision.width
+  return batch_size * (total + 6 * batch_size * config.embed_dim)

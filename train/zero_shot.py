@@ -16,10 +16,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from sbjax.models.clip import CLIP
+from train.data.preprocessing import normalize
 from train.errors import RunError
-from train.gather import gather_parameters
-from train.images import normalize
-from train.sharding import batch_sharding, parameter_specs, replicated
+from train.parallel.gather import gather_parameters
+from train.parallel.sharding import batch_sharding, parameter_specs, replicated
 
 _AT_ONCE = 4096  # images whose logits are in memory
 

@@ -80,11 +80,11 @@ def series_of(arms: Sequence[Arm], label: Callable[[Arm], Hashable]) -> dict[Any
 
 def change_of(arm: Arm) -> int | None:
   """The step at which an arm's pictures change: the first of a shift, the second of columns."""
-  from train.datasets.scenes import find  # Imports JAX, which takes seconds.
+  from train.data.scenes.scenes import find_variant  # Imports JAX, which takes seconds.
 
-  if not (scenes := find(arm.value("data.name"))):
+  if not (variant := find_variant(arm.value("data.name"))):
     return None
-  steps = scenes.variant.columns or [step for step, _ in scenes.variant.shifts]
+  steps = variant.columns or [step for step, _ in variant.shifts]
   return steps[1] if steps else None  # A shift's first contrast is that of step 1.
 
 

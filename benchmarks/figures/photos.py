@@ -77,7 +77,7 @@ def prepare(name: str, root: Path, runs: Path) -> None:
   Raises:
     ValueError: shards are missing, or have another number of pictures.
   """
-  from train.datasets.prepared import prepare  # Imports JAX, which takes seconds.
+  from train.data.builders import prepare  # Imports JAX, which takes seconds.
 
   builder = prepare(place(CONFIGS[name](), root, runs).data)
   found = tuple(builder.info.splits[split].num_examples for split in ("train", "eval"))

@@ -129,8 +129,8 @@ def train_one(arm: Arm, workdir: Path, make_config=config_of, data: Path | None 
 
   data: the folder of the shards, for an arm on photos. Their import is beside `workdir`.
   """
-  from train import xla_flags  # JAX starts with the first of these imports.
   from train.errors import RunError
+  from train.parallel import xla_flags  # JAX starts with the first of these imports.
 
   xla_flags.set_flags()
   from train.loop import train

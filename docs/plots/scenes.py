@@ -13,13 +13,15 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from PIL import Image
 
-from train.datasets import scenes
+from train.config import Config, DataConfig, ModelConfig
+from train.data.source import open_source
 
 IMAGE = Path(__file__).parent.parent / "images/scenes.png"
 
 
 def main():
-  batch = next(scenes.find("scenes").eval_batches("scenes", image_size=64, batch_size=24))
+  source = open_source(Config(model=ModelConfig(size=""), data=DataConfig(name="scenes")))
+  batch = next(source.eval_batches("scenes", image_size=64, batch_size=24))
   figure, axes = plt.subplots(4, 6, figsize=(10.5, 8.6))
   for axis, pixels, (text,) in zip(axes.flat, batch["image"], batch["captions"], strict=True):
     axis.imshow(pixels, interpolation="nearest")

@@ -217,47 +217,47 @@ def _in_triton(
 _CODED = "abcdk. abcdk abcdk"  # Groups, and their details.
 
 OPERATIONS = {
-  "quantize": _in_triton(_quantize, "mk -> mk", "quantize_triton"),
-  "quantize_transposed": _in_triton(_quantize_transposed, "mk -> km", "quantize_triton"),
-  "quantize_both": _in_triton(_quantize_both, "mk -> mk mk km", "quantize_triton"),
+  "quantize": _in_triton(_quantize, "mk -> mk", "triton.quantize"),
+  "quantize_transposed": _in_triton(_quantize_transposed, "mk -> km", "triton.quantize"),
+  "quantize_both": _in_triton(_quantize_both, "mk -> mk mk km", "triton.quantize"),
   "scaled_matmul": Operation(
     scaled_matmul,
     "mk m. nk n. mn -> mn",
-    mosaic="scaled_matmul_sm90",
-    triton="scaled_matmul_triton",
+    mosaic="sm90.scaled_matmul",
+    triton="triton.scaled_matmul",
     limit=_multiples_of_16,
   ),
   "norm_quantize": _in_triton(
-    fused_ops.norm_quantize, "m. -> m.", "norm_triton", _rows_in_registers
+    fused_ops.norm_quantize, "m. -> m.", "triton.norm", _rows_in_registers
   ),
   "norm_backward": _in_triton(
-    fused_ops.norm_backward, "m. -> m.", "norm_triton", _rows_in_registers
+    fused_ops.norm_backward, "m. -> m.", "triton.norm", _rows_in_registers
   ),
   "gelu_quantize": _in_triton(
-    fused_ops.gelu_quantize, "mk -> mk", "gelu_triton", _rows_in_registers
+    fused_ops.gelu_quantize, "mk -> mk", "triton.gelu", _rows_in_registers
   ),
   "gelu_backward": _in_triton(
-    fused_ops.gelu_backward, "mk -> mk", "gelu_triton", _rows_in_registers
+    fused_ops.gelu_backward, "mk -> mk", "triton.gelu", _rows_in_registers
   ),
-  "quantize_sum": _in_triton(fused_ops.quantize_sum, "mk -> mk", "gelu_triton"),
+  "quantize_sum": _in_triton(fused_ops.quantize_sum, "mk -> mk", "triton.gelu"),
   "attention_forward": Operation(
     attention_ops.attention_forward,
     "b..h. -> b.h. bh.",
-    mosaic="attention_sm90",
-    triton="attention_triton",
+    mosaic="sm90.attention_forward",
+    triton="triton.attention_short",
     limit=_attention_heads,
   ),
   "attention_backward": Operation(
     attention_ops.attention_backward,
     "b.h. bh. b.h. b..h. -> b..h.",
-    mosaic="attention_sm90",
-    triton="attention_triton",
+    mosaic="sm90.attention_backward",
+    triton="triton.attention_short",
     limit=_attention_heads,
   ),
   "adam_direction": _in_triton(
     expansion.adam_direction,
     f". abcdk. {_CODED} {_CODED} abcdk -> abcdk. {_CODED} {_CODED}",
-    "adam_triton",
+    "triton.adam",
     _whole_groups,
   ),
 }

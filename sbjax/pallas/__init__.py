@@ -1,1 +1,1 @@
-"""Kernels: a file has one operation for one kind of device, with the definition's signature."""
+"""Kernels, with the signatures of their definitions: a folder is for one kind of device."""

@@ -47,9 +47,9 @@ def row_for(
   return None
 
 
-def shipped_table(kernel: str) -> list[dict]:
-  """The rows of the table that the kernel ships with; none if there is no table."""
-  path = Path(__file__).with_name(f"{kernel}.jsonl")
+def shipped_table(file: str) -> list[dict]:
+  """The rows of the table beside a kernel's file; none if there is no table."""
+  path = Path(file).with_suffix(".jsonl")
   return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 

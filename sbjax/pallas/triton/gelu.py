@@ -1,0 +1,391 @@
+"""GELU, its gradient, and a gradient's sum over rows: `sbjax.ops.rows` with one read of each row.
+
+GELU is the exact one, at the speed of memory. With u = |h|, the upper tail of the normal
+distribution is exp(-u**2 / 2) times a smooth function, here a polynomial of degree 4 in a t that
+falls from 1 at u = 0 to 0 at infinity:
+
+  1 - cdf(u) = exp(-u**2 / 2) * (C1 * t + ... + C4 * t**4),  t = 1 / sqrt(1 + A * u + B * u**2)
+
+Its relative error is at most 2e-5, even where GELU is tiny, because nothing cancels for negative h.
+Of the 65,280 finite bfloat16 h, all but 132 give the exact GELU correctly rounded. The others have
+an error of at most 0.505 units in the last place. The derivative has an absolute error of at most
+7.2e-6, and a relative error of 2.7e-5 for h < -1. Results below 2**-126 may be flushed to zero.
+(Measured in IEEE arithmetic; by NVIDIA's bounds a GPU's root and power of two add less than 1e-6 of
+the result.)
+
+The approximations of GELU are h * sigmoid(z): their upper tail is sigmoid(-z) at |h|.
+"""
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from sbjax.ops import rows as fused_ops
+from sbjax.ops.rows import MAX_WIDTH_IN_REGISTERS
+from sbjax.pallas.triton.call import compute_capability, triton_call
+from sbjax.pallas.triton.quantize import quantize
+from sbjax.pallas.triton.rounding import (
+  Config,
+  load_row,
+  piece,
+  quantize_row,
+  row_constants,
+  store_row,
+  to_float32,
+  zero_row,
+)
+from sbjax.quantize import Quantized, Spec
+
+_struct = jax.ShapeDtypeStruct
+_UNUSED = _struct((1, 1), jnp.float32)  # An output that is not needed.
+
+# Fitted to minimize the largest relative error for 0 <= u <= 14.
+A, B = tl.constexpr(0.6661622255212556), tl.constexpr(0.13190116201256763)
+C1, C2 = tl.constexpr(0.14464860219831463), tl.constexpr(0.13632541350357955)
+C3, C4 = tl.constexpr(0.09615968892895972), tl.constexpr(0.12285927372896173)
+HALF_LOG2_E = tl.constexpr(0.7213475204444817)
+DENSITY = tl.constexpr(0.3989422804014327)  # Of the normal distribution at 0.
+LOG2_E = tl.constexpr(1.4426950408889634)
+QUICK_GELU_SLOPE = tl.constexpr(fused_ops.QUICK_GELU_SLOPE)
+GELU_TANH_SLOPE = tl.constexpr(fused_ops.GELU_TANH_SLOPE)
+GELU_TANH_CUBE = tl.constexpr(fused_ops.GELU_TANH_CUBE)
+GELU_TANH_BOUND = tl.constexpr(fused_ops.GELU_TANH_BOUND)
+
+
+def forward_config(m: int, k: int, itemsize: int) -> Config:
+  """About 40 elements of a row a thread, loaded 16 bytes at a time; two short rows a program."""
+  return Config(
+    rows=2 if k <= 1280 and m >= 4096 else 1,
+    warps=min(8, triton.next_power_of_2(triton.cdiv(k, 1664))),
+    vector=16 // itemsize,
+  )
+
+
+def backward_config(m: int, k: int, itemsize: int) -> Config:
+  """At most 32 elements of a row a thread; a sum for each 64 rows is at most 5 % of the bytes."""
+  return Config(
+    rows=min(64, triton.next_power_of_2(triton.cdiv(m, 512))),
+    warps=triton.next_power_of_2(triton.cdiv(k, 1024)),
+    vector=16 // itemsize,
+  )
+
+
+def sum_config(m: int, k: int, itemsize: int) -> Config:
+  """At most 40 elements of a row a thread, because little is computed with them."""
+  return Config(
+    rows=min(32, triton.next_power_of_2(triton.cdiv(m, 512))),
+    warps=triton.next_power_of_2(triton.cdiv(k, 1280)),
+    vector=16 // itemsize,
+  )
+
+
+def gelu_quantize(
+  h: jax.Array,
+  spec: Spec | None,
+  keep: Spec | None = None,
+  *,
+  activation: str = "gelu",
+  config: Config | None = None,
+) -> tuple[Quantized | jax.Array, Quantized | jax.Array]:
+  """`sbjax.ops.rows.gelu_quantize`, with the error of `_tail_and_density` in GELU."""
+  if h.size == 0:
+    return fused_ops.gelu_quantize(h, spec, keep, activation=activation)
+  m, k = h.shape
+  config = forward_config(m, k, h.dtype.itemsize) if config is None else config
+  g, g_scale, saved, saved_scale = triton_call(
+    h,
+    kernel=_gelu_kernel,
+    name="sbjax_gelu_quantize",
+    grid=triton.cdiv(m, config.rows),
+    out=(
+      *((_struct(h.shape, h.dtype), _UNUSED) if spec is None else _quantized(h.shape, spec)),
+      *((_UNUSED, _UNUSED) if keep is None else _quantized(h.shape, keep)),
+    ),
+    num_warps=config.warps,
+    **row_constants(*h.shape, config),
+    VIA_FLOAT16=compute_capability() < 90,
+    **dict(LIMIT=_limit(spec), KEEP_LIMIT=_limit(keep), ACTIVATION=activation),
+  )
+  g = g if spec is None else Quantized(g, g_scale, spec)
+  return g, h if keep is None else Quantized(saved, saved_scale, keep)
+
+
+def gelu_backward(
+  h: jax.Array | Quantized,
+  dg: jax.Array,
+  spec: Spec | None,
+  *,
+  activation: str = "gelu",
+  config: Config | None = None,
+) -> tuple[jax.Array, Quantized | None, jax.Array, jax.Array]:
+  """`sbjax.ops.rows.gelu_backward`, with the error of `_tail_and_density` in GELU."""
+  if dg.size == 0:
+    return fused_ops.gelu_backward(h, dg, spec, activation=activation)
+  config = backward_config(*dg.shape, dg.dtype.itemsize) if config is None else config
+  dh, values, scale, sums, g = triton_call(
+    *((h.values, h.scale) if isinstance(h, Quantized) else (h, jnp.zeros((1, 1), jnp.float32))),
+    dg,
+    kernel=_gelu_backward_kernel,
+    name="sbjax_gelu_backward",
+    grid=triton.cdiv(len(dg), config.rows),
+    out=(
+      _struct(dg.shape, dg.dtype),
+      *((_UNUSED, _UNUSED) if spec is None else _quantized(dg.shape, spec)),
+      _sums(dg, config),
+      _struct(dg.shape, dg.dtype),
+    ),
+    in_place={2: 0} if isinstance(h, Quantized) or h.dtype != dg.dtype else {0: 4, 2: 0},
+    num_warps=config.warps,
+    **row_constants(*dg.shape, config),
+    VIA_FLOAT16=compute_capability() < 90,
+    **dict(LIMIT=_limit(spec), DEQUANTIZE=isinstance(h, Quantized), ACTIVATION=activation),
+  )
+  return dh, None if spec is None else Quantized(values, scale, spec), jnp.sum(sums, axis=0), g
+
+
+def quantize_sum(
+  parts: tuple[jax.Array, ...], spec: Spec, *, config: Config | None = None
+) -> tuple[jax.Array, Quantized, jax.Array]:
+  """`sbjax.ops.rows.quantize_sum`: finite rows are equal bit for bit, sums but for rounding.
+
+  The kernel concatenates three parts (q, k and v) as it reads them. XLA does it for other numbers.
+  Where rows share a scale or do not fit in registers, the quantizer's kernel follows XLA's sum.
+  """
+  if not spec.is_rowwise or sum(part.shape[1] for part in parts) > MAX_WIDTH_IN_REGISTERS:
+    return fused_ops.quantize_sum(parts, spec, quantize=quantize)
+  if len(parts) not in (1, 3):
+    parts = (jnp.concatenate(parts, axis=1),)
+  ((m, width),) = {part.shape for part in parts}
+  dy = _struct((m, width * len(parts)), parts[0].dtype)
+  if dy.size == 0:
+    return fused_ops.quantize_sum(parts, spec)
+  config = sum_config(*dy.shape, dy.dtype.itemsize) if config is None else config
+  joined, values, scale, sums = triton_call(
+    *(parts if len(parts) == 3 else 3 * parts),
+    kernel=_quantize_sum_kernel,
+    name="sbjax_quantize_sum",
+    grid=triton.cdiv(len(dy), config.rows),
+    out=(dy if len(parts) == 3 else _UNUSED, *_quantized(dy.shape, spec), _sums(dy, config)),
+    num_warps=config.warps,
+    **row_constants(*dy.shape, config, len(parts)),
+    VIA_FLOAT16=compute_capability() < 90,
+    **dict(LIMIT=_limit(spec), PARTS=len(parts)),
+  )
+  dy = joined if len(parts) == 3 else parts[0]
+  return dy, Quantized(values, scale, spec), jnp.sum(sums, axis=0)
+
+
+def _quantized(shape, spec):
+  return _struct(shape, spec.dtype), _struct((shape[0], 1), jnp.float32)
+
+
+def _sums(x, config):
+  return _struct((triton.cdiv(len(x), config.rows), x.shape[1]), jnp.float32)
+
+
+def _limit(spec):
+  return None if spec is None else spec.format.max
+
+
+@triton.jit
+def _tail_and_density(h):
+  """1 - cdf(|h|) and exp(-h**2 / 2)."""
+  u = tl.abs(h)
+  density = tl.exp2(h * h * -HALF_LOG2_E)
+  # A root is one instruction; a division, as in t = 1 / (1 + A * u), takes several.
+  t = tl.rsqrt(tl.fma(tl.fma(u, B, A), u, 1.0))
+  polynomial = tl.fma(tl.fma(tl.fma(t, C4, C3), t, C2), t, C1)
+  return density * (t * polynomial), density
+
+
+@triton.jit
+def _sigmoid_tail(h, ACTIVATION: tl.constexpr):
+  """sigmoid(-z) at |h|, and the derivative of sigmoid(z), for h * sigmoid(z)."""
+  if ACTIVATION == "quick_gelu":
+    z, slope = tl.abs(h) * QUICK_GELU_SLOPE, QUICK_GELU_SLOPE
+  else:
+    u = tl.minimum(tl.abs(h), GELU_TANH_BOUND)
+    square = u * u
+    z = u * tl.fma(square, GELU_TANH_CUBE, GELU_TANH_SLOPE)
+    slope = tl.fma(square, 3 * GELU_TANH_CUBE, GELU_TANH_SLOPE)
+  power = tl.exp2(z * -LOG2_E)
+  root = tl.rsqrt(1.0 + power)  # One instruction; a division takes several.
+  gate = root * root
+  tail = power * gate
+  return tail, (gate * tail) * slope
+
+
+@triton.jit
+def _upper_tail(h, ACTIVATION: tl.constexpr):
+  """1 - gate(|h|), where the activation is h * gate(h)."""
+  if ACTIVATION == "gelu":
+    tail, _ = _tail_and_density(h)
+  else:
+    tail, _ = _sigmoid_tail(h, ACTIVATION)
+  return tail
+
+
+@triton.jit
+def _gelu(h, tail):
+  """h * cdf(h) as max(h, 0) - |h| * tail; NaN if h is not finite."""
+  return tl.fma(-tl.abs(h), tail, tl.maximum(h, 0.0))
+
+
+@triton.jit
+def _gelu_kernel(
+  h_ptr,
+  g_ptr,
+  g_scale_ptr,
+  saved_ptr,
+  saved_scale_ptr,
+  M: tl.constexpr,
+  K: tl.constexpr,
+  ROWS: tl.constexpr,
+  PIECES: tl.constexpr,
+  VECTOR: tl.constexpr,
+  THREADS: tl.constexpr,
+  VIA_FLOAT16: tl.constexpr,
+  LIMIT: tl.constexpr,
+  KEEP_LIMIT: tl.constexpr,
+  ACTIVATION: tl.constexpr,
+):
+  """Makes g [ROWS, K]; with LIMIT g is quantized, with KEEP_LIMIT h is quantized as saved."""
+  first = tl.program_id(0) * ROWS
+  RAGGED: tl.constexpr = M % ROWS != 0
+  loaded = ()
+  for r in tl.static_range(ROWS):
+    loaded += (load_row(h_ptr, first + r, M, RAGGED, K, PIECES, VECTOR),)
+
+  for r in tl.static_range(ROWS):
+    row = first + r
+    hs = to_float32(loaded[r])
+    if KEEP_LIMIT is not None:
+      quantize_row(
+        *(saved_ptr, saved_scale_ptr, hs, row, M, RAGGED),
+        *(K, PIECES, VECTOR, THREADS, KEEP_LIMIT, VIA_FLOAT16),
+      )
+    gs = ()
+    for i in tl.static_range(len(PIECES)):
+      gs += (_gelu(hs[i], _upper_tail(hs[i], ACTIVATION)),)
+    if LIMIT is not None:
+      quantize_row(
+        g_ptr, g_scale_ptr, gs, row, M, RAGGED, K, PIECES, VECTOR, THREADS, LIMIT, VIA_FLOAT16
+      )
+    else:
+      store_row(g_ptr, gs, row, M, RAGGED, K, PIECES, VECTOR)
+
+
+@triton.jit
+def _gelu_backward_kernel(
+  h_ptr,
+  h_scale_ptr,
+  dg_ptr,
+  dh_ptr,
+  values_ptr,
+  scale_ptr,
+  sum_ptr,
+  g_ptr,
+  M: tl.constexpr,
+  K: tl.constexpr,
+  ROWS: tl.constexpr,
+  PIECES: tl.constexpr,
+  VECTOR: tl.constexpr,
+  THREADS: tl.constexpr,
+  VIA_FLOAT16: tl.constexpr,
+  LIMIT: tl.constexpr,
+  DEQUANTIZE: tl.constexpr,
+  ACTIVATION: tl.constexpr,
+):
+  """Makes dh and g [ROWS, K], with LIMIT also dh quantized, and the sum of dh over ROWS."""
+  if dh_ptr is None:
+    dh_ptr = dg_ptr
+  if g_ptr is None:
+    g_ptr = h_ptr
+  first = tl.program_id(0) * ROWS
+  RAGGED: tl.constexpr = M % ROWS != 0
+  end = tl.minimum(first + ROWS, M) if RAGGED else first + ROWS
+  sums = zero_row(PIECES)
+  hs_ahead = load_row(h_ptr, first, end, RAGGED, K, PIECES, VECTOR)
+  dgs_ahead = load_row(dg_ptr, first, end, RAGGED, K, PIECES, VECTOR)
+  for r in range(ROWS):
+    row = first + r
+    tl.debug_barrier()  # All threads have read dg and h, which dh and g overwrite.
+    hs, dgs = to_float32(hs_ahead), to_float32(dgs_ahead)
+    hs_ahead = load_row(h_ptr, row + 1, end, True, K, PIECES, VECTOR)
+    dgs_ahead = load_row(dg_ptr, row + 1, end, True, K, PIECES, VECTOR)
+    factor = tl.load(h_scale_ptr + row, mask=row < M, other=0.0) if DEQUANTIZE else 1.0
+    gs, dhs, sums_next = (), (), ()
+    for i in tl.static_range(len(PIECES)):
+      h = hs[i] * factor if DEQUANTIZE else hs[i]
+      if ACTIVATION == "gelu":
+        tail, density = _tail_and_density(h)
+        slope = tl.fma(h * density, DENSITY, tl.where(h < 0, tail, 1.0 - tail))
+      else:
+        tail, density = _sigmoid_tail(h, ACTIVATION)
+        slope = tl.fma(h, density, tl.where(h < 0, tail, 1.0 - tail))
+      gs += (_gelu(h, tail),)
+      dhs += (dgs[i] * slope,)
+      sums_next += (sums[i] + dhs[i],)
+    sums = sums_next
+    store_row(g_ptr, gs, row, M, RAGGED, K, PIECES, VECTOR)
+    store_row(dh_ptr, dhs, row, M, RAGGED, K, PIECES, VECTOR)
+    if LIMIT is not None:
+      quantize_row(
+        values_ptr, scale_ptr, dhs, row, M, RAGGED, K, PIECES, VECTOR, THREADS, LIMIT, VIA_FLOAT16
+      )
+  store_row(sum_ptr, sums, tl.program_id(0), M, False, K, PIECES, VECTOR)
+
+
+@triton.jit
+def _load_parts(
+  parts, row, ROWS, RAGGED, WIDTH: tl.constexpr, PIECES: tl.constexpr, VECTOR: tl.constexpr
+):
+  """`load_row` for a row whose columns are split into `parts`, each [M, WIDTH]."""
+  xs = ()
+  for i in tl.static_range(len(PIECES)):
+    offset, mask = piece(row, PIECES[i][0] % WIDTH, PIECES[i][1], ROWS, WIDTH, RAGGED, VECTOR)
+    xs += (tl.load(parts[PIECES[i][0] // WIDTH] + offset, mask=mask, other=0.0),)
+  return xs
+
+
+@triton.jit
+def _quantize_sum_kernel(
+  first_ptr,
+  second_ptr,
+  third_ptr,
+  dy_ptr,
+  values_ptr,
+  scale_ptr,
+  sum_ptr,
+  M: tl.constexpr,
+  K: tl.constexpr,
+  ROWS: tl.constexpr,
+  PIECES: tl.constexpr,
+  VECTOR: tl.constexpr,
+  THREADS: tl.constexpr,
+  VIA_FLOAT16: tl.constexpr,
+  LIMIT: tl.constexpr,
+  PARTS: tl.constexpr,
+):
+  """Makes values [ROWS, K], scale [ROWS, 1] and the sum over ROWS; for three PARTS also dy."""
+  parts = (first_ptr, second_ptr, third_ptr) if PARTS == 3 else (first_ptr,)
+  first = tl.program_id(0) * ROWS
+  RAGGED: tl.constexpr = M % ROWS != 0
+  end = tl.minimum(first + ROWS, M) if RAGGED else first + ROWS
+  sums = zero_row(PIECES)
+  ahead = _load_parts(parts, first, end, RAGGED, K // PARTS, PIECES, VECTOR)
+  for r in range(ROWS):
+    row = first + r
+    if PARTS == 3:
+      store_row(dy_ptr, ahead, row, M, RAGGED, K, PIECES, VECTOR)
+    dys = to_float32(ahead)
+    ahead = _load_parts(parts, row + 1, end, True, K // PARTS, PIECES, VECTOR)
+    sums_next = ()
+    for i in tl.static_range(len(PIECES)):
+      sums_next += (sums[i] + dys[i],)
+    sums = sums_next
+    quantize_row(
+      values_ptr, scale_ptr, dys, row, M, RAGGED, K, PIECES, VECTOR, THREADS, LIMIT, VIA_FLOAT16
+    )
+  store_row(sum_ptr, sums, tl.program_id(0), M, False, K, PIECES, VECTOR)

@@ -1,0 +1,133 @@
+"""A value that cannot be meant is refused before data are touched, with what would be right."""
+
+import json
+import re
+
+import loop_case
+import pytest
+
+from train import memory, run, task
+from train.config import Config, DataConfig
+from train.data import prepared
+from train.data.builders import prepare
+from train.data.tokenizer import make_tokenizer
+
+REFUSED = [
+  ("model.size", "Q/9", "model.size='Q/9': 'Q/9' is no model: known are tiny"),
+  ("model.image_size", -32, "must be 0 (the size's own) or more"),
+  ("model.image_size", 33, "image_size=33 must be a multiple of patch_size=8"),
+  ("model.patch_size", -8, "must be 0 (the size's own) or more"),
+  ("model.context_length", -1, "must be 0 (the size's own) or at least 3"),
+  ("model.context_length", 2, "must be 0 (the size's own) or at least 3"),
+  ("model.recipe", "switchbak", "Unknown recipe 'switchbak'; known: full"),
+  ("model.backend", "cuda", "cuda"),
+  ("model.dtype", "float64", "must be 'bfloat16', 'float16' or 'float32'"),
+  ("model.scan", "False", "must be true or false"),
+  ("model.patch_dropout", 1.0, "must be at least 0 and less than 1"),
+  ("model.patch_dropout", -0.1, "must be at least 0 and less than 1"),
+  ("model.unroll", -2, "must be -1 (all layers on a GPU), 0 (all layers) or more"),
+  ("model.remat", "all", "remat='all' must be 'none'"),
+  ("data.image_key", "", "must be the name of a feature"),
+  ("data.templates", ("a dog",), "must be at least one text, each with {} for the name of a class"),
+  ("data.templates", (), "must be at least one text"),
+  ("data.templates", "a {}", "must be texts, such as"),
+  ("data.tokenizer_vocab_size", 258, "must be at least 260"),
+  ("data.crop_scale", (0.5,), "must be two numbers, 0 < low <= high <= 1"),
+  ("data.crop_scale", (0.9, 0.5), "must be two numbers, 0 < low <= high <= 1"),
+  ("data.crop_scale", (0.1, float("nan")), "must be two numbers, 0 < low <= high <= 1"),
+  ("data.workers", -1, "must be 0 (threads of this process) or more"),
+  ("data.prefetch", -1, "must be 0 (no thread) or more"),
+  ("optimizer.name", "adam", "optimizer.name='adam' is none of stable_adamw, adamw"),
+  *((f"optimizer.{field}", bad, "must be 0 or more, and finite")
+    for field in ("learning_rate", "weight_decay", "clip_norm")
+    for bad in (-1.0, float("inf"), float("nan"))),
+  *(("optimizer.eps", bad, "must be more than 0, and finite") for bad in (-1.0, 0, float("nan"))),
+  *((f"optimizer.{field}", bad, "must be at least 0 and less than 1")
+    for field in ("b1", "b2") for bad in (1.0, -0.5, float("nan"))),
+  *(("optimizer.b2_power", bad, "must be from 0 (b2 stays the same) to 1")
+    for bad in (-0.5, 1.5, float("nan"))),
+  ("optimizer.warmup_steps", -1, "optimizer.warmup_steps=-1 must be in [0, steps=4)"),
+  ("optimizer.decay_with", "rms", "decay_with='rms' is not a rule for weight decay"),
+  ("mesh.data", 0, "must be -1 (what the other leaves) or at least 1"),
+  ("mesh.fsdp", -2, "must be -1 (what the other leaves) or at least 1"),
+  ("mesh.fsdp", 3, "does not make"),
+  ("mesh.gradient_dtype", "int8", "must be 'bfloat16' or 'float32'"),
+  ("mesh.gradient_exchange", "e5m2", "must be 'float32', 'bfloat16', 'e4m3' or 'int8'"),
+  ("init_model", "ViT-B-32", "init_model='ViT-B-32' is the model of init, which is not set"),
+  ("freeze", ("image/.*",), "freeze=('image/.*',) would freeze random parameters: set init"),
+  ("loss", "hinge", "loss='hinge' is none of softmax, siglip"),
+  ("batch_size", 0, "must be at least 1"),
+  ("batch_size", 12, "batch_size=12 must be a multiple of 8 devices"),
+  ("accumulate", 3, "batch_size=8 must be a multiple of 8 devices x accumulate=3"),
+  ("steps", 1.5, "must be a whole number"),
+  ("steps", True, "must be a whole number"),
+  ("steps", "9", "must be a whole number"),
+  ("seed", -1, "must be from 0 to 4294967295"),
+  ("seed", 2**32, "must be from 0 to 4294967295"),
+  ("watch", ("image/block_3/fc2",), "matches no parameter. A pattern is for the whole path"),
+  ("watch", ("image/block_3/fc2",), "Paths near it: image/block_2/fc2/bias, image/block_1/fc2/"),
+  ("watch", ("text/(",), "watch='text/(' is no regular expression"),
+  ("log_every", 0, "must be at least 1"),
+  ("eval_every", -1, "must be 0 (only at the end) or more"),
+  ("eval_batch_size", 0, "must be at least 1"),
+  ("checkpoint_every", -1, "must be 0 (only at the end) or more"),
+  ("checkpoint_keep", 0, "must be at least 1"),
+  ("step_timeout_seconds", -1, "must be 0 (no limit) or more"),
+  ("profile_steps", "9:1", "must be 'first:last'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+  ("field", "value", "message"), REFUSED, ids=[f"{name}={value!r}" for name, value, _ in REFUSED]
+)
+def test_a_value_that_cannot_be_meant_is_refused_before_data_are_touched(
+  tmp_path, monkeypatch, field, value, message
+):
+  monkeypatch.setattr(run, "open_source", lambda config: pytest.fail("The data were touched."))
+  config = loop_case.config(tmp_path, **{field: value})
+  with pytest.raises(ValueError, match=re.escape(message)) as raised:
+    run.make_run(config, tmp_path)
+  named = field.rpartition(".")[2]
+  assert named in str(raised.value) and str(value).strip("(),") in str(raised.value)
+
+
+def test_a_field_takes_values_of_its_type(tmp_path):
+  config = loop_case.config(
+    tmp_path, **{"data.templates": ["a {}"], "data.crop_scale": [1, 1], "optimizer.b1": 0}
+  )
+  config.check()
+
+
+def test_a_config_survives_json(tmp_path):
+  config = loop_case.config(tmp_path)
+  values = json.loads(json.dumps(config.to_dict()))
+  assert Config.from_dict(values) == config
+  del values["data"]["flip"], values["mesh"]
+  assert Config.from_dict(values) == config
+
+
+def test_a_tilde_in_a_data_path_is_the_home_folder(tmp_path, monkeypatch):
+  monkeypatch.setenv("HOME", str(tmp_path))
+  (tmp_path / "tokens.json").write_text("{}")
+  with pytest.raises(ValueError, match=f"{tmp_path}/tokens.json is not a tokenizer.json"):
+    make_tokenizer("~/tokens.json", None, 0)
+  (tmp_path / "tars").mkdir()
+  data_config = DataConfig(name="mine", data_dir="~/data", root="~/tars", train_shards="a.tar")
+  with pytest.raises(ValueError, match=f"{tmp_path}/tars/a.tar"):
+    prepare(data_config)
+  builder = prepare(DataConfig(name="shapes/tiny", data_dir="~/data"))
+  assert str(builder.data_dir).startswith(str(tmp_path / "data"))
+
+
+def test_other_braces_in_a_template_stay_as_they_are(tmp_path):
+  config = loop_case.config(tmp_path, **{"data.templates": ("a {} {x}",)})
+  assert prepared._prompts(config, "dog") == ["a dog {x}"]
+
+
+def test_a_run_reads_its_size_once(tmp_path, monkeypatch):
+  names = []
+  read = task.read_config
+  monkeypatch.setattr(task, "read_config", lambda name: names.append(name) or read(name))
+  made = run.make_run(loop_case.config(tmp_path, watch=(".*/kernel",)), tmp_path)
+  memory._with_remat(made, "block")
+  assert names == [made.config.model.size]

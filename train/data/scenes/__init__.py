@@ -1,0 +1,1 @@
+"""Scenes: images and captions that the devices draw, without end."""

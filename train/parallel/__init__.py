@@ -1,0 +1,1 @@
+"""Several devices and processes: who holds what, what they agree on, how they end together."""
