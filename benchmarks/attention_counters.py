@@ -7,7 +7,6 @@ pass once on normal data, and adds a line with the counters of each kernel to
 results/attention_counters.jsonl. Needs `ncu`, and the right to read a GPU's counters.
 """
 
-import argparse
 import csv
 import functools
 import os
@@ -18,8 +17,7 @@ import jax
 
 from benchmarks.attention import CASES, draw, value_and_gradients
 from benchmarks.attention_report import COUNTERS
-from benchmarks.tables import RESULTS
-from benchmarks.timing import append, provenance
+from benchmarks.timing import append, parser_of, provenance
 from sbjax.attention import attention
 
 STALLS = ("long_scoreboard", "short_scoreboard", "barrier", "gmma", "wait", "mio_throttle")
@@ -34,8 +32,7 @@ METRICS = (
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--out", default=RESULTS / "attention_counters.jsonl")
+  parser = parser_of(__doc__, "attention_counters")
   parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
   parser.add_argument("--backend", default="mosaic")
   parser.add_argument("--run", choices=CASES, help="only run this case's kernels")

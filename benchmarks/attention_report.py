@@ -12,22 +12,29 @@ COUNTERS = (
 )
 
 
-def table(rows: list[dict]) -> list[str]:
+def table(rows: list[dict], others: list[dict] = ()) -> list[str]:
+  """A line for each case; `others` are rows of one more chip, shown by their ratio."""
+  elsewhere = {row["case"]: gain(row, fastest(row, OURS)) for row in others}
+  chip = f" on {name_of(others[0]['chip'])}" if others else ""
   lines = [
     "| forward / forward + backward, ms | batch, tokens, heads, head size | cuDNN"
-    " | PyTorch's fastest | ours | over cuDNN |",
-    "|---|---|---|---|---|---|",
+    f" | PyTorch's fastest | ours | over cuDNN |{f' the same{chip} |' * bool(others)}",
+    "|" + "---|" * (6 + bool(others)),
   ]
-  for row in rows:
+  gains = [gain(row, fastest(row, OURS)) for row in rows]
+  for row, over in zip(rows, gains, strict=True):
     times = row["milliseconds"]
     torch, ours = fastest(row, "torch"), fastest(row, OURS)
     shape = f"{row['batch']}, {row['length']}, {row['heads']}, {row['head_dim']}"
+    there = f" {elsewhere[row['case']]:.2f}x |" if row["case"] in elsewhere else " |" * bool(others)
     lines.append(
       f"| {row['case']}{', causal' if row['causal'] else ''} | {shape} | {pair(times['cudnn'])} |"
-      f" {pair(times[torch]) if torch else ''} | {pair(times[ours])} | **{gain(row, ours):.2f}x** |"
+      f" {pair(times[torch]) if torch else ''} | {pair(times[ours])} | **{over:.2f}x** |{there}"
     )
-  mean = statistics.geometric_mean(gain(row, fastest(row, OURS)) for row in rows)
-  return [*lines, f"\nGeometric mean over cuDNN: {mean:.2f}x."]
+  mean = f"\nGeometric mean over cuDNN: {statistics.geometric_mean(gains):.2f}x"
+  if others:
+    mean += f",{chip} {statistics.geometric_mean(elsewhere.values()):.2f}x"
+  return [*lines, f"{mean}."]
 
 
 def lengths_table(rows: list[dict]) -> list[str]:

@@ -16,13 +16,12 @@ how much the mean of an average is off, over that of float32: over time, numbers
 a standard error. `error` is the root mean square of what is off at a time, over that of float32.
 """
 
-import argparse
 import functools
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks.timing import append, provenance
+from benchmarks.timing import append, parser_of, provenance
 from sbjax.ops.adam import Coded
 from sbjax.ops.dither import hashed, positions
 from sbjax.optim.stable_adamw import stable_adamw
@@ -46,8 +45,7 @@ B1 = 0.9
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--out", default="benchmarks/results/averages.jsonl")
+  parser = parser_of(__doc__, "averages")
   parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
   parser.add_argument("--b2", type=float, nargs="+", default=[0.95, 0.98, 0.999])
   parser.add_argument("--moments", action="store_true", help="the averages, not the parameters")

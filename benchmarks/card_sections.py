@@ -25,7 +25,7 @@ from benchmarks.matmul import bf16_matmul
 from benchmarks.operands import Operands, shapes, tops
 from benchmarks.quantize import described
 from benchmarks.tables import CHIP, last, read
-from benchmarks.timing import Contender, contender, provenance, race
+from benchmarks.timing import Contender, contender, provenance, race, reason
 from sbjax.attention import attention, length_for
 from sbjax.models.sizes import SIZES
 from sbjax.ops.device import compute_capability
@@ -128,11 +128,6 @@ def timed(
 
 def milliseconds(built: dict[str, Contender]) -> dict[str, float]:
   return {name: round(one.seconds * 1e3, 4) for name, one in built.items()}
-
-
-def reason(error: Exception) -> str:
-  first_line, *_ = str(error).strip().splitlines() or [""]
-  return f"{type(error).__name__}: {first_line}"[:300]
 
 
 def matmuls(ops: Backend, tiny: bool) -> Cases:

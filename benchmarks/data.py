@@ -29,6 +29,7 @@ import numpy as np
 from PIL import Image
 
 from benchmarks.host_rate import rate
+from benchmarks.timing import COMMIT
 from train.config import Config, DataConfig, ModelConfig
 from train.data.source import open_source
 from train.data.tokenizer import make_tokenizer
@@ -134,6 +135,7 @@ def _circumstances() -> dict:
     "numpy", "tokenizers",
   )  # fmt: skip
   return {
+    "commit": COMMIT,
     "command": " ".join(["python -m benchmarks.data", *sys.argv[1:]]),
     "versions": {name: importlib.metadata.version(name) for name in packages},
     "python": platform.python_version(),

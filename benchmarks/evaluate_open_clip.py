@@ -9,7 +9,6 @@ PyTorch draws, by train.evaluate and by open_clip's own transform, tokenizer, mo
 `build_zero_shot_classifier`. Adds a line with both scores to a JSONL file. Needs the extra interop.
 """
 
-import argparse
 import io
 import itertools
 import json
@@ -23,7 +22,7 @@ import numpy as np
 from PIL import Image
 
 from benchmarks.data_open_clip import import_torchvision
-from benchmarks.timing import append, provenance
+from benchmarks.timing import append, parser_of, provenance
 from train import inference
 from train.data import tar_shards
 from train.data.wds_folder import CLASSIFICATION, open_folder
@@ -33,8 +32,7 @@ _TEMPLATES = ("a photo of a {c}.", "a blurry photo of a {c}.", "a photo of the s
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--out", default="benchmarks/results/evaluate.jsonl")
+  parser = parser_of(__doc__, "evaluate")
   parser.add_argument("--cifar10", required=True, help="a shard of CIFAR-10's test images")
   parser.add_argument("--classes", required=True, help="a file with its class names")
   parser.add_argument("--flickr8k", required=True, help="a shard of Flickr8k's test images")

@@ -11,7 +11,6 @@ as large as the chip's cache; operations on weights have four sets. Adds a line 
 (tokens, dim).
 """
 
-import argparse
 import re
 import statistics
 from typing import NamedTuple
@@ -20,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.kernels import GROUPS, kernels
-from benchmarks.timing import Contender, append, contender, provenance, race
+from benchmarks.timing import Contender, append, contender, parser_of, provenance, race
 from sbjax import Quantized, Spec, quantized_dot
 from sbjax.ops.matmul import full_dot
 from sbjax.ops.registry import get_backend
@@ -60,8 +59,7 @@ class Layer(NamedTuple):
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--out", default="benchmarks/results/linear.jsonl")
+  parser = parser_of(__doc__, "linear")
   parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 65536, 131072])
   parser.add_argument("--dims", type=int, nargs="+", default=[1024, 1280, 2048, 4096])
   args = parser.parse_args()
@@ -82,14 +80,13 @@ def measure(tokens: int, dim: int) -> dict:
   contenders = {name: contender(whole(name), [(x, w1, w2, dy)]) for name in RECIPES}
   race(list(contenders.values()), rounds=7, seconds=0.03)
   times = {name: one.seconds for name, one in contenders.items()}
-  spread = {name: max(one.times) - min(one.times) for name, one in contenders.items()}
   parts = {name: profile(one) for name, one in contenders.items()}
   return {
     "benchmark": "linear",
     "tokens": tokens,
     "dim": dim,
     "milliseconds": {name: round(time * 1e3, 4) for name, time in times.items()},
-    "spread": {name: round(time / times[name], 3) for name, time in spread.items()},
+    "spread": {name: one.spread for name, one in contenders.items()},
     "speedup": {name: round(times["full"] / time, 3) for name, time in times.items()},
     "operation_milliseconds": by_itself(x, w1, w2, dy),
     "kernels": parts,

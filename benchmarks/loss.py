@@ -7,7 +7,6 @@ Times forward and backward in tiles (train/tiled_loss.py), with two kinds of pro
 results with the errors relative to float64 at a batch of 2,048, and one for each batch and width.
 """
 
-import argparse
 import functools
 
 import jax
@@ -16,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.timing import Contender, append, provenance, race
+from benchmarks.timing import Contender, append, parser_of, provenance, race
 from train import tiled_loss
 from train.loss import siglip, softmax_contrastive
 from train.tiled_loss import tiled_siglip, tiled_softmax
@@ -32,8 +31,7 @@ PEAK = {"NVIDIA H200": 989.4e12}
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--out", default="benchmarks/results/loss.jsonl")
+  parser = parser_of(__doc__, "loss")
   parser.add_argument("--devices", type=int, default=1)
   parser.add_argument("--batches", type=int, nargs="+", default=[8192, 32768])
   parser.add_argument("--widths", type=int, nargs="+", default=[1024, 512])
@@ -98,7 +96,7 @@ def measure(name: str, mesh: Mesh, batch: int, width: int, names: list[str], rou
   for key, one in raced.items():
     found[key] |= {
       "milliseconds": round(one.seconds * 1e3, 3),
-      "spread": round((max(one.times) - min(one.times)) / one.seconds, 4),
+      "spread": one.spread,
     }
     if peak and CONTENDERS[key]:
       found[key]["of_16_bit_peak"] = round(flops / one.seconds / peak / mesh.size, 3)

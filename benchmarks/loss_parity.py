@@ -14,11 +14,8 @@ and of the first, and the standard deviation over seeds.
 """
 
 import dataclasses
-import platform
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -26,7 +23,7 @@ import numpy as np
 from absl import flags
 
 from benchmarks.flax_block import FlaxBlock
-from benchmarks.timing import append
+from benchmarks.timing import append, provenance
 from sbjax.attention import BACKENDS
 from train import cli
 from train.config import Config
@@ -44,32 +41,21 @@ _OUT = flags.DEFINE_string("out", "benchmarks/results/loss_parity.jsonl", "Where
 
 
 def main(config: Config, workdir: Path) -> None:
-  rows = []
-  for row in compared(config, workdir, _VARIANTS.value, "loss_parity"):
-    append(_OUT.value, [row])
-    rows.append(row)
-  print(f"The seeds' standard deviation: {rows[0]['deviation_over_seeds']:.4f}")
-
-
-def compared(
-  config: Config, workdir: Path, variants: Sequence[str], program: str
-) -> Iterator[dict]:
-  """Prints and yields a row for each variant, as measured by that program of benchmarks/."""
   workdir.mkdir(parents=True, exist_ok=True)
   batches, states, base = None, {}, None
   print(f"{'variant':20} {'mean of the last quarter of losses, by seed':45} from the first variant")
-  for variant in variants:
+  for variant in _VARIANTS.value:
     with tempfile.TemporaryDirectory(dir=workdir) as scratch:
       run = run_of(config, variant, Path(scratch))
       batches = batches or draw(run)
       row = measure(run, variant, batches, states)
       run.checkpointer.close()
     base = base or row
-    row |= {"command": f"python -m benchmarks.{program} " + " ".join(sys.argv[1:])}
-    row |= compare(row, base)
+    row |= compare(row, base) | provenance()
     last = "  ".join(f"{loss:.4f}" for loss in row["last_losses"])
     print(f"{variant:20} {last:45} {row['mean_difference']:+.4f}", flush=True)
-    yield row
+    append(_OUT.value, [row])
+  print(f"The seeds' standard deviation: {base['deviation_over_seeds']:.4f}")
 
 
 def run_of(config: Config, variant: str, workdir: Path) -> Run:
@@ -128,8 +114,6 @@ def measure(run: Run, variant: str, batches: list, states: dict) -> dict:
     "warmup_steps": config.optimizer.warmup_steps,
     "data": config.data.name,
     "device": f"{run.mesh.size} x {jax.devices()[0].device_kind}",
-    "jax": jax.__version__,
-    "python": platform.python_version(),
   }
 
 

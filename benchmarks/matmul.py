@@ -11,15 +11,12 @@ since a tensor core keeps fewer bits of a sum. Small matmuls take a few microsec
 launch, so their lines also have the kernels' own time. Adds a line for each shape to the results.
 """
 
-import argparse
-import statistics
-
 import jax
 import jax.numpy as jnp
 
 from benchmarks.kernels import kernel_race
 from benchmarks.operands import DISTRIBUTION, WIDTHS, Operands, shapes, tops
-from benchmarks.timing import TRITON_GEMM, append, contender, provenance, race
+from benchmarks.timing import TRITON_GEMM, append, contender, parser_of, provenance, race
 from sbjax.ops.matmul import scaled_matmul
 from sbjax.ops.registry import get_backend
 from sbjax.pallas.sm90.scaled_matmul import MANY_ROWS
@@ -27,8 +24,7 @@ from sbjax.quantize import E4M3, INT8
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--out", default="benchmarks/results/matmul.jsonl")
+  parser = parser_of(__doc__, "matmul")
   parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384, 65536, 131072])
   parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
   parser.add_argument("--triton_gemm", action="store_true", help="Race XLA's Triton kernels too.")
@@ -36,19 +32,16 @@ def main() -> None:
   args = parser.parse_args()
   int8, fp8 = Operands(INT8), Operands(E4M3)
   ceiling = measure(int8, fp8, 32768, 8192, 8192, "ceiling")["tops"]["ours_int8"]
-  rows = []
   for m in args.tokens:
     for (n, k), layer in shapes(args.widths).items():
       row = measure(int8, fp8, m, n, k, layer, args.triton_gemm, args.triton)
       row |= {"int8_ceiling": ceiling}
-      rows.append(row)
       append(args.out, [row | provenance()])
       rates = "  ".join(f"{name} {rate:.0f}" for name, rate in row["tops"].items())
       # Truncation errors of a tensor core over K random products grow with the root of K.
       is_near = row["fp8_error"] <= 2**-7 * max(1, (k / 4096) ** 0.5)
       equal = "equal" if row["equal_to_xla_int8"] and is_near else "NOT EQUAL"
       print(f"{m:6} x {n:5} x {k:5} {layer:15} {rates}  {equal}", flush=True)
-  summarize([row for row in rows if row["m"] >= 16384] or rows)
 
 
 def measure(int8, fp8, m, n, k, layer, triton_gemm=False, triton=False) -> dict:
@@ -77,10 +70,7 @@ def measure(int8, fp8, m, n, k, layer, triton_gemm=False, triton=False) -> dict:
     "n": n,
     "k": k,
     "tops": {name: round(tops(m, n, k, one.seconds), 1) for name, one in contenders.items()},
-    "spread": {
-      name: round((max(one.times) - min(one.times)) / one.seconds, 3)
-      for name, one in contenders.items()
-    },
+    "spread": {name: one.spread for name, one in contenders.items()},
     "equal_to_xla_int8": equal,
     "fp8_error": error(first(contenders["ours_fp8"]), *fp8_sets[0]),
     "data": DISTRIBUTION,
@@ -119,14 +109,6 @@ def error(y, lhs, rhs, rows: int = 256) -> float:
 
 def first(one):
   return one.call(one.sets)[0]
-
-
-def summarize(rows) -> None:
-  """The geometric means that docs/performance.md quotes."""
-  for other in ("xla_bf16", "xla_int8", "ours_fp8"):
-    ratios = [row["tops"]["ours_int8"] / row["tops"][other] for row in rows]
-    mean = statistics.geometric_mean(ratios)
-    print(f"ours_int8 / {other}: geometric mean {mean:.2f}, {min(ratios):.2f} to {max(ratios):.2f}")
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ def main() -> None:
   parser.add_argument("--card", type=Path, help="A file of benchmarks/card.py, instead of --chip.")
   parser.add_argument("--check", action="store_true", help="Predict each measured size instead.")
   args = parser.parse_args()
-  h200 = Chip(CHIP, rows_of_files)
+  h200 = Chip(CHIP, read)
   if args.check:
     print("\n".join(report(h200)))
     return
@@ -112,7 +112,7 @@ def main() -> None:
   if args.card:
     chip = Chip(chip_of_card(args.card), lambda section: card_rows(args.card, section))
   else:
-    chip = Chip(args.chip, rows_of_files)
+    chip = Chip(args.chip, read)
   if not chip:
     sys.exit(nothing_of(chip.name))
   print(
@@ -339,10 +339,6 @@ def gain_of_step(row: dict) -> float | None:
   }
   base, ours = ([times[n] for n in names if n in times] for names in (BASES, OURS))
   return min(base) / min(ours) if base and ours else None
-
-
-def rows_of_files(section: str) -> list[dict]:
-  return read(section)
 
 
 def chip_of_card(path: Path) -> str:

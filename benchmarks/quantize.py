@@ -9,14 +9,12 @@ time. `differing` counts results that differ from the definition on a CPU, where
 exact. Adds lines to the results; docs/studies/mosaic_quantizer.md describes `mosaic` in older ones.
 """
 
-import argparse
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.kernels import kernel_race
-from benchmarks.timing import append, contender, provenance, race
+from benchmarks.timing import append, contender, parser_of, provenance, race
 from sbjax.ops.registry import get_backend
 from sbjax.quantize import E4M3, INT8, Spec
 
@@ -25,8 +23,7 @@ ROW = Spec(INT8, "rowwise")
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--out", default="benchmarks/results/quantize.jsonl")
+  parser = parser_of(__doc__, "quantize")
   parser.add_argument("--rows", type=int, default=65536)
   args = parser.parse_args()
   tensor = Spec(INT8, "tensorwise")

@@ -8,14 +8,12 @@ it. Needs JAX's CUDA plugin (`pip install -e '.[train,test,aot]'`), and minutes 
 Adds a line for each row to the results: the GB of the arguments, and of what is temporary.
 """
 
-import argparse
-
 import jax
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import absent_gpu, step
 from benchmarks.remat_report import CARDS, fits
-from benchmarks.timing import append, provenance
+from benchmarks.timing import append, parser_of, provenance
 from sbjax.models import SIZES
 from train.config import OptimizerConfig
 from train.memory import SAVED
@@ -32,8 +30,7 @@ CASES = {  # Size: images a batch.
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--out", default="benchmarks/results/remat_memory.jsonl")
+  parser = parser_of(__doc__, "remat_memory")
   parser.add_argument("--sizes", nargs="+", default=list(CASES), choices=CASES)
   args = parser.parse_args()
   for size in args.sizes:

@@ -2,15 +2,12 @@
 
   python -m benchmarks.report
 
-Reads benchmarks/results/{step,step_patch_dropout,remat,remat_memory,kept_bytes,open_clip,matmul,
-quantize,linear,scaling,models,attention,attention_lengths,attention_counters,serving}.jsonl. If a
-case was measured more than once on a chip, the last line counts. Writes the tables between markers,
-and a plot of CHIP's results for each file.
+Reads benchmarks/results/. If a case was measured more than once on a chip, the last line counts.
+Writes the tables between markers, and a plot of CHIP's results for each file.
 """
 
 import math
 import statistics
-import sys
 from pathlib import Path
 
 import matplotlib
@@ -18,7 +15,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from benchmarks import attention_report, models, remat_report, scaling_report, steps_report
+from benchmarks import attention_report, remat_report, scaling_report, steps_report
 from benchmarks.steps_report import FLAX, OURS, best
 from benchmarks.tables import CHIP, RESULTS, last, name_of, read
 
@@ -52,17 +49,15 @@ def main() -> None:
   write("patch_dropout", dropout_table(sorted(dropout, key=largest_first)))
   memory = last(read("remat_memory"), "size", "batch_size")
   write("remat", remat_report.table(memory, read("step") + read("remat")))
-  write("kept", kept_table(last(read("kept_bytes"), "recipe", "remat")))
   write("open_clip", steps_report.open_clip_table(open_clip))
   write("speeds", table(matmul, matmuls_elsewhere, raced, quantize, linear))
   attention, elsewhere = by_chip(last(read("attention"), "chip", "case"))
-  write("attention", attention_report.table(attention))
-  write("attention_h100", attention_report.table(of_h100(elsewhere)))
-  lengths, elsewhere = by_chip(last(read("attention_lengths"), "chip", "case"))
+  write("attention", attention_report.table(attention, of_h100(elsewhere)))
+  lengths, _ = by_chip(last(read("attention_lengths"), "chip", "case"))
   write("attention_lengths", attention_report.lengths_table(lengths))
-  write("attention_lengths_h100", attention_report.lengths_table(of_h100(elsewhere)))
   counters, elsewhere = by_chip(read("attention_counters"))
-  write("attention_counters", attention_report.counters_table(counters + of_h100(elsewhere)))
+  counters = attention_report.counters_table(counters + of_h100(elsewhere))
+  write("attention_counters", counters, DOCS / "studies" / "attention_counters.md")
   serving = [row for row in read("serving") if row["benchmark"] == "serving speed"]
   serving, _ = by_chip(last(serving, "chip", "size", "batch_size"))
   write("serving", serving_table(serving), DOCS / "embedding.md")
@@ -77,14 +72,11 @@ def main() -> None:
   write("scaling", scaling_report.table(scaling), SCALING)
   write("open_clip_scaling", scaling_report.open_clip_table(ddp, scaling), SCALING)
   write("links", scaling_report.prediction(scaling_report.one_gpu(scaling)), SCALING)
-  write("models", models.table(), DOCS / "convert_a_model.md")
   evidence = DOCS / "evidence.md"
   for path in sorted((RESULTS / "figures").glob("figure_*.md")):  # By benchmarks/figures.
-    name = path.stem.replace("_", " ")
-    if MARKERS[0].format(name) in evidence.read_text():
-      write(name, path.read_text().splitlines(), evidence)
-    else:
-      print(f"docs/evidence.md does not show {name}.", file=sys.stderr)
+    name, lines = path.stem.replace("_", " "), path.read_text().splitlines()
+    if MARKERS[0].format(name) in evidence.read_text():  # Of the others it has a link.
+      write(name, of_all_sizes(lines), evidence)
 
 
 def write(name: str, lines: list[str], page: Path = PERFORMANCE) -> None:
@@ -95,6 +87,16 @@ def write(name: str, lines: list[str], page: Path = PERFORMANCE) -> None:
   text = "\n".join(lines)
   page.write_text(f"{before}{begin}\n{text}\n{end}{after}")
   print(text)
+
+
+def of_all_sizes(lines: list[str]) -> list[str]:
+  """A table's lines of all sizes without their empty columns; all of it if it has no such lines."""
+  head, rule, *rows = lines
+  if not (rows := [line for line in rows if line.startswith("| all sizes |")]):
+    return lines
+  columns = zip(*(line.strip("|").split("|") for line in (head, rule, *rows)), strict=True)
+  _, *full = [column for column in columns if any(cell.strip() for cell in column[2:])]
+  return [f"|{'|'.join(cells)}|" for cells in zip(*full, strict=True)]
 
 
 def has_triton(row) -> bool:
@@ -142,12 +144,15 @@ def mean_and_range(ratios) -> str:
   return f"**{statistics.geometric_mean(ratios):.2f}x** ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
+STEP_HEAD = [
+  f"| a whole training step on one {name_of(CHIP)} | images a batch | plain Flax, bf16 |"
+  " `switchback` | over plain Flax | its images/s | its MFU | memory: Flax, `switchback` |",
+  "|---|---|---|---|---|---|---|---|",
+]
+
+
 def step_table(step, elsewhere) -> list[str]:
-  lines = [
-    f"| a whole training step on one {name_of(CHIP)} | images a batch | plain Flax, bf16 |"
-    " `switchback` | over plain Flax | its images/s | its MFU | memory: Flax, `switchback` |",
-    "|---|---|---|---|---|---|---|---|",
-  ]
+  lines = list(STEP_HEAD)
   for row in step + elsewhere:
     each = row["contenders"]
     lines.append(step_line(row, best(each, OURS), ", every block rematerialised"))
@@ -176,11 +181,7 @@ def step_cells(row, flax, ours) -> str:
 
 def dropout_table(rows) -> list[str]:
   """The steps of benchmarks/step.py with --patch_dropout."""
-  lines = [
-    f"| a whole training step on one {name_of(CHIP)} | images a batch | plain Flax, bf16 |"
-    " `switchback` | over plain Flax | its images/s | its MFU | memory: Flax, `switchback` |",
-    "|---|---|---|---|---|---|---|---|",
-  ]
+  lines = list(STEP_HEAD)
   for row in rows:
     flax = best(row["contenders"], (*FLAX, "flax_no_remat"))
     ours = best(row["contenders"], (*OURS, "switchback_no_remat"))
@@ -204,20 +205,6 @@ def serving_table(rows) -> list[str]:
       f" **{ours / flax:.2f}x** | **{ours / open_clip:.2f}x** |"
     )
   return lines
-
-
-def kept_table(rows) -> list[str]:
-  """A line for each policy, a column for each recipe."""
-  recipes = list(dict.fromkeys(row["recipe"] for row in rows))
-  kept = {(row["remat"], row["recipe"]): row["bytes"] for row in rows}
-  return [
-    f"| `remat` | {' | '.join(f'`{recipe}`' for recipe in recipes)} |",
-    f"|---|{'---|' * len(recipes)}",
-    *(
-      f"| `{remat}` | {' | '.join(f'{kept[remat, recipe]:.1f}' for recipe in recipes)} |"
-      for remat in dict.fromkeys(row["remat"] for row in rows)
-    ),
-  ]
 
 
 def table(matmul, elsewhere, raced, quantize, linear) -> list[str]:

@@ -8,13 +8,11 @@ kernels write in place, and XLA copies their operands here, which it would not d
 lines to the results.
 """
 
-import argparse
-
 import jax
 import jax.numpy as jnp
 
 from benchmarks.kernels import kernel_seconds
-from benchmarks.timing import append, contender, provenance
+from benchmarks.timing import append, contender, parser_of, provenance
 from sbjax.ops.registry import get_backend
 from sbjax.ops.rows import LayerNormParams
 from sbjax.quantize import INT8, Spec
@@ -34,8 +32,7 @@ OPERATIONS = {
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--out", default="benchmarks/results/rows.jsonl")
+  parser = parser_of(__doc__, "rows")
   parser.add_argument("--rows", type=int, default=65536)
   parser.add_argument("--widths", type=int, nargs="+", default=list(WIDTHS))
   args = parser.parse_args()

@@ -263,6 +263,7 @@ def measure(case: Case) -> None:
   from benchmarks.flax_block import FlaxBlock
   from benchmarks.kernels import exposed, grouped, idle, origins_of
   from benchmarks.step import draw, profile, race, write_kernels
+  from benchmarks.timing import spread_of
   from sbjax.models.clip import CLIP
   from sbjax.models.sizes import SIZES
   from sbjax.models.transformer import Block, BlockOptions
@@ -322,7 +323,7 @@ def measure(case: Case) -> None:
   flops = model_flops(config, case.batch_size)
   found |= {
     "milliseconds": round(seconds * 1e3, 2),
-    "spread": round((max(times) - min(times)) / seconds, 4),
+    "spread": spread_of(times),
     "images_per_second": round(batch_size / seconds, 1),
     "mfu_of_bf16_peak": round(flops / seconds / peak, 4) if peak else None,
     "peak_gigabytes": round(stats.get("peak_bytes_in_use", 0) / 1e9, 2),

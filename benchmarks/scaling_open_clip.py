@@ -10,7 +10,6 @@ model: H/14, whose blocks are checkpointed, gave no result in six minutes as a w
 --platform=cpu --batch_size=2 --sizes B/32 shows that it runs.
 """
 
-import argparse
 import json
 import statistics
 import tempfile
@@ -21,12 +20,11 @@ import torch
 
 from benchmarks import step
 from benchmarks.step_open_clip import OPEN_CLIPS, STEPS, open_clip_steps
-from benchmarks.timing import append, provenance
+from benchmarks.timing import append, parser_of, provenance
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--out", default="benchmarks/results/scaling.jsonl")
+  parser = parser_of(__doc__, "scaling")
   parser.add_argument("--gpus", type=int, default=2)
   parser.add_argument("--sizes", nargs="+", default=OPEN_CLIPS, choices=OPEN_CLIPS)
   parser.add_argument("--batch_size", type=int, default=0, help="0: that of benchmarks/step.py")

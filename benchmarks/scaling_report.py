@@ -37,8 +37,8 @@ def table(rows: list[dict]) -> list[str]:
   """A line for each mesh: `switchback` with gradients in float32 and bfloat16, and plain Flax."""
   lines = [
     "| model, images a GPU | GPUs: data x fsdp | ms | images/s | of so many single GPUs |"
-    " expected | plain Flax, images/s | over plain Flax | GB a GPU | MFU | compiled in |",
-    "|" + "---|" * 11,
+    " expected | plain Flax, images/s | over plain Flax | GB a GPU |",
+    "|" + "---|" * 9,
   ]
   for row in rows:
     measured, one = _measured(row), one_gpu([row]).get(row["row"])
@@ -105,8 +105,6 @@ def _line(size: str, mesh: tuple[int, int], cases: list[dict], one: float | None
     "" if flax is None else f"{flax:,.0f}",
     "" if flax is None else f"{best / flax:.2f}x",
     f"{max(case['gigabytes'] for case in ours):.0f}",
-    shown("mfu_of_bf16_peak", "{:.1%}"),
-    f"{max(case['compile_seconds'] for case in ours):.0f} s",
   ]
   return f"| {model} | {devices}: {mesh[0]} x {mesh[1]} | {' | '.join(cells)} |"
 
@@ -189,23 +187,20 @@ def sent(size: str, data: int, fsdp: int, summed: float, others: float, gathered
   return gathers + sums * (summed * count["kernels"] + others * count["split"]) + whole
 
 
-def prediction(milliseconds: dict[str, float]) -> list[str]:
-  """The cost of communication if none of it overlaps, given one GPU's milliseconds by size."""
+def prediction(milliseconds: dict[str, float], gpus: int = 8) -> list[str]:
+  """The efficiency on so many GPUs if no communication overlaps, given one GPU's milliseconds."""
   lines = [
-    "| model | way | GB that each of 2, 4, 8 GPUs sends | NVLink: ms | efficiency |"
-    " PCIe: ms | efficiency |",
-    "|" + "---|" * 7,
+    f"| {gpus} GPUs: GB that each sends, efficiency by {' and '.join(LINKS)} |"
+    f" {' | '.join(milliseconds)} |",
+    "|" + "---|" * (1 + len(milliseconds)),
   ]
-  for size, one in milliseconds.items():
-    for way, bytes_of in WAYS.items():
-      meshes = [(n, 1) if way.startswith("data") else (1, n) for n in (2, 4, 8)]
-      moved = [sent(size, *mesh, *bytes_of) for mesh in meshes]
-      cells = [", ".join(f"{b / 1e9:.2f}" for b in moved)]
-      for rate in LINKS.values():
-        times = [b / rate * 1e3 for b in moved]
-        cells.append(", ".join(f"{t:.0f}" if t >= 10 else f"{t:.1f}" for t in times))
-        cells.append(", ".join(f"{one / (one + t):.3f}" for t in times))
-      lines.append(f"| {size} | {way} | {' | '.join(cells)} |")
+  for way, bytes_of in WAYS.items():
+    mesh, cells = (gpus, 1) if way.startswith("data") else (1, gpus), []
+    for size, one in milliseconds.items():
+      moved = sent(size, *mesh, *bytes_of)
+      kept = [one / (one + moved / rate * 1e3) for rate in LINKS.values()]
+      cells.append(f"{moved / 1e9:.2f} GB: {', '.join(f'{part:.3f}' for part in kept)}")
+    lines.append(f"| {way} | {' | '.join(cells)} |")
   return lines
 
 

@@ -25,12 +25,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.flax_block import FlaxBlock
-from benchmarks.timing import Contender, append, contender, provenance, race
+from benchmarks.timing import Contender, append, contender, parser_of, provenance, race
 from sbjax.interop.serving import serving_params, size_of
 from sbjax.models.clip import CLIP
 from sbjax.models.sizes import SIZES, open_clip_name
 from sbjax.models.transformer import Block, BlockOptions
-from train import config_flags
+from train import cli
 from train.run import make_run
 from train.zero_shot import encode_rows, make_encoders
 
@@ -38,8 +38,7 @@ RECIPES = ("switchback", "switchback_q")
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--out", default="benchmarks/results/serving.jsonl")
+  parser = parser_of(__doc__, "serving")
   parser.add_argument("--sizes", nargs="+", default=[], choices=SIZES)
   parser.add_argument("--batch_sizes", nargs="+", type=int, default=[256, 512, 1024])
   parser.add_argument("--recipes", nargs="+", default=RECIPES)
@@ -54,7 +53,7 @@ def main() -> None:
     for batch_size in args.batch_sizes:
       append(args.out, [speed(size, batch_size, args) | provenance()])
   if args.workdir:
-    config = config_flags.load(args.config)
+    config = cli.load_config(args.config)
     config.data.data_dir = args.data_dir or config.data.data_dir
     append(args.out, [quality(config, args.workdir) | {"config": args.config} | provenance()])
 
@@ -86,7 +85,7 @@ def speed(size: str, batch_size: int, args) -> dict:
     found[name] = {
       "megabytes": round(sizes[name] / 1e6, 1),
       "images_per_second": round(batch_size / one.seconds, 2),
-      "spread": round((max(one.times) - min(one.times)) / one.seconds, 3),
+      "spread": one.spread,
     }
     print(f"{size:6} {batch_size:5} {name:22} {found[name]}", flush=True)
   return {

@@ -10,7 +10,6 @@ kernel of sbjax/pallas/triton/adam.py. Choices take turns, round after round, an
 `--programs` chooses what is timed; with no name after it nothing is. Adds a line for each size.
 """
 
-import argparse
 import importlib
 import statistics
 import time
@@ -21,7 +20,7 @@ import jax
 import optax
 
 from benchmarks.step import CASES, compiled, draw, task_of
-from benchmarks.timing import append, provenance
+from benchmarks.timing import append, parser_of, provenance, spread_of
 from sbjax.models.sizes import SIZES
 from train.config import OptimizerConfig
 from train.optimizer import STATES, make_optimizer, matrix_dtype
@@ -33,8 +32,7 @@ _PROGRAMS = ("step", "update")
 
 
 def main(argv: list[str] | None = None) -> None:
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--out", default="benchmarks/results/states.jsonl")
+  parser = parser_of(__doc__, "states")
   parser.add_argument("--sizes", nargs="+", default=list(_ALL), choices=CASES)
   choices = [*STATES, "coat, xla"]
   parser.add_argument("--states", nargs="+", default=list(STATES), choices=choices)
@@ -65,9 +63,9 @@ def measure(size: str, args) -> dict[str, dict]:
       for states in list(choices)[:: -1 if i % 2 else 1]:
         times[states].append(choices[states].time(args.steps))
     for states, found in times.items():
-      median, key = statistics.median(found), f"{program}_milliseconds"
-      rows[states][key] = round(median, 3)
-      rows[states][f"{key}_spread"] = round((max(found) - min(found)) / median, 4)
+      key = f"{program}_milliseconds"
+      rows[states][key] = round(statistics.median(found), 3)
+      rows[states][f"{key}_spread"] = spread_of(found)
   return rows
 
 

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 
 from benchmarks.flax_block import FlaxBlock
 from benchmarks.kernels import Kernel, grouped, idle, kernels, origins_of
-from benchmarks.timing import append, provenance
+from benchmarks.timing import append, parser_of, provenance, spread_of
 from sbjax.attention import fastest_backend
 from sbjax.models.clip import CLIP
 from sbjax.models.sizes import SIZES, CLIPConfig, kept_patches
@@ -77,8 +77,7 @@ BASES = ("flax", "flax_loop", "flax_no_remat")
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--out", default="benchmarks/results/step.jsonl")
+  parser = parser_of(__doc__, "step")
   parser.add_argument("--sizes", nargs="+", default=list(CASES), choices=CASES)
   default = ["flax", "flax_loop", "full", "switchback", "switchback_m"]
   parser.add_argument("--contenders", nargs="+", default=default, choices=CONTENDERS)
@@ -123,7 +122,7 @@ def measure(
     mfu = round(flops / seconds / peak, 4) if peak else None
     found[name] |= {
       "milliseconds": round(seconds * 1e3, 2),
-      "spread": round((max(times[name]) - min(times[name])) / seconds, 4),
+      "spread": spread_of(times[name]),
       "speedup": round(base / seconds, 3),
       "images_per_second": round(batch_size / seconds, 1),
       "mfu_of_bf16_peak": mfu,

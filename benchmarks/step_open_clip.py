@@ -12,7 +12,6 @@ both, --apart times one after the other, each in a process of its own. Needs
 --platform=cpu --batch_size=2 --sizes B/32 shows that it runs.
 """
 
-import argparse
 import multiprocessing
 import os
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ import open_clip
 import torch
 
 from benchmarks import step
-from benchmarks.timing import Contender, append, provenance, race
+from benchmarks.timing import Contender, append, parser_of, provenance, race
 from sbjax.models.sizes import SIZES, CLIPConfig, open_clip_name
 from train.config import OptimizerConfig
 from train.optimizer import make_optimizer
@@ -36,8 +35,7 @@ STEPS = 3  # that are queued before the host waits
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--out", default="benchmarks/results/open_clip.jsonl")
+  parser = parser_of(__doc__, "open_clip")
   parser.add_argument("--sizes", nargs="+", default=OPEN_CLIPS, choices=OPEN_CLIPS)
   parser.add_argument("--batch_size", type=int, default=0, help="0: that of benchmarks/step.py")
   parser.add_argument("--rounds", type=int, default=5)

@@ -5,12 +5,14 @@ which are larger than the chip's cache. Several calls are queued before the host
 are timed in turns, round after round, so that a drifting clock affects all of them.
 """
 
+import argparse
 import dataclasses
 import importlib.metadata
 import json
 import os
 import random
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +25,8 @@ _SETTINGS = ("XLA_FLAGS", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 # Some of these may not be installed.
 _PACKAGES = ("jaxlib", "jax-cuda13-plugin", "triton", "jax-triton")
+
+ROOT = Path(__file__).resolve().parent.parent
 
 TRITON_GEMM = "xla_gpu_enable_triton_gemm"  # If off, XLA uses cuBLAS for matmuls.
 
@@ -38,6 +42,22 @@ class Contender:
   @property
   def seconds(self) -> float:
     return statistics.median(self.times)
+
+  @property
+  def spread(self) -> float:
+    return spread_of(self.times)
+
+
+def spread_of(times: Sequence[float]) -> float:
+  """How far the fastest and the slowest are apart, as a part of the median."""
+  return round((max(times) - min(times)) / statistics.median(times), 4)
+
+
+def parser_of(doc: str, results: str) -> argparse.ArgumentParser:
+  """The command line of the program with that docstring, with --out for its result lines."""
+  made = argparse.ArgumentParser(description=doc.splitlines()[0])
+  made.add_argument("--out", default=f"benchmarks/results/{results}.jsonl")
+  return made
 
 
 def contender(function: Callable, sets: Sequence, **compiler_options) -> Contender:
@@ -67,8 +87,33 @@ def _timed(one: Contender, calls: int) -> float:
   return (time.perf_counter() - started) / calls
 
 
+def commit_of(folder: Path) -> str | None:
+  """The commit checked out there, with "-dirty" if tracked files other than results differ from it.
+
+  Where the code is without its repository, SBJAX_COMMIT, or None.
+  """
+  git = ["git", "--git-dir=.git"]
+  files = ["--untracked-files=no", "--", ".", ":!benchmarks/results"]
+  try:
+    commit, changes = (
+      subprocess.run(
+        [*git, *command], cwd=folder, capture_output=True, text=True, check=True
+      ).stdout
+      for command in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", *files])
+    )
+  except (OSError, subprocess.CalledProcessError):
+    return os.environ.get("SBJAX_COMMIT")
+  return commit.strip() + "-dirty" * bool(changes)
+
+
+COMMIT = commit_of(ROOT)  # Once, at the start: the checkout may change while a benchmark runs.
+
+
 def provenance() -> dict:
-  """The chip, versions and command, for every result line."""
+  """The chip, versions, commit and command, for every result line.
+
+  Lines that are older than the field `commit` name the commit that added them.
+  """
   flags = [f"{name}='{value}'" for name in _SETTINGS if (value := os.environ.get(name))]
   module = sys.modules["__main__"].__spec__.name
   return {
@@ -76,6 +121,7 @@ def provenance() -> dict:
     "jax": jax.__version__,
     "python": sys.version.split()[0],
     "versions": {name: version for name in _PACKAGES if (version := _version(name))},
+    "commit": COMMIT,
     "command": " ".join([*flags, "python -m", module, *_arguments()]),
   }
 
@@ -92,6 +138,12 @@ def _version(name: str) -> str | None:
     return importlib.metadata.version(name)
   except importlib.metadata.PackageNotFoundError:
     return None
+
+
+def reason(error: Exception) -> str:
+  """An error's type and first line."""
+  first_line, *_ = str(error).strip().splitlines() or [""]
+  return f"{type(error).__name__}: {first_line}"[:300]
 
 
 def append(path: str | Path, rows: Sequence[dict]) -> None:

@@ -7,17 +7,20 @@ The default kernel is that of `backend=None`: Mosaic's on Hopper, else Triton's.
 SBJAX_TUNING=my_device.jsonl makes the library use a table of your own (sbjax/pallas/tuning.py).
 
 Every candidate runs at every shape of CLIP's linear layers with int8 normals, and the fastest goes
-into the table. Rows of other devices and sizes stay unchanged. Matmuls with few rows have other
-candidates and are compared by the kernels' own time.
+into the table. A candidate counts if it compiles, runs, and has the same bits as the definition: a
+device's shared memory and registers limit the blocks. Rows of other devices and sizes stay
+unchanged. Matmuls with few rows have other candidates and are compared by the kernels' own time.
 
 Adds a line for each shape to benchmarks/results/tuning.jsonl: the rates of the fastest candidate
-(`tops`), of the rule's (`rule_tops`), of XLA at few rows (`xla_tops`), and of every candidate
-(`candidates`; older lines have older names: `cuts`, `split`, `minor`, `width`).
+(`tops`), of the rule's (`rule_tops`), of XLA (`xla_tops`), and of every candidate, or why it has
+none (`candidates`; older lines have older names: `cuts`, `split`, `minor`, `width`).
 """
 
 import argparse
 import concurrent.futures
 import dataclasses
+import functools
+import importlib
 import json
 from pathlib import Path
 
@@ -26,21 +29,10 @@ import jax.numpy as jnp
 
 from benchmarks.kernels import kernel_race
 from benchmarks.operands import DISTRIBUTION, WIDTHS, Operands, shapes, tops
-from benchmarks.timing import TRITON_GEMM, append, contender, provenance, race
+from benchmarks.timing import TRITON_GEMM, Contender, append, contender, provenance, race, reason
 from sbjax.ops import matmul
-from sbjax.ops.device import num_sms
 from sbjax.ops.registry import get_backend
-from sbjax.pallas.sm90.scaled_matmul import (
-  MANY_ROWS,
-  NARROW,
-  PINGPONG,
-  SMALL,
-  TALL_PINGPONG,
-  WIDE,
-  TileConfig,
-  by_rule,
-  scaled_matmul,
-)
+from sbjax.pallas.tuning import MANY_ROWS
 from sbjax.quantize import INT8
 
 KERNELS = {"mosaic": "scaled_matmul_sm90", "triton": "scaled_matmul_triton"}
@@ -49,23 +41,6 @@ SHIPPED = {
   "scaled_matmul_triton": "sbjax/pallas/triton/scaled_matmul.jsonl",
 }
 KEY = ("device", "m", "n", "k")
-CANDIDATES = [
-  TileConfig(),
-  WIDE,
-  PINGPONG,
-  dataclasses.replace(PINGPONG, raster_order="n", raster_width=16),
-  dataclasses.replace(PINGPONG, raster_order="n", raster_width=16, block_n=160),
-  TALL_PINGPONG,
-  dataclasses.replace(TALL_PINGPONG, raster_order="n", raster_width=16),
-]
-FOR_FEW_ROWS = [
-  TileConfig(),
-  WIDE,
-  SMALL,
-  NARROW,
-  TileConfig(block_m=64, block_n=128, schedule="cooperative_n", stages=8, cluster=None),
-  TileConfig(block_m=64, block_n=64, schedule="cooperative_n", stages=12, cluster="m"),
-]
 
 
 def main() -> None:
@@ -76,13 +51,14 @@ def main() -> None:
   parser.add_argument("--tokens", type=int, nargs="+", default=[256, 1024, 16384, 65536])
   parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
   args = parser.parse_args()
-  kernel, tune_one = choose(args.kernel)
-  out = Path(args.out or SHIPPED[kernel])
+  name, tuner = choose(args.kernel)
+  out = Path(args.out or SHIPPED[name])
   operands = Operands(INT8)
   for m in args.tokens:
     for n, k in shapes(args.widths):
       try:
-        result = {"kernel": kernel} | tune_one(operands.sets(m, n, k, megabytes=100), m, n, k)
+        sets = operands.sets(m, n, k, megabytes=100)
+        result = {"kernel": name} | tune(tuner, sets, m, n, k)
       except RuntimeError as error:  # For example out of memory; other sizes may fit.
         print(f"{m:6} x {n:5} x {k:5}  left out: {error}", flush=True)
         continue
@@ -91,56 +67,87 @@ def main() -> None:
 
 
 def choose(backend: str | None):
-  """The kernel's name, and the function that tunes it; exits if the kernel does not run here."""
+  """The kernel's name, and its module of candidates; exits if the kernel does not run here."""
   try:
     name = get_backend(backend).name
   except NotImplementedError as error:
     raise SystemExit(f"{error}") from None
   if name == "xla":
     raise SystemExit("There is no kernel to tune: backend=None is 'xla' on this device.")
-  if name == "mosaic":
-    return KERNELS[name], tune
-  from benchmarks import tune_triton  # Triton is not everywhere.
-
-  return KERNELS[name], tune_triton.tune
+  return KERNELS[name], importlib.import_module(f"benchmarks.tune_{name}")
 
 
-def tune(sets, m: int, n: int, k: int) -> dict:
-  """The fastest candidate, and the rates of all."""
+def tune(tuner, sets, m: int, n: int, k: int) -> dict:
+  """The fastest candidate, and the rates of all, or why a candidate has none.
 
-  def build(config):
-    # The inner jit lowers the kernel once for all sets.
-    run = jax.jit(lambda lhs, rhs: scaled_matmul(lhs, rhs, jnp.bfloat16, config=config))
-    return contender(run, sets)
-
-  few = m < MANY_ROWS
-  rule = by_rule(m, n, k, num_sms(jax.devices()[0]) or 132)
-  candidates = list(dict.fromkeys([*(FOR_FEW_ROWS if few else CANDIDATES), rule]))
-  with concurrent.futures.ThreadPoolExecutor() as pool:
-    contenders = list(pool.map(build, candidates))
-  if few:
-    cublas = {TRITON_GEMM: False}
-    xla = contender(lambda lhs, rhs: matmul.scaled_matmul(lhs, rhs, jnp.bfloat16), sets, **cublas)
-    contenders.append(xla)
-    seconds = kernel_race(contenders)
-  else:
-    race(contenders, rounds=5, seconds=0.004)
-    seconds = [one.seconds for one in contenders]
-  rates = [round(tops(m, n, k, s), 1) for s in seconds]
-  best = min(range(len(candidates)), key=lambda i: seconds[i])
+  tuner: benchmarks/tune_mosaic.py or benchmarks/tune_triton.py.
+  """
+  few, rule = m < MANY_ROWS, tuner.rule(m, n, k)
+  candidates = list(dict.fromkeys([rule, *(tuner.FOR_FEW_ROWS if few else tuner.CANDIDATES)]))
+  cublas = {TRITON_GEMM: False}
+  xla = contender(lambda lhs, rhs: matmul.scaled_matmul(lhs, rhs, jnp.bfloat16), sets, **cublas)
+  expected = xla.call(sets)[0]
+  built = compiled(tuner.kernel, candidates, sets)
+  results = [check(one, expected) if isinstance(one, Contender) else one for one in built]
+  usable = {c: r for c, r in zip(candidates, results, strict=True) if isinstance(r, Contender)}
+  if not usable:
+    raise RuntimeError(f"No candidate runs at {m} x {n} x {k}; the rule's: {results[0]}")
+  *seconds, xla_seconds = measured([*usable.values(), xla], few)
+  times = dict(zip(usable, seconds, strict=True))
+  rates = {config: round(tops(m, n, k, time), 1) for config, time in times.items()}
+  best = min(times, key=times.get)
   result = {
     "m": m,
     "n": n,
     "k": k,
-    "config": non_defaults(candidates[best]),
+    "config": non_defaults(best),
     "tops": rates[best],
-    "rule_tops": rates[candidates.index(rule)],
+    "rule_tops": rates.get(rule),
+    "xla_tops": round(tops(m, n, k, xla_seconds), 1),
+    "candidates": [
+      [non_defaults(c), rates.get(c, r)] for c, r in zip(candidates, results, strict=True)
+    ],
   }
-  print(f"{m:6} x {n:5} x {k:5} ", *rates, result["config"], flush=True)
-  # XLA's rate, if there is one, comes last.
-  pairs = zip(candidates, rates, strict=False)
-  result["candidates"] = [[non_defaults(config), rate] for config, rate in pairs]
-  return result | ({"xla_tops": rates[-1]} if few else {})
+  print(f"{m:6} x {n:5} x {k:5} ", *rates.values(), result["config"], flush=True)
+  return result
+
+
+def compiled(kernel, candidates: list, sets) -> list[Contender | str]:
+  """Each candidate, or why it does not compile."""
+
+  def build(config):
+    product = functools.partial(kernel.scaled_matmul, config=config)
+    # The inner jit lowers the kernel once for all sets.
+    run = jax.jit(lambda lhs, rhs: product(lhs, rhs, jnp.bfloat16))
+    try:
+      return contender(run, sets)
+    except Exception as error:  # Triton, ptxas and XLA each have their own exceptions.
+      return reason(error)
+
+  with concurrent.futures.ThreadPoolExecutor() as pool:
+    built = list(pool.map(build, candidates))
+  # A candidate that failed while others compiled may compile by itself.
+  return [
+    build(config) if isinstance(one, str) else one
+    for config, one in zip(candidates, built, strict=True)
+  ]
+
+
+def check(one: Contender, expected) -> Contender | str:
+  """The candidate, or the reason why it does not count."""
+  try:
+    differing = int((one.call(one.sets)[0] != expected).sum())
+  except Exception as error:
+    return reason(error)
+  return f"{differing} results are not the definition's" if differing else one
+
+
+def measured(contenders: list[Contender], few: bool) -> list[float]:
+  """Seconds of each; at few rows only the kernels' own time, since a launch takes as long."""
+  if few:
+    return kernel_race(contenders)
+  race(contenders, rounds=5, seconds=0.004)
+  return [one.seconds for one in contenders]
 
 
 def non_defaults(config) -> dict:

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 from train.checkpoint import Checkpointer, Restored
-from train.config import Config, ModelConfig, flat
+from train.config import Config, ModelConfig, flat, marked
 from train.data.augment import CentreCrop
 from train.data.decode import Limits
 from train.data.source import (
@@ -30,6 +30,7 @@ from train.data.source import (
 from train.data.tokenizer import Tokenizer, make_tokenizer
 from train.data.wds_folder import EVAL_SPLIT
 from train.errors import RunError
+from train.fields import MAY_CHANGE
 from train.finetune import check_init, check_patterns, check_vocabulary, initial_params
 from train.optimizer import learning_rates, make_optimizer, warmup_cosine
 from train.parallel import agreement
@@ -39,18 +40,6 @@ from train.task import CLIPTask, make_task
 from train.tensor_metrics import check_watch
 from train.workdir import newest_step, read_config
 from train.zero_shot import Sample
-
-# Fields that may change when a run continues: they affect where it computes and what it reports.
-# After a change of `accumulate`, patch dropout draws other patches.
-_MAY_CHANGE = {
-  "steps", "log_every", "eval_every", "eval_batch_size", "checkpoint_every", "checkpoint_keep",
-  "checkpoint_minutes", "max_hours",
-  "wandb_project", "mesh", "accumulate", "data.data_dir", "data.root", "data.prefetch",
-  "model.backend", "model.attention_backend", "model.remat", "model.unroll",
-  "data.eval_split", "data.eval_shards", "data.train_shards", "data.eval_data",
-  "data.workers", "data.max_member_bytes", "data.max_image_pixels", "data.max_aspect_ratio",
-  "data.max_label", "step_timeout_seconds", "pause_timeout_seconds", "profile_steps", "watch",
-}  # fmt: skip
 
 
 class Run(NamedTuple):
@@ -265,7 +254,7 @@ def check_continues(config: Config, workdir: Path) -> None:
   changed = [
     f"{name}: {before[name]!r} -> {value!r}"
     for name, value in sorted(now.items())
-    if not (_may_change(name) or _same(before[name], value))
+    if not (name in marked(MAY_CHANGE) or _same(before[name], value))
   ]
   if changed:
     raise RunError(
@@ -291,10 +280,6 @@ def _describe_schedules(config: Config, steps_before: int, done: int) -> str:
 
 def _same(a, b) -> bool:
   return a == b or (a != a and b != b)  # NaN is the same as NaN here.
-
-
-def _may_change(name: str) -> bool:
-  return name in _MAY_CHANGE or name.partition(".")[0] in _MAY_CHANGE
 
 
 def _tokenizer(config: Config, source: Source, workdir: Path) -> Tokenizer:

@@ -25,7 +25,7 @@ from benchmarks.figures import arms as all_arms
 from benchmarks.figures import draw, photos, runs
 from benchmarks.figures.arms import FIGURES, Arm
 from benchmarks.tables import read_file
-from benchmarks.timing import append
+from benchmarks.timing import COMMIT, append
 
 RESULTS = Path(__file__).parent.parent / "results" / "figures"
 # Seconds of a step with 1,024 pictures on an H100: of scenes from results/scenes.jsonl, others from
@@ -89,7 +89,8 @@ def _train(args: argparse.Namespace) -> None:
       _report(row)
       if "error" not in row:
         figure, _ = asked[row["name"]]
-        append(args.out, [row | {"command": f"python -m benchmarks.figures {figure}"}])
+        command = f"python -m benchmarks.figures {figure}"
+        append(args.out, [row | {"commit": COMMIT, "command": command}])
 
 
 def _parse() -> argparse.Namespace:

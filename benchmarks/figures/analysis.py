@@ -58,9 +58,14 @@ def by_run(rows: Sequence[dict], score: str = TOP1) -> dict[tuple[str, int], flo
   return {(row["size"], row["seed"]): 100 * row["scores"][score] for row in scored}
 
 
+def differences(ours: dict, base: dict) -> list[float]:
+  """Ours minus base for each key that both have."""
+  return [ours[key] - base[key] for key in sorted(ours.keys() & base.keys())]
+
+
 def difference(ours: dict, base: dict) -> Estimate:
-  """The mean of ours minus base over the keys that both have."""
-  return estimate([ours[key] - base[key] for key in sorted(ours.keys() & base.keys())])
+  """The mean of `differences`."""
+  return estimate(differences(ours, base))
 
 
 def at_change(step: int, change: int | None) -> bool:

@@ -22,6 +22,7 @@ from benchmarks.figures.analysis import (
   Estimate,
   by_run,
   difference,
+  differences,
   estimate,
 )
 from benchmarks.figures.arms import WORDS, Arm, series_of
@@ -71,26 +72,35 @@ def _scores(arms: Sequence[Arm], rows: Rows, score: str = TOP1) -> dict[tuple[st
 
 
 def accuracy(figure, arms, rows) -> list[str]:
-  """Figure 1: zero-shot accuracy by size, a line for each recipe, a dot for each run; the table."""
-  axes = figure.subplots(1, 2)
+  """Figure 1: accuracy by size and its paired difference from `full`; a dot for each run."""
+  left, right = figure.subplots(1, 2)
   sizes = list(dict.fromkeys(arm.size for arm in arms))
-  for axis, score, title in (
-    (axes[0], TOP1, "seen triples"),
-    (axes[1], HELD_OUT, "held-out triples"),
-  ):
-    for i, (recipe, group) in enumerate(series_of(arms, _recipe).items()):
-      runs = [list(_scores(_of_size(group, s), rows, score).values()) for s in sizes]
-      found = [estimate(scores) for scores in runs]
-      halves = [e.half if e.n > 2 else 0 for e in found]  # That of two is 9 deviations long.
-      places = np.arange(len(sizes)) + 0.06 * i
-      (line, *_) = axis.errorbar(
-        places, [e.mean for e in found], halves, marker="_", capsize=3, label=recipe
-      )
-      for place, scores in zip(places, runs, strict=True):
-        axis.plot([place] * len(scores), scores, "o", color=line.get_color(), alpha=0.5)
-    axis.set_xticks(range(len(sizes)), [WORDS.get(s, s) for s in sizes])
-    axis.set(title=title, ylabel="zero-shot top-1, %")
-  legend(axes[0])
+  recipes = series_of(arms, _recipe)
+  base = _scores(recipes.get("full", []), rows)
+  for i, (recipe, group) in enumerate(recipes.items()):
+    runs = [list(_scores(_of_size(group, s), rows).values()) for s in sizes]
+    found = [estimate(scores) for scores in runs]
+    halves = [e.half if e.n > 2 else 0 for e in found]  # That of two is 9 deviations long.
+    places = np.arange(len(sizes)) + 0.06 * i
+    (line, *_) = left.errorbar(
+      places, [e.mean for e in found], halves, marker="_", capsize=3, label=recipe
+    )
+    for place, scores in zip(places, runs, strict=True):
+      left.plot([place] * len(scores), scores, "o", color=line.get_color(), alpha=0.5)
+    apart = differences(_scores(group, rows), base)
+    if recipe != "full" and apart:
+      mean = estimate(apart)
+      right.plot(apart, [recipe] * len(apart), "o", color=line.get_color(), alpha=0.5)
+      right.errorbar(mean.mean, recipe, xerr=np.nan_to_num(mean.half), fmt="k|", capsize=5)
+  left.set_xticks(range(len(sizes)), [WORDS.get(s, s) for s in sizes])
+  left.set(ylabel="zero-shot top-1, %")
+  right.axvline(0, color="0.7", linewidth=0.8)
+  right.invert_yaxis()
+  right.set(
+    xlabel="points; black: the mean of all pairs and its 95 % interval",
+    title="zero-shot top-1 minus that of full with the same seed",
+  )
+  legend(left)
   scores = {"top-1, %": TOP1, "held out, %": HELD_OUT}
   return _accuracy_table(arms, rows, "size", scores, limit=0.5)
 
@@ -123,7 +133,7 @@ def _accuracy_table(arms, rows, what: str, scores: dict[str, str], limit: float)
 
   A recipe of several sizes has their pairs together too, in a line without scores.
   """
-  headings = [f"{heading} | minus `full`" for heading in scores]
+  headings = [f"{heading} | {heading.removesuffix(', %')} minus `full`" for heading in scores]
   lines = [
     f"| {what} | recipe | seeds | {' | '.join(headings)} | within {limit} | diverged |",
     f"|---|---|---|{'---|---|' * len(scores)}---|---|",
@@ -179,7 +189,7 @@ def through_a_run(figure, arms, rows) -> list[str]:
   for name, group in recipes.items():
     plot_curve(left, [rows[arm.name] for arm in group], name)
   scores = {name: _at_evaluations(group, rows) for name, group in recipes.items()}
-  lines = ["| step | recipe | seeds | top-1, % | minus `full` |", "|---|---|---|---|---|"]
+  lines = ["| step | recipe | seeds | top-1, % | top-1 minus `full` |", "|---|---|---|---|---|"]
   for name, found in scores.items():
     apart = {s: difference(one, scores.get("full", {}).get(s, {})) for s, one in found.items()}
     for step, one in found.items():

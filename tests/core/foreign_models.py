@@ -1,6 +1,6 @@
 """The structure of models elsewhere, for `quantize_model`: what each adds to a stack of Dense.
 
-`benchmarks/models.py` converts the models themselves.
+benchmarks/results/models.jsonl is of the models themselves.
 """
 
 import flax.linen as nn

@@ -14,6 +14,7 @@ import threading
 import time
 import tracemalloc
 
+import jax
 import pytest
 from shards_case import captions, data_config, image_bytes, pairs, write_shard
 
@@ -296,7 +297,7 @@ def test_a_worker_s_end_is_explained_by_its_signal(config, folder, signum, messa
 def test_a_worker_that_hangs_does_not_hold_the_exit(config, folder, monkeypatch):
   monkeypatch.setattr(prefetch, "_PATIENCE", 1)
   write_shard(folder / "a.tar", pairs(8))
-  batches = prefetch.prefetch_to_device(train_iterator(config, workers=1), lambda batch: batch, 1)
+  batches = prefetch.prefetch_to_device(train_iterator(config, workers=1), jax.device_put, 1)
   next(batches)
   (worker,) = multiprocessing.active_children()
   os.kill(worker.pid, signal.SIGSTOP)

@@ -1,9 +1,66 @@
 """The result files, and the tables that are made from them."""
 
+import ast
+import graphlib
+import json
+import re
+import subprocess
+
 import pytest
 
 from benchmarks import attention_report, remat_report
-from benchmarks.tables import read
+from benchmarks.tables import RESULTS, read
+from benchmarks.timing import ROOT, commit_of
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.rglob("*.json*")), ids=lambda path: path.name)
+def test_a_result_names_the_commit_that_made_it(path):
+  text = path.read_text()
+  rows = (
+    [json.loads(text)["device"]]
+    if path.suffix == ".json"
+    else map(json.loads, text.split("\n")[:-1])
+  )
+  for row in rows:
+    assert re.fullmatch(r"[0-9a-f]{7,40}(-dirty)?", row["commit"]), row
+
+
+def test_no_benchmark_imports_itself_through_others():
+  graph = {}
+  for path in RESULTS.parent.rglob("*.py"):
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    of = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+    graph[name] = {node.module for node in of} | {
+      f"{node.module}.{alias.name}" for node in of for alias in node.names
+    }
+  inside = {name: others & graph.keys() for name, others in graph.items()}
+  assert any(inside.values())
+  graphlib.TopologicalSorter(inside).prepare()  # Raises CycleError.
+
+
+def test_a_checkout_is_dirty_if_a_file_differs_that_is_no_result(tmp_path, monkeypatch):
+  def git(*command):
+    name = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    run = subprocess.run(["git", *name, *command], cwd=tmp_path, check=True, capture_output=True)
+    return run.stdout.decode().strip()
+
+  monkeypatch.delenv("SBJAX_COMMIT", raising=False)
+  code, results = tmp_path / "code.py", tmp_path / "benchmarks/results/rows.jsonl"
+  results.parent.mkdir(parents=True)
+  for file in (code, results):
+    file.touch()
+  assert commit_of(tmp_path) is None
+  monkeypatch.setenv("SBJAX_COMMIT", "1234567")
+  assert commit_of(tmp_path) == "1234567"
+  git("init")
+  git("add", ".")
+  git("commit", "-m", "first")
+  commit = git("rev-parse", "--short", "HEAD")
+  results.write_text("{}")
+  assert commit_of(tmp_path) == commit
+  code.write_text("pass")
+  assert commit_of(tmp_path) == f"{commit}-dirty"
 
 
 def test_remat_values_of_older_rows_are_renamed():
@@ -27,6 +84,9 @@ def test_attention_s_table_has_the_fastest_of_ours_and_of_pytorch_s():
   for line in others:  # Without PyTorch.
     assert line.endswith("| 1.000 / 4.000 |  | 0.500 / 2.000 | **2.00x** |")
   assert mean.endswith("2.52x.")  # The cube root of 16.
+  with_another = attention_report.table(rows[:1], [rows[2] | {"chip": "NVIDIA H100 80GB HBM3"}])
+  assert with_another[2].endswith("| **4.00x** | 2.00x |")
+  assert with_another[-1].endswith("4.00x, on H100 2.00x.")
   assert attention_report.gain(rows[1], "mosaic") == pytest.approx(4 / 3)
   assert attention_report.lengths_table(rows[:1])[-1] == "| 77 | 4.00x |"
 

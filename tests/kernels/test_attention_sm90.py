@@ -6,6 +6,7 @@ import pathlib
 import subprocess
 import sys
 
+import each_kernel
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +15,6 @@ import triton_case
 from mosaic_case import interpreted, needs_interpreter
 from pairwise import mainly
 
-from benchmarks import each_kernel
 from sbjax.ops import attention as attention_ops
 
 ROOT = pathlib.Path(__file__).parents[2]

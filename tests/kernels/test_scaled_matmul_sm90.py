@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import each_kernel
 import jax
 import jax.numpy as jnp
 import mosaic_case
@@ -10,7 +11,6 @@ import pytest
 from mosaic_case import needs_interpreter
 from pairwise import mainly, pairwise
 
-from benchmarks import each_kernel
 from sbjax import E4M3, E5M2, INT8, Quantized, Spec, quantize, scaled_matmul
 from sbjax.pallas.sm90 import scaled_matmul as sm90
 from sbjax.quantize import format_of

@@ -1,6 +1,5 @@
 """The benchmarks' bookkeeping: times, FLOPs, kernel groups and result files."""
 
-import argparse
 import dataclasses
 import functools
 import importlib
@@ -10,20 +9,18 @@ import multiprocessing
 import pathlib
 import time
 
+import each_kernel
 import jax
 import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import saved_bytes
 
 from benchmarks import (
-  collage,
-  each_kernel,
-  kept_bytes,
   kernels,
   linear,
   matmul,
-  meshes,
   remat_memory,
   step,
   tune,
@@ -41,7 +38,6 @@ from sbjax.models.sizes import SIZES
 from sbjax.models.transformer import BlockOptions
 from sbjax.ops.matmul import scaled_matmul
 from sbjax.ops.registry import get_backend
-from sbjax.pallas.sm90.scaled_matmul import NARROW, TileConfig
 from sbjax.quantize import E4M3, INT8, Spec, quantize
 from sbjax.recipes import SWITCHBACK
 from train import memory
@@ -221,27 +217,6 @@ def test_matmul_error_is_relative_to_the_float32_product(dtype):
   assert matmul.error(wrong, lhs, rhs) == pytest.approx(0.25, abs=1e-3)
 
 
-def test_tuning_records_the_fastest_config_and_the_rates_of_xla_and_the_rule(monkeypatch):
-  # A candidate's time is the size of its block: the smallest wins, and XLA takes 512.
-  def kernels_are(lhs, rhs, out_dtype, config=None):
-    return jnp.zeros(config.block_m * config.block_n)
-
-  monkeypatch.setattr(tune, "scaled_matmul", kernels_are)
-  monkeypatch.setattr(tune, "contender", lambda function, sets, **_: function(*sets[0]))
-  monkeypatch.setattr(tune, "kernel_race", lambda results: [r.size * 1e-12 for r in results])
-  q = quantize(jnp.ones((32, 16)), Spec(INT8, "rowwise"))
-  row = tune.tune(
-    [(q, dataclasses.replace(q, values=q.values[:16], scale=q.scale[:16]))], 32, 16, 16
-  )
-  config = TileConfig(**row["config"])
-  assert config.block_m * config.block_n == 64 * 64 < NARROW.block_m * NARROW.block_n
-  assert (row["m"], row["n"], row["k"]) == (32, 16, 16)
-  assert [row["config"], row["tops"]] == max(row["candidates"], key=lambda one: one[1])
-  assert row["xla_tops"] == 8 * row["tops"] > 0
-  # Without the table the config would be NARROW, whose block is twice as large.
-  assert row["rule_tops"] == pytest.approx(row["tops"] / 2, rel=0.01)
-
-
 def test_a_tuned_row_replaces_only_the_row_of_its_device_and_sizes(tmp_path):
   path = tmp_path / "table.jsonl"
   row = {"device": "NVIDIA H200", "m": 256, "n": 768, "k": 768, "config": {}}
@@ -333,21 +308,13 @@ def test_the_loader_rate_counts_cpu_time_of_child_processes():
   assert 300 / 2.5 <= result["images_per_cpu_second"] <= 300 / 0.3
 
 
-def test_a_way_is_parsed_as_mesh_and_process_count():
-  assert meshes.way("1x2") == ("1x2", 1, 2, 1)
-  assert meshes.way("2x4:8") == ("2x4:8", 2, 4, 8)
-  with pytest.raises(argparse.ArgumentTypeError, match="DATAxFSDP"):
-    meshes.way("2")
-  assert meshes.largest_difference([1.0, 2.2], [1.0, 2.0]) == pytest.approx(0.1)
-
-
 @pytest.mark.aot
 @pytest.mark.parametrize(
   ("recipe", "policy"), [("switchback", "none"), ("switchback_m", "residuals")]
 )
 def test_a_block_saves_the_bytes_on_record(recipe, policy):
   pytest.importorskip("jax_triton", reason="the extra `aot` is not installed")
-  found = kept_bytes.measure(recipe, policy)
+  found = saved_bytes.measure(recipe, policy)
   (row,) = (r for r in read("kept_bytes") if (r["recipe"], r["remat"]) == (recipe, policy))
   assert {name: row[name] for name in found} == found
 
@@ -380,12 +347,3 @@ def test_the_policies_that_auto_tries_save_the_bytes_on_record(recipe, saved):
   rows = {row["remat"]: row["bytes"] for row in read("kept_bytes") if row["recipe"] == recipe}
   found = {policy: memory.saved_bytes(entry, 4, False) for policy, entry in saved.items()}
   assert found == {policy: pytest.approx(rows[policy], abs=0.1) for policy in saved}
-
-
-def test_collage_s_choices_stray_from_float64_in_the_order_of_their_bits():
-  with jax.numpy_dtype_promotion("standard"):  # optax mixes integer steps with floating rates.
-    rows = collage.measure(0.95, 30)
-  distances = [row["distance"] for row in rows.values()]
-  assert distances == sorted(distances, reverse=True)
-  assert distances[0] > 0.3 and distances[-1] < 1e-4
-  assert rows["bfloat16, no residual"]["edq"] < 0.8 < rows["collage_light"]["edq"]

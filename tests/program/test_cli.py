@@ -10,9 +10,10 @@ import pytest
 from cli_case import started
 
 from configs import quickstart
-from train import config_flags
-from train.config import Config, DataConfig, MeshConfig, ModelConfig, OptimizerConfig
+from train import cli
+from train.config import all_fields
 from train.errors import RunError
+from train.fields import KINDS, about
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,9 +21,9 @@ ROOT = Path(__file__).parents[2]
 def changed(*arguments):
   """The quickstart's config after these flags."""
   config = quickstart.get_config()
-  overrides, rest = config_flags.split(arguments)
+  overrides, rest = cli.split_flags(arguments)
   assert not rest
-  config_flags.override(config, overrides)
+  cli.override(config, overrides)
   return config
 
 
@@ -58,7 +59,7 @@ def test_a_flag_sets_its_field(arguments, expected):
 
 def test_every_field_can_be_set_by_a_flag_to_its_own_value():
   config = quickstart.get_config()
-  for path in config_flags.fields():
+  for path in all_fields():
     value = config.get(path)
     assert changed(f"--config.{path}={value}").get(path) == value, path
 
@@ -108,20 +109,17 @@ def test_a_wrong_config_file_is_one_message_with_its_line(tmp_path, text, messag
   if text is not None:
     path.write_text(text)
   with pytest.raises(RunError) as raised:
-    config_flags.load(str(path))
+    cli.load_config(str(path))
   assert message in str(raised.value)
   assert str(path) in str(raised.value)
 
 
-def test_every_field_has_a_comment_that_help_prints():
-  text = " ".join(config_flags.describe().split())
-  for group in (Config, ModelConfig, DataConfig, OptimizerConfig, MeshConfig):
-    for field in dataclasses.fields(group):
-      if not dataclasses.is_dataclass(field.type):
-        assert f" {field.name} " in text
-  assert "learning_rate float 0.002 " in text
-  assert "eval_every int 1000 0: only at the end" in text
-  assert not [path for path, field in config_flags.fields().items() if not field.comment]
+def test_help_says_of_every_field_its_type_and_default_and_what_it_is():
+  text = "".join(cli.describe_fields().split())  # Lines may break at a hyphen.
+  for path, field in all_fields().items():
+    default = "" if field.default is dataclasses.MISSING else repr(field.default)
+    said = f"{field.name} {KINDS[field.type].name} {default} {about(field).help}"
+    assert about(field).help and "".join(said.split()) in text, path
 
 
 def program(*arguments, module="train.main"):
@@ -141,7 +139,7 @@ def test_help_lists_the_flags_and_the_fields(flag):
   assert run.returncode == 0, run.stderr
   for words in ("--config=", "--workdir=", "--distributed", "--debug", "--config.optimizer."):
     assert words in run.stdout
-  assert config_flags.describe() in run.stdout
+  assert cli.describe_fields() in run.stdout
   assert max(map(len, run.stdout.splitlines())) <= 100
 
 

@@ -189,6 +189,21 @@ def test_the_table_of_figure_1_has_the_pairs_of_all_sizes_together(tmp_path):
   assert len(lines) == 4 and not [x for x in lines if "`llm_int8`" in x]
 
 
+def test_figure_1_draws_each_run_s_difference_from_full_with_the_same_seed():
+  chosen = [arm for arm in FIGURES["1"].arms if arm.seed < 2]
+  better = {"switchback": 0.52, "llm_int8": 0.44}
+  rows = {a.name: row_of(a, better.get(a.value("model.recipe"), 0.5)) for a in chosen}
+  figure = Figure()
+  draw.accuracy(figure, chosen, rows)
+  dots = {}
+  for line in figure.axes[1].lines:
+    if line.get_marker() == "o":
+      dots[line.get_ydata()[0]] = line.get_xdata()
+  assert set(dots) == set(arms.RECIPES) - {"full"}
+  np.testing.assert_allclose(dots["switchback"], [2] * 6)  # three sizes, two seeds
+  np.testing.assert_allclose(dots["llm_int8"], [-6] * 6)
+
+
 def test_without_a_gpu_the_command_says_how_long_it_takes(monkeypatch, tmp_path):
   monkeypatch.setattr(program, "_gpus", list)
   with pytest.raises(SystemExit, match=r"lacks 66 runs, about \d+ minutes .* --tiny"):

@@ -221,7 +221,7 @@ def test_all_layers_are_unrolled_on_a_gpu_only(monkeypatch):
 
 @pytest.mark.parametrize(
   ("recipe", "mlp_ratio", "layer_scale", "policy", "share"),
-  [  # As benchmarks.kept_bytes counts them for such models.
+  [  # As tests.saved_bytes counts them for such models.
     ("switchback", 8192 / 1664, False, "attention_dots", 0.419),
     ("switchback", 4, True, "dots", 0.767),
     ("switchback", 4, True, "attention_dots", 0.384),

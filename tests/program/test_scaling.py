@@ -1,16 +1,14 @@
-"""benchmarks/scaling.py and benchmarks/interrupted.py without GPUs."""
+"""benchmarks/scaling.py without GPUs."""
 
 import dataclasses
 import json
 import math
-import os
-import sys
 import tempfile
 
 import matplotlib.pyplot as plt
 import pytest
 
-from benchmarks import interrupted, scaling, scaling_report
+from benchmarks import scaling, scaling_report
 from benchmarks.scaling import Case
 from benchmarks.scaling_report import sent
 from benchmarks.tables import read
@@ -150,40 +148,3 @@ def test_an_interrupted_row_keeps_what_is_measured(monkeypatch):
     scaling.run_row(cases, found := [])
   assert [r["milliseconds"] for r in found] == [10.0]
   assert all(c["process"].poll() is not None for c in children), "No process is left."
-
-
-PROGRAM = """
-import json, pathlib, sys, time
-workdir, path = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[1]) / "metrics.jsonl"
-workdir.mkdir(exist_ok=True)
-first = not path.exists()
-kept = [] if first else path.read_text().splitlines()[:2]
-path.write_text("".join(line + "\\n" for line in kept))
-for step in range(len(kept) + 1, 6):
-  with path.open("a") as file:
-    record = {"step": step, "loss": 1 / step, "step_seconds": 2.0, "data_wait_seconds": step / 10}
-    file.write(json.dumps(record | {"images_per_second": 7.0, "first": first}) + "\\n")
-  time.sleep(60 if first and step == 4 else 0.01)
-"""
-
-
-def test_a_run_is_killed_and_its_repeated_losses_are_compared(tmp_path):
-  command = [sys.executable, "-c", PROGRAM, str(tmp_path / "run")]
-  first = interrupted.run(command, tmp_path / "run", 60, kill_after=4)
-  assert [r["step"] for r in first] == [1, 2, 3, 4]
-  second = interrupted.run(command, tmp_path / "run", 60)
-  found = interrupted.compared(first, [r for r in second if r not in first])
-  assert found["steps_recorded_twice"] == [3, 4]
-  assert found["losses_differ_by"] == 0
-  assert found["share_of_time_waiting_for_data"] == {"median": 0.225, "largest": 0.25}
-  first[2]["loss"] *= 1.5
-  assert interrupted.compared(first, second[2:])["losses_differ_by"] == pytest.approx(1 / 3, 1e-2)
-
-
-def test_a_run_that_ends_too_early_or_repeats_nothing_is_refused(tmp_path):
-  command = [sys.executable, "-c", PROGRAM.replace("60", "0"), str(tmp_path / "run")]
-  with pytest.raises(SystemExit, match="ended with 0, not at step 9"):
-    interrupted.run(command, tmp_path / "run", 60, kill_after=9)
-  with pytest.raises(SystemExit, match="No step was recorded twice"):
-    interrupted.compared([{"step": 1, "loss": 1.0}], [{"step": 2, "loss": 1.0}])
-  assert os.path.exists(tmp_path / "run" / "metrics.jsonl")

@@ -17,9 +17,9 @@ sys.path.insert(0, "tests")
 import jax
 import loop_case
 from train import cli, due, loop
+from train.parallel import stop
 from train.checkpoint import Checkpointer
 from train.due import Due
-from train.parallel import stop
 from train.run import Run
 
 loop_case.replace_model(setattr)

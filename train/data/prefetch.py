@@ -3,12 +3,11 @@
 import multiprocessing
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.process import BaseProcess
 from typing import Any
 
 import grain
 
-_PATIENCE = 5.0  # seconds for workers to end
+_PATIENCE = 5.0  # Seconds for workers to end.
 
 
 def prefetch_to_device(
@@ -37,7 +36,7 @@ def prefetch_to_device(
     killing.cancel()
 
 
-def _kill_children(but: Sequence[BaseProcess]) -> None:
+def _kill_children(but: Sequence[multiprocessing.process.BaseProcess]) -> None:
   for child in multiprocessing.active_children():
     if child not in but:
       child.kill()

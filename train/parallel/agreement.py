@@ -23,15 +23,14 @@ import jax
 from jax._src import distributed
 
 import sbjax
-from train.config import Config, flat
+from train.config import Config, flat, marked
 from train.errors import RunError
+from train.fields import PER_PROCESS
 
 PATIENCE = 24 * 3600.0  # seconds; another process may import a data set meanwhile
 _MINUTE, _TICK = 60.0, 1.0
 _LATE = 10.0  # seconds after which a network file system shows a new file
 
-# Where this process finds its data, and how it reads them.
-_OWN_FIELDS = {"data.data_dir", "data.root", "data.workers", "data.prefetch"}
 _OPTIONS = (
   "jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl",
   "jax_threefry_partitionable", "jax_numpy_dtype_promotion", "jax_disable_jit",
@@ -42,10 +41,10 @@ _calls = itertools.count()  # The same in all processes, as they make the same c
 
 def described(config: Config) -> dict[str, object]:
   """What must be the same in all processes: the program, config, code, versions and options."""
-  config_fields = flat(config.to_dict())
+  config_fields, own = flat(config.to_dict()), marked(PER_PROCESS)
   return {
     "the program": Path(sys.argv[0]).name,
-    **{f"config.{name}": v for name, v in config_fields.items() if name not in _OWN_FIELDS},
+    **{f"config.{name}": v for name, v in config_fields.items() if name not in own},
     **{f"the file {name}": digest for name, digest in _sources().items()},
     "the version of Python": platform.python_version(),
     **{f"the version of {name}": version for name, version in _versions().items()},

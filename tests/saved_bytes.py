@@ -1,13 +1,9 @@
-"""What does a block save for the backward pass, with each recipe and remat policy?
+"""The bytes that a block saves for the backward pass, by recipe and remat policy.
 
-  python -m benchmarks.kept_bytes
-
-Counts the arrays that JAX saves when it traces a ViT-L/14 for an NVIDIA GPU that is absent, with
-cuDNN's attention, in bfloat16: bytes for each token and unit of width. Nothing is compiled. Adds
-lines to the results. "switchback+grouped" is the recipe with keep="grouped" (linear/grouped.py).
+JAX traces a ViT-L/14 for an NVIDIA GPU that is absent, with cuDNN's attention, in bfloat16. Nothing
+is compiled. "switchback+grouped" is the recipe with keep="grouped" (sbjax/linear/grouped.py).
 """
 
-import argparse
 import collections
 import dataclasses
 import functools
@@ -18,33 +14,15 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, use_abstract_mesh
 
 from benchmarks.absent_gpu import Device
-from benchmarks.timing import append, provenance
 from sbjax.attention import length_for
 from sbjax.models import CLIP, SIZES, BlockOptions
-from sbjax.models.transformer import REMAT_POLICIES
 
 SIZE = "L/14"
-CASES = ("full", "switchback", "switchback_m", "switchback+grouped", "switchback_m+grouped")
-POLICIES = ("none", *REMAT_POLICIES, "block")
 LAYERS, IMAGES = 5, 3  # No weight [LAYERS, ...] has a multiple of the tokens of so many images.
 
 
-def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--out", default="benchmarks/results/kept_bytes.jsonl")
-  parser.add_argument("--cases", nargs="+", default=CASES, choices=CASES)
-  args = parser.parse_args()
-  lines = []
-  for case in args.cases:
-    for remat in POLICIES:
-      row = measure(case, remat)
-      print(f"{case:21} {remat:18} {row['bytes']:6.2f}  {row['arrays']}", flush=True)
-      lines.append(row | provenance())
-  append(args.out, lines)
-
-
 def measure(case: str, remat: str) -> dict:
-  """The bytes of the vision tower's blocks, and the arrays by dtype and size."""
+  """Bytes a token and unit of width of the vision tower's blocks; the arrays by dtype and size."""
   size = SIZES[SIZE]
   vision = dataclasses.replace(size.vision, layers=LAYERS)
   recipe, _, keep = case.partition("+")
@@ -78,7 +56,6 @@ def measure(case: str, remat: str) -> dict:
       arrays[x.dtype.name, x.size // (LAYERS * IMAGES * length)] += 1
   total = sum(n * jnp.dtype(dtype).itemsize * each for (dtype, each), n in arrays.items())
   return {
-    "benchmark": "kept_bytes",
     "size": SIZE,
     "recipe": case,
     "remat": remat,
@@ -87,7 +64,3 @@ def measure(case: str, remat: str) -> dict:
       f"{dtype}[{each}]": n for (dtype, each), n in sorted(arrays.items(), key=lambda a: -a[0][1])
     },
   }
-
-
-if __name__ == "__main__":
-  main()

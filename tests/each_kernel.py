@@ -1,7 +1,7 @@
 """Runs every kernel on small ragged arrays, under a memory checker.
 
   XLA_PYTHON_CLIENT_ALLOCATOR=platform XLA_FLAGS=--xla_gpu_enable_command_buffer= \\
-      compute-sanitizer --tool memcheck --target-processes all python -m benchmarks.each_kernel
+      compute-sanitizer --tool memcheck --target-processes all python -m tests.each_kernel
 
 This allocator gives each array its own memory, so that the checker detects accesses beyond an
 array. The checker crashes in CUDA graphs, which XLA calls command buffers.
