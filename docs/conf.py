@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import flax.linen as nn
+from flax import nnx
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # A checkout need not be installed.
 
@@ -31,6 +32,8 @@ default_role = "code"  # Docstrings have code in single backquotes.
 
 html_theme = "furo"
 html_title = f"sbjax {version}"
+html_static_path, html_css_files = ["_static"], ["site.css"]
+highlight_language = "none"  # A block without a language is a command.
 
 
 def _is_noise(app, what, name, obj, skip, options):
@@ -39,25 +42,34 @@ def _is_noise(app, what, name, obj, skip, options):
 
 
 def _signature(app, what, name, obj, options, signature, returns):
-  """A linen module's fields, without those that Flax adds and without long defaults."""
-  if not (inspect.isclass(obj) and issubclass(obj, nn.Module)):
+  """A module's arguments without long defaults, and of linen without the fields that Flax adds."""
+  if not inspect.isclass(obj):
     return None
-  fields = [field for field in dataclasses.fields(obj) if field.name not in ("parent", "name")]
-  return f"({', '.join(map(_argument, fields))})", None
+  if issubclass(obj, nn.Module):
+    fields = [field for field in dataclasses.fields(obj) if field.name not in ("parent", "name")]
+    return f"({', '.join(_argument(f.name, f.default, dataclasses.MISSING) for f in fields)})", None
+  if issubclass(obj, nnx.Module):
+    _, *arguments = inspect.signature(obj.__init__).parameters.values()
+    texts = [_argument(str(a).split(":")[0], a.default, a.empty) for a in arguments]
+    keywords = [a.kind is a.KEYWORD_ONLY for a in arguments]
+    if True in keywords:
+      texts.insert(keywords.index(True), "*")
+    return f"({', '.join(texts)})", None
+  return None
 
 
-def _argument(field) -> str:
-  if field.default is dataclasses.MISSING:
-    return field.name
-  is_short = field.default is None or isinstance(field.default, bool | int | float | str)
-  return f"{field.name}={field.default!r}" if is_short else f"{field.name}=..."
+def _argument(name: str, default, missing) -> str:
+  if default is missing:
+    return name
+  is_short = default is None or isinstance(default, bool | int | float | str)
+  return f"{name}={default!r}" if is_short else f"{name}=..."
 
 
 def _plain_stars(app, what, name, obj, options, lines):
-  """A star outside of code is a star, not emphasis."""
+  """A star or a bar outside of code is itself: no emphasis, no substitution."""
   for i, line in enumerate(lines):
     pieces = line.split("`")
-    pieces[::2] = [re.sub(r"(?<![\\*])\*(?!\*)", r"\\*", piece) for piece in pieces[::2]]
+    pieces[::2] = [re.sub(r"(?<![\\*])(\*(?!\*)|\|)", r"\\\1", piece) for piece in pieces[::2]]
     lines[i] = "`".join(pieces)
 
 
@@ -68,6 +80,6 @@ def _download(app, docname, source):
 
 def setup(app):
   app.connect("source-read", _download)
-  app.connect("autodoc-process-docstring", _plain_stars)
+  app.connect("autodoc-process-docstring", _plain_stars, priority=400)  # Napoleon adds stars.
   app.connect("autodoc-process-signature", _signature)
   app.connect("autodoc-skip-member", _is_noise)

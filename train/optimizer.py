@@ -70,9 +70,9 @@ def make_optimizer(
   if config.states in COLLAGE:  # Around all that changes an update.
     optimizer = compensated(optimizer, COLLAGE[config.states], measure=config.measure_edq)
   if freeze:
-    still = functools.partial(frozen, freeze)
-    trained = optax.masked(optimizer, lambda params: jax.tree.map(operator.not_, still(params)))
-    optimizer = optax.chain(trained, optax.masked(optax.set_to_zero(), still))
+    is_frozen = functools.partial(frozen, freeze)
+    trained = optax.masked(optimizer, lambda params: jax.tree.map(operator.not_, is_frozen(params)))
+    optimizer = optax.chain(trained, optax.masked(optax.set_to_zero(), is_frozen))
   return LOSS_SCALES[config.loss_scale](optimizer, config.initial_loss_scale), schedule
 
 

@@ -56,6 +56,21 @@ def test_entries_of_sbjax_stand_on_few_floors_and_import_only_downwards(imports)
   assert floors["sbjax"] == max(floors.values()) <= FLOORS, floors
 
 
+def test_train_s_listing_is_short():
+  names = [p.name for p in (ROOT / "train").iterdir() if p.suffix == ".py" or p.is_dir()]
+  assert len({*names} - {"__pycache__"}) <= 30
+
+
+@pytest.mark.parametrize(
+  ("folder", "below"),
+  [("parallel", "config errors fields paths"), ("data", "config errors paths parallel workdir")],
+)
+def test_folders_of_train_import_only_what_is_below_them(folder, below, imports):
+  graph = collapsed(imports, lambda module: ".".join(module.split(".")[:2]))
+  ours = {name for name in graph[f"train.{folder}"] if name.startswith("train.")}
+  assert ours <= {f"train.{name}" for name in below.split()}
+
+
 def test_the_core_does_not_import_studies(imports):
   knowing = {
     entry(module) for module, others in imports.items() if "sbjax.studies" in map(entry, others)

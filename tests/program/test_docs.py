@@ -1,7 +1,9 @@
 """The documentation: its Python runs, its links resolve, and README stays short."""
 
 import doctest
+import functools
 import pathlib
+import pkgutil
 import re
 
 import flax.linen as nn
@@ -92,10 +94,42 @@ def test_links_lead_to_existing_files_and_headings(page):
       assert anchor in anchors(file), f"{page.name} links to {target}: there is no such heading."
 
 
-def test_readme_has_at_most_120_lines_and_900_words():
+def test_readme_has_at_most_100_lines_and_700_words():
   text = (ROOT / "README.md").read_text()
-  assert len(text.splitlines()) <= 120
-  assert len(text.split()) <= 900
+  assert len(text.splitlines()) <= 100
+  assert len(text.split()) <= 700
+
+
+def test_the_page_of_the_design_has_at_most_150_lines():
+  assert len((ROOT / "docs/design.md").read_text().splitlines()) <= 150
+
+
+GUIDES = (
+  "getting_started in_your_model convert_a_model recipes training_clip data scenes spikes scaling"
+  " clusters weights evaluating embedding faults"
+)
+
+
+@pytest.mark.parametrize("name", GUIDES.split())
+def test_a_guide_opens_with_a_command_or_code(name):
+  opening = (ROOT / f"docs/{name}.md").read_text().splitlines()[:12]
+  assert any(line.startswith("```") for line in opening)
+
+
+def test_the_files_that_the_page_of_the_design_names_exist():
+  files = [str(path) for folder in ("sbjax", "train") for path in (ROOT / folder).rglob("*.py")]
+  named = re.findall(r"`([\w/]+\.py)`", (ROOT / "docs/design.md").read_text())
+  assert len(named) > 10
+  assert [name for name in named if not any(f.endswith(f"/{name}") for f in files)] == []
+
+
+API = re.findall(r"^\.\. auto\w+:: ([\w.]+)", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("path", API)
+def test_a_path_of_the_api_page_can_be_imported(path):
+  named = pkgutil.resolve_name(path)  # A function must not hide the module of its name.
+  assert functools.reduce(getattr, path.split(".")[1:], sbjax) is named
 
 
 def written_tables(monkeypatch):
