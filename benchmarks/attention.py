@@ -110,13 +110,21 @@ def contenders(length: int, head_dim: int, causal: bool) -> dict:
   found = {}
   for name in ("cudnn", *(name for name in ("mosaic", "triton") if runs(name))):
     tokens = length_for(length, jnp.dtype(jnp.bfloat16), head_dim, name)
-    found[name] = (
-      tokens,
-      functools.partial(attention, causal=causal, length=length, backend=name),
-    )
+    run = functools.partial(attention, causal=causal, length=length, backend=name)
+    if name == "cudnn" or supports(run, (1, tokens, 1, head_dim)):
+      found[name] = tokens, run
   if run := tokamax(causal):
     found["tokamax"] = length, run
   return found
+
+
+def supports(run, shape) -> bool:
+  """Whether our kernels take q, k and v of this shape."""
+  try:
+    jax.eval_shape(run, *[jax.ShapeDtypeStruct(shape, jnp.bfloat16)] * 3)
+  except NotImplementedError:
+    return False
+  return True
 
 
 def config_of(text: str) -> tuple[int, ...]:
@@ -159,7 +167,8 @@ def mosaic_configs(length: int, head_dim: int, chosen=()) -> list:
   if runs("mosaic"):
     from sbjax.pallas.sm90 import attention_backward as sm90
 
-    if sm90.fits(length, head_dim):
+    x = jax.ShapeDtypeStruct((1, length, 1, 1, head_dim), jnp.bfloat16)
+    if sm90.unsupported(None, None, None, None, x, causal=False, length=length) is None:
       by_block = chosen or itertools.product((2, 3), (1, 2), (1, 2), (40, 56, 88, 104))
       return [sm90.Config(*config) for config in by_block]
   if chosen:
