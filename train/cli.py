@@ -22,7 +22,7 @@ from absl import app, flags, logging
 
 from train.config import Config, all_fields
 from train.errors import RunError
-from train.fields import KINDS, about
+from train.fields import KINDS, MAY_CHANGE, about
 from train.parallel import agreement, peers, processes, stop, xla_flags
 from train.paths import local_path
 
@@ -91,16 +91,21 @@ def _help() -> str:
 
 
 def describe_fields() -> str:
-  """A table of the config's fields for each group: name, type, default, help."""
+  """A table of the config's fields for each group: name, type, default, help.
+
+  A star marks those that may have another value when a run resumes.
+  """
   tables = {}
   for path, field in all_fields().items():
     group, _, name = path.rpartition(".")
     prefix = f"--config.{group}." if group else "--config."
     default = "" if field.default is dataclasses.MISSING else repr(field.default)
-    head = f"  {name:21} {KINDS[field.type].name:5} {default:20} "
+    star = "*" if MAY_CHANGE in about(field).marks else ""
+    head = f"  {name + star:21} {KINDS[field.type].name:5} {default:20} "
     row = textwrap.fill(about(field).help, 100, initial_indent=head, subsequent_indent=" " * 51)
     tables.setdefault(f"{prefix}FIELD=VALUE", []).append(row)
-  return "\n".join("\n".join([title, *rows, ""]) for title, rows in tables.items())
+  text = "\n".join("\n".join([title, *rows, ""]) for title, rows in tables.items())
+  return f"{text}\n* may have another value when the run resumes.\n"
 
 
 def load_config(path: str) -> Config:
