@@ -313,7 +313,7 @@ def test_a_worker_that_hangs_does_not_hold_the_exit(config, folder, monkeypatch)
 IMPORT = """
 import os, sys
 from train.config import DataConfig
-from train.data.source import prepare
+from train.data.builders import prepare
 from train.data import builders, webdataset
 builders._check_shard = lambda *_: None  # It would refuse a pipe.
 webdataset.cores, webdataset._BYTES_PER_PROCESS = lambda: 2, 1
