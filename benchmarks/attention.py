@@ -5,7 +5,7 @@
   python -m benchmarks.attention --tune --cases "L/14 image" --configs 2,1,2,56 3,1,2,56
 
 Times the kernels of each backend, forward and backward, in one run on the same normal data, beside
-PyTorch's attention and tokamax's where they are installed. cuDNN gets an even number of tokens, as
+PyTorch's attention where it is installed. cuDNN gets an even number of tokens, as
 JAX needs it. Errors are in norm, relative to float64. Adds lines to the results. --tune times
 kernels in other configs instead; --configs are Mosaic's for the backward pass, alone.
 """
@@ -110,13 +110,19 @@ def contenders(length: int, head_dim: int, causal: bool) -> dict:
   found = {}
   for name in ("cudnn", *(name for name in ("mosaic", "triton") if runs(name))):
     tokens = length_for(length, jnp.dtype(jnp.bfloat16), head_dim, name)
-    found[name] = (
-      tokens,
-      functools.partial(attention, causal=causal, length=length, backend=name),
-    )
-  if run := tokamax(causal):
-    found["tokamax"] = length, run
+    run = functools.partial(attention, causal=causal, length=length, backend=name)
+    if name == "cudnn" or supports(run, (1, tokens, 1, head_dim)):
+      found[name] = tokens, run
   return found
+
+
+def supports(run, shape) -> bool:
+  """Whether our kernels take q, k and v of this shape."""
+  try:
+    jax.eval_shape(run, *[jax.ShapeDtypeStruct(shape, jnp.bfloat16)] * 3)
+  except NotImplementedError:
+    return False
+  return True
 
 
 def config_of(text: str) -> tuple[int, ...]:
@@ -159,7 +165,8 @@ def mosaic_configs(length: int, head_dim: int, chosen=()) -> list:
   if runs("mosaic"):
     from sbjax.pallas.sm90 import attention_backward as sm90
 
-    if sm90.fits(length, head_dim):
+    x = jax.ShapeDtypeStruct((1, length, 1, 1, head_dim), jnp.bfloat16)
+    if sm90.unsupported(None, None, None, None, x, causal=False, length=length) is None:
       by_block = chosen or itertools.product((2, 3), (1, 2), (1, 2), (40, 56, 88, 104))
       return [sm90.Config(*config) for config in by_block]
   if chosen:
@@ -222,17 +229,6 @@ def reference(qkvd, causal) -> list[np.ndarray]:
 
 def error(x, exact) -> float:
   return float(np.linalg.norm(np.asarray(x).astype(np.float64) - exact) / np.linalg.norm(exact))
-
-
-def tokamax(causal: bool):
-  """tokamax's attention, if it is installed."""
-  try:
-    import tokamax  # pyright: ignore[reportMissingImports]
-  except ImportError:
-    return None
-  return functools.partial(
-    tokamax.dot_product_attention, is_causal=causal, implementation="mosaic_gpu"
-  )
 
 
 def by_jax(run, qkvd):

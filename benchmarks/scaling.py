@@ -48,7 +48,6 @@ class Case:
   gradient_exchange: str = "float32"
   flags: str = ""  # further XLA_FLAGS
   gpus: str = ""  # numbers of the GPUs, with commas; "" takes the first
-  listing: str = ""  # a file for the list of kernels
 
   @property
   def devices(self) -> int:
@@ -262,7 +261,7 @@ def measure(case: Case) -> None:
   from benchmarks.collectives import collectives
   from benchmarks.flax_block import FlaxBlock
   from benchmarks.kernels import exposed, grouped, idle, origins_of
-  from benchmarks.step import draw, profile, race, write_kernels
+  from benchmarks.step import draw, profile, race
   from benchmarks.timing import spread_of
   from sbjax.models.clip import CLIP
   from sbjax.models.sizes import SIZES
@@ -337,8 +336,6 @@ def measure(case: Case) -> None:
       "between GPUs, nothing else": round(exposed(listed, "nccl"), 3),
       "no kernel": round(idle(listed), 3),
     }
-    if case.listing:
-      write_kernels(case.listing, listed, origins_of(step.as_text()))
   print("result " + json.dumps(found), flush=True)
 
 

@@ -44,9 +44,9 @@ def attention(
     length: the number of tokens before the padding; None: L. No token attends to padding, and
       padding gets no gradient. Its outputs are undefined.
     backend: "xla" computes in float32. "cudnn" takes 16 bits, and D up to 128. "triton" takes 16
-      bits, and D in `sbjax.ops.attention.HEAD_DIMS`. "mosaic" (H100, H200) is "triton", but has
-      kernels of its own for 65 to 257 tokens without padding, and D from 64 on. None: "mosaic",
-      else "triton", where benchmarks/attention.py shows that they are faster; else cuDNN where it
+      bits, and D in `sbjax.ops.attention.HEAD_DIMS`. "mosaic" (H100, H200) takes 16 bits, 65 to 257
+      tokens without padding, and D from 64 to 128. None: for each pass the faster one of "mosaic"
+      and "triton" where benchmarks/attention.py shows that they beat cuDNN; else cuDNN where it
       runs, else XLA.
       On an NVIDIA GPU the number of tokens must then be one that `length_for` returns.
 
@@ -72,6 +72,8 @@ def attention(
     return _by_cudnn(*split_qkv(qkv), causal=causal, length=length)
   if name not in BACKENDS:
     raise ValueError(f"Unknown backend {name!r}; there are {', '.join(map(repr, BACKENDS))}.")
+  if backend is None and name in ("mosaic", "triton"):
+    name = None  # Each pass by the faster kernel.
   layer = functools.partial(_by_operations, name, causal, length)
   qkv = vary_alike(*qkv)
   return by_rows(layer, qkv, (True,) * len(qkv))  # Examples are its rows.

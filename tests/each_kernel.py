@@ -82,8 +82,11 @@ def row_operations(ops: Backend, dtype):
 
 def attentions(ops: Backend):
   """Runs attention and its gradient at lengths that no tile divides, and with padding."""
+  cases = [(257, 0, 80), (197, 0, 64), (77, 0, 104)]
+  if ops.name != "mosaic":  # Which refuses these.
+    cases += [(77, 3, 104), (26, 0, 32)]
   results = []
-  for length, padding, head_dim in ((257, 0, 80), (197, 0, 64), (77, 3, 104), (26, 0, 32)):
+  for length, padding, head_dim in cases:
     shape = (3, length + padding, 3, 2, head_dim)
     qkv = jax.random.normal(jax.random.key(length), shape, jnp.bfloat16)
     options = {"causal": bool(padding), "length": length}

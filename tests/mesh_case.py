@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 
+from benchmarks.absent_gpu import Device
 from sbjax import INT8, scaled_matmul
-from sbjax.ops.operations import OPERATIONS
-from sbjax.ops.registry import backend_of, get_backend
+from sbjax.ops.registry import OPERATIONS, backend_of, get_backend
 from sbjax.quantize import factor_and_scale, format_of
 
 
@@ -44,10 +44,17 @@ def cast_scaled(x, absmax, spec):
 DEFINITIONS = {name: row.definition for name, row in OPERATIONS.items()}
 
 
+def backend_by(kernels, **others):
+  """A backend whose kernels are a module's functions; `others` are modules by operation."""
+  by_name = dict.fromkeys(OPERATIONS, kernels) | others
+  device = Device("NVIDIA", None, "gpu", "9.0")
+  return backend_of("mosaic", {name: [kernel] for name, kernel in by_name.items()}, device)
+
+
 def on_shards(product=None):
   """A backend of these kernels, partitioned over the mesh."""
   kernels = types.SimpleNamespace(**DEFINITIONS, absmax=absmax, cast_scaled=cast_scaled)
-  return backend_of("mosaic", dict.fromkeys(OPERATIONS, kernels) | {"scaled_matmul": product})
+  return backend_by(kernels, scaled_matmul=product)
 
 
 def make_mesh(kind=AxisType.Auto):

@@ -1,47 +1,125 @@
-"""Who computes: each backend offers the same operations with the same numbers.
+"""The table of operations, and who computes them: the definition in plain jnp, or a kernel.
 
-"xla" is the definition in plain jnp and runs wherever JAX does. "mosaic" multiplies on Hopper GPUs,
-"triton" on NVIDIA GPUs from Ampere on; both quantize in Triton. A recipe never names a backend, a
-backend never changes a recipe's numbers, and a backend asked for by name is never swapped for
-another.
+A backend names who computes. "xla" is the definitions and runs wherever JAX does. "triton" has
+Triton's kernels, for NVIDIA GPUs from Ampere on. "mosaic" has each row's first kernel: Mosaic's
+where there is one, for Hopper GPUs, else Triton's. Asked for by name, a backend computes, or it
+refuses and says why. Only backend None mixes: it takes the fastest kernel that supports the
+operands, or the definition. A recipe never names a backend, and a backend never changes a recipe's
+numbers.
 """
 
 import functools
 import importlib
-import importlib.util
 import logging
 import os
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
+from sbjax.ops import adam, attention, rows
 from sbjax.ops.device import compute_capability, target
-from sbjax.ops.operations import OPERATIONS, on_shards, unsupported_reason
+from sbjax.ops.matmul import scaled_matmul
 from sbjax.ops.partition import arrays_of, is_explicit
+from sbjax.ops.shards import on_shards
+from sbjax.quantize import FORMATS, INT8, Spec, quantize
 
 _log = logging.getLogger("sbjax")
 
 _TRITON_GEMM = "--xla_gpu_enable_triton_gemm"  # See warn_of_inexact_int8.
 
 
-class Backend(NamedTuple):
-  """The operations of a linear layer in 8 bits, those between two layers, and attention."""
+class Operation(NamedTuple):
+  """One operation, whoever computes it.
 
-  name: str
-  quantize: Callable  # (x, spec): as sbjax.quantize.quantize
-  quantize_transposed: Callable  # (x, spec): quantize(x.T, spec)
-  quantize_both: Callable  # (x, spec): both, for a spec with one scale
-  scaled_matmul: Callable  # as sbjax.ops.matmul.scaled_matmul
-  norm_quantize: Callable  # as in sbjax.ops.rows, and so are the rest
-  norm_backward: Callable
-  gelu_quantize: Callable
-  gelu_backward: Callable
-  quantize_sum: Callable
-  attention_forward: Callable  # as in sbjax.ops.attention
-  attention_backward: Callable
-  adam_direction: Callable  # as sbjax.ops.adam.adam_direction
+  definition: in plain jnp. Definitions that quantize take `quantize=`, so that absmax can be
+    reduced over devices.
+  axes: "operands -> results", the names of each array's axes in turn: m, n, k, or "." for an axis
+    that is never split. The last entry serves all further arrays; a vector has its last axis.
+  kernels: modules of sbjax.pallas, the fastest first. A module has a function of the operation's
+    name with the definition's signature. It may also have
+      unsupported(device, *args, **options): why the kernel does not take these, or None;
+      is_slower(*args, **options): whether the next kernel is faster with these.
+    Its folder has `unsupported(device)`: why no kernel there runs on a device, or None.
+  static: the arguments that a program is compiled for.
+  """
+
+  definition: Callable
+  axes: str
+  kernels: tuple[str, ...]
+  static: tuple[str, ...] = ()
+
+
+def _quantize(x, spec, *, quantize=quantize):
+  return quantize(x, spec)
+
+
+def _quantize_transposed(x, spec, *, quantize=quantize):
+  return quantize(x.T, spec)
+
+
+def _quantize_both(x, spec, *, quantize=quantize):
+  values = quantize(x, spec)
+  return values, values.T
+
+
+_CODED = "abcdk. abcdk abcdk"  # Groups, and their details.
+
+OPERATIONS = {
+  "quantize": Operation(_quantize, "mk -> mk", ("triton.quantize",)),
+  "quantize_transposed": Operation(_quantize_transposed, "mk -> km", ("triton.quantize",)),
+  "quantize_both": Operation(_quantize_both, "mk -> mk mk km", ("triton.quantize",)),
+  "scaled_matmul": Operation(
+    scaled_matmul,
+    "mk m. nk n. mn -> mn",
+    kernels=("sm90.scaled_matmul", "triton.scaled_matmul"),
+    static=("out_dtype", "out_sharding"),
+  ),
+  "norm_quantize": Operation(
+    rows.norm_quantize, "m. -> m.", kernels=("triton.norm",), static=("epsilon",)
+  ),
+  "norm_backward": Operation(
+    rows.norm_backward, "m. -> m.", kernels=("triton.norm",), static=("epsilon",)
+  ),
+  "gelu_quantize": Operation(
+    rows.gelu_quantize, "mk -> mk", kernels=("triton.gelu",), static=("activation",)
+  ),
+  "gelu_backward": Operation(
+    rows.gelu_backward, "mk -> mk", kernels=("triton.gelu",), static=("activation",)
+  ),
+  "quantize_sum": Operation(rows.quantize_sum, "mk -> mk", kernels=("triton.quantize_sum",)),
+  "attention_forward": Operation(
+    attention.attention_forward,
+    "b..h. -> b.h. bh.",
+    kernels=("sm90.attention_forward", "triton.attention_short"),
+    static=("causal", "length"),
+  ),
+  "attention_backward": Operation(
+    attention.attention_backward,
+    "b.h. bh. b.h. b..h. -> b..h.",
+    kernels=("sm90.attention_backward", "triton.attention_short"),
+    static=("causal", "length"),
+  ),
+  "adam_direction": Operation(
+    adam.adam_direction,
+    f". abcdk. {_CODED} {_CODED} abcdk -> abcdk. {_CODED} {_CODED}",
+    kernels=("triton.adam",),
+  ),
+}
+
+
+class Backend:
+  """The operations as one backend computes them: attributes with their names."""
+
+  def __init__(self, name: str, operations: Mapping[str, Callable]):
+    self.name = name
+    vars(self).update(operations)
+
+  if TYPE_CHECKING:
+
+    def __getattr__(self, operation: str) -> Callable: ...
 
 
 NAMES = ("xla", "mosaic", "triton")
@@ -59,7 +137,7 @@ def get_backend(name: str | None = None) -> Backend:
   check_name(name)
   if reason := _unsupported_reason(name, target()):
     raise NotImplementedError(f"backend={name!r} {reason}")
-  return _XLA if name == "xla" else _by_kernels(name, target(), falls_back=False)
+  return _XLA if name == "xla" else _named_backend(name, target())
 
 
 def check_name(name: str | None) -> None:
@@ -78,33 +156,26 @@ def runs(name: str) -> bool:
 
 
 def has_kernel(operation: str, *args, **options) -> bool:
-  """Whether backend None computes the operation of these arguments by a Triton kernel."""
-  has_fp8 = (compute_capability(target()) or 0) >= 89
-  return runs("triton") and unsupported_reason(operation, has_fp8, args, options) is None
+  """Whether backend None computes the operation of these arguments by a kernel."""
+  device = target()
+  kernels = _kernels(OPERATIONS[operation], device)
+  return _choice(kernels, device, args, options)[0] is not None
 
 
 def _unsupported_reason(name: str, device) -> str | None:
   """Why a backend does not run on a device, or None."""
-  if name == "xla":
-    return None
-  capability = compute_capability(device)
-  if capability is None:
-    return f"needs an NVIDIA GPU; JAX's default device is {device.platform!r}."
-  if name == "mosaic" and capability != 90:
-    return f"needs compute capability 9.0 (H100, H200); this is {device.device_kind}."
-  if name == "mosaic" and jax.__version_info__ < (0, 11):
-    return f"needs jax >= 0.11 (Python >= 3.12); this is {jax.__version__}."
-  if name == "triton" and capability < 80:
-    return f"needs compute capability 8.0 (A100) or newer; this is {device.device_kind}."
-  missing = [m for m in ("triton", "jax_triton") if importlib.util.find_spec(m) is None]
-  if missing:
-    return f"needs {' and '.join(missing)}: pip install 'sbjax[cuda]'."
-  return None
+  kernels = [kernel for row in OPERATIONS.values() for kernel in row.kernels]
+  folders = dict.fromkeys(kernel.partition(".")[0] for kernel in kernels)
+  reasons = {folder: _module(folder).unsupported(device) for folder in folders}
+  in_triton = reasons.pop("triton")
+  if name == "mosaic" and None not in reasons.values():
+    return next(iter(reasons.values()))
+  return None if name == "xla" else in_triton
 
 
 @functools.cache
 def _default_backend(device) -> Backend:
-  """Mosaic before Triton before XLA; logs the choice, or why there is none, once."""
+  """All kernels that run on a device; logs the choice, or why there is none, once."""
   capability = compute_capability(device)
   reasons = {name: _unsupported_reason(name, device) for name in ("mosaic", "triton")}
   usable = [name for name, reason in reasons.items() if reason is None]
@@ -117,75 +188,108 @@ def _default_backend(device) -> Backend:
       )
     return _XLA
   _log.debug("sbjax: backend %r on %s", usable[0], device.device_kind)
-  return _by_kernels(usable[0], device, falls_back=True)
+  kernels = {name: _kernels(row, device) for name, row in OPERATIONS.items()}
+  return backend_of(usable[0], kernels, device, is_default=True)
 
 
 @functools.cache
-def _by_kernels(name: str, device, falls_back: bool) -> Backend:
-  """The kernels of a backend, and the definition or an error where they do not support operands."""
-  has_fp8 = (compute_capability(device) or 0) >= 89
-  return backend_of(name, _modules(name), has_fp8=has_fp8, falls_back=falls_back)
+def _named_backend(name: str, device) -> Backend:
+  """The first kernel of each operation that the backend has for a device."""
+  prefix = "triton." if name == "triton" else ""
+  kernels = {n: _kernels(row, device, prefix)[:1] for n, row in OPERATIONS.items()}
+  return backend_of(name, kernels, device)
 
 
-def _modules(name: str) -> dict[str, Any]:
-  return {
-    operation: importlib.import_module(f"sbjax.pallas.{getattr(row, name)}")
-    for operation, row in OPERATIONS.items()
-  }
+def _kernels(row: Operation, device, prefix: str = "") -> list:
+  """The modules of an operation's kernels that run on a device, the fastest first."""
+  names = [name for name in row.kernels if name.startswith(prefix)]
+  folders = [_module(name.partition(".")[0]) for name in names]
+  pairs = zip(names, folders, strict=True)
+  return [_module(name) for name, folder in pairs if folder.unsupported(device) is None]
+
+
+def _module(name: str) -> Any:
+  return importlib.import_module(f"sbjax.pallas.{name}")
 
 
 def backend_of(
-  name: str, kernels: Mapping[str, Any], *, has_fp8: bool = True, falls_back: bool = False
+  name: str, kernels: Mapping[str, Sequence[Any]], device, is_default: bool = False
 ) -> Backend:
   """The backend whose operations are the functions of that name in `kernels`, each on its shards.
 
   Args:
-    kernels: for each operation a module; that of "quantize" also has `absmax` and `cast_scaled`,
-      that of "scaled_matmul" also `accumulate`.
-    has_fp8: whether the device has fp8.
-    falls_back: whether operands that no kernel supports are left to XLA, or an error.
+    kernels: for each operation modules as `Operation.kernels` describes them; the one of "quantize"
+      also has `absmax` and `cast_scaled`, those of "scaled_matmul" also `accumulate`.
+    is_default: whether operands that no kernel takes are left to XLA, or an error.
   """
-  rows = (_operation(op, name, kernels, has_fp8, falls_back) for op in Backend._fields[1:])
-  return Backend(name, *rows)
+  operations = {n: _operation(n, name, kernels, device, is_default) for n in OPERATIONS}
+  return Backend(name, operations)
 
 
-def _operation(operation: str, backend: str, kernels, has_fp8: bool, falls_back: bool) -> Callable:
-  kernel = functools.partial(on_shards, operation, kernels)
-  definition = OPERATIONS[operation].definition
+def _operation(
+  operation: str, backend: str, kernels: Mapping[str, Sequence[Any]], device, is_default: bool
+) -> Callable:
+  definition, axes, _, static = OPERATIONS[operation]
 
+  @functools.wraps(definition)  # It says where the static arguments stand.
   def run(*args, **options):
-    reason = unsupported_reason(operation, has_fp8, args, options)
-    if reason and falls_back:
+    kernel, reason = _choice(kernels[operation], device, args, options)
+    if kernel is None and is_default:
       _log.debug("sbjax: %s goes to XLA; the kernel %s", operation, reason)
       return getattr(_XLA, operation)(*args, **options)
-    if reason:
+    if kernel is None:
       raise NotImplementedError(
-        f"backend={backend!r}: the kernel of {operation} {reason}; backend=None leaves it to XLA."
+        f"backend={backend!r}: the kernel of {operation} {reason}; backend=None chooses another."
       )
-    if is_explicit() or not falls_back:
-      return kernel(*args, **options)
+    quantizer = kernels["quantize"][0]
+    by_kernel = functools.partial(on_shards, operation, definition, axes, kernel, quantizer)
+    if is_explicit() or not is_default:
+      return by_kernel(*args, **options)
     arrays, call = arrays_of(args, options)
     # A program that is traced where a GPU is the default device may still be compiled for a CPU.
-    by_kernel, by_xla = functools.partial(call, kernel), functools.partial(call, definition)
+    by_kernel, by_xla = (functools.partial(call, how) for how in (by_kernel, definition))
     return jax.lax.platform_dependent(*arrays, cuda=by_kernel, default=by_xla)
 
   # A model's layers repeat: each size is traced and lowered once.
-  positions = (2,) if operation == "scaled_matmul" else ()
-  return jax.jit(run, static_argnums=positions, static_argnames=_STATIC_NAMES)
+  return jax.jit(run, static_argnames=static)
 
 
-_STATIC_NAMES = ("out_dtype", "out_sharding", "activation", "epsilon", "causal", "length")
+def _choice(kernels: Sequence[Any], device, args, options) -> tuple[Any, str | None]:
+  """The fastest kernel that takes these arguments; or None, and why each does not."""
+  reasons = [_refusal(kernel, device, args, options) for kernel in kernels]
+  taking = [kernel for kernel, reason in zip(kernels, reasons, strict=True) if reason is None]
+  for kernel in taking[:-1]:
+    if not (hasattr(kernel, "is_slower") and kernel.is_slower(*args, **options)):
+      return kernel, None
+  if taking:
+    return taking[-1], None
+  return None, "; ".join(dict.fromkeys(reasons)) or "is for other devices"
+
+
+def _refusal(kernel, device, args, options) -> str | None:
+  """Why a kernel does not take these arguments, or None. Nothing else checks it."""
+  leaves = jax.tree.leaves((args, options), is_leaf=lambda leaf: isinstance(leaf, Spec))
+  dtypes = [leaf.dtype for leaf in leaves if hasattr(leaf, "dtype")]
+  if jnp.float64 in dtypes:
+    return "takes at most 32 bits, not float64"
+  for dtype in dtypes:
+    least = FORMATS[dtype].capability if dtype in FORMATS else 0
+    if least > (compute_capability(device) or 0):
+      return f"takes no {dtype.name} below compute capability {least / 10}"
+  if not hasattr(kernel, "unsupported"):
+    return None
+  return kernel.unsupported(device, *args, **options)
 
 
 def _scaled_matmul(lhs, rhs, *args, **options):
-  if lhs.spec.format.is_exact:
+  if lhs.values.dtype == INT8:
     warn_of_inexact_int8()
-  return OPERATIONS["scaled_matmul"].definition(lhs, rhs, *args, **options)
+  return scaled_matmul(lhs, rhs, *args, **options)
 
 
 _XLA = Backend(
   "xla",
-  **{name: row.definition for name, row in OPERATIONS.items()} | {"scaled_matmul": _scaled_matmul},
+  {name: row.definition for name, row in OPERATIONS.items()} | {"scaled_matmul": _scaled_matmul},
 )
 
 

@@ -12,12 +12,10 @@ import pytest
 import triton_case
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from mesh_case import make_mesh, put
+from mesh_case import backend_by, make_mesh, put
 
 from sbjax import attention
 from sbjax.ops.attention import attention_backward, attention_forward
-from sbjax.ops.operations import OPERATIONS, unsupported_reason
-from sbjax.ops.registry import backend_of
 
 module = importlib.import_module("sbjax.attention")
 
@@ -115,7 +113,7 @@ def test_devices_compute_their_examples_and_heads(monkeypatch, kind, packed):
     attention_forward=functools.partial(noting, attention_forward),
     attention_backward=functools.partial(noting, attention_backward),
   )
-  backend = backend_of("triton", dict.fromkeys(OPERATIONS, kernels))
+  backend = backend_by(kernels)
   monkeypatch.setattr(module, "get_backend", lambda name: backend)
   qkv, do = (a.astype(jnp.bfloat16) for a in draw(batch=4, heads=8, head_dim=32))
   specs = P("data", None, None, "fsdp"), P("data", None, "fsdp")
@@ -203,8 +201,8 @@ def test_the_default_backend_is_the_fastest_that_runs(
     ((1, 1025, 1, 16, 128), "float16", None),
   ],
 )
-def test_the_kernels_limits_are_said(shape, dtype, reason):
+def test_triton_s_limits_are_said(shape, dtype, reason):
+  kernel = triton_case.loaded("triton.attention_short")
   x = jax.ShapeDtypeStruct(shape, dtype)
-  options = {"causal": False, "length": shape[1]}
-  said = unsupported_reason("attention_forward", True, (x, x, x), options)
+  said = kernel.unsupported(None, x, x, x, causal=False, length=shape[1])
   assert (said is None) if reason is None else re.fullmatch(reason, said)

@@ -1,7 +1,11 @@
 """Backends are looked up by name, and a named backend is never swapped for another."""
 
+import functools
+import importlib
 import importlib.util
 import logging
+import pathlib
+import re
 import types
 import warnings
 
@@ -14,39 +18,60 @@ import triton_case
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 
 from benchmarks.absent_gpu import Device
-from sbjax import E4M3, INT8, Spec, quantize, quantized_dot, quantized_dot_general, scaled_matmul
+from sbjax import (
+  E4M3,
+  INT8,
+  Spec,
+  attention,
+  pallas,
+  quantize,
+  quantized_dot,
+  quantized_dot_general,
+  scaled_matmul,
+)
 from sbjax.ops import adam as expansion
 from sbjax.ops import device
 from sbjax.ops import registry as backends
 from sbjax.ops import rows as fused_ops
-from sbjax.ops.operations import OPERATIONS
-from sbjax.ops.registry import get_backend
+from sbjax.ops.registry import OPERATIONS, get_backend
 from sbjax.ops.rows import LayerNormParams
 
 ROWWISE, TENSORWISE = Spec(INT8, "rowwise"), Spec(INT8, "tensorwise")
+
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+needs_limits = pytest.mark.skipif(not HAS_TRITON, reason="the extra `aot` is not installed")
 
 
 @pytest.fixture
 def installed(monkeypatch):
   """Pretends that all packages are installed; kernels are the definition and record their calls.
 
-  Tests remove from `present` the packages that they need missing.
+  Their limits are the kernels' own, where Triton is installed. Tests remove from `present` the
+  packages that they need missing.
   """
-  calls, present = [], {"triton", "jax_triton"}
+  calls, found, present = [], {}, {"triton", "jax_triton"}
 
-  def noting(operation):
+  def noting(kernel, operation):
     def run(*args, **kwargs):
-      calls.append(operation)
+      calls.append((operation, kernel))
       return getattr(get_backend("xla"), operation)(*args, **kwargs)
 
     return run
 
-  kernels = types.SimpleNamespace(**{operation: noting(operation) for operation in OPERATIONS})
+  for kernel in {kernel for row in OPERATIONS.values() for kernel in row.kernels}:
+    found[kernel] = types.SimpleNamespace(**{name: noting(kernel, name) for name in OPERATIONS})
+    if HAS_TRITON:
+      real = vars(importlib.import_module(f"sbjax.pallas.{kernel}"))
+      limits = {name: real[name] for name in ("unsupported", "is_slower") if name in real}
+      vars(found[kernel]).update(limits)
+    folder = kernel.partition(".")[0]
+    found[folder] = importlib.import_module(f"sbjax.pallas.{folder}")
 
   monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in present else None)
   monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
-  monkeypatch.setattr(backends, "_modules", lambda name: dict.fromkeys(OPERATIONS, kernels))
-  caches = backends._default_backend, backends._by_kernels
+  monkeypatch.setattr(backends, "_module", found.get)
+  caches = backends._default_backend, backends._named_backend
   for cache in caches:
     cache.cache_clear()
   yield types.SimpleNamespace(present=present, calls=calls)
@@ -56,7 +81,7 @@ def installed(monkeypatch):
 
 def test_xla_is_the_definition():
   backend = get_backend("xla")
-  assert backend._fields[1:] == tuple(OPERATIONS)
+  assert vars(backend).keys() == {"name", *OPERATIONS}
   assert backend.gelu_quantize is fused_ops.gelu_quantize
 
 
@@ -93,6 +118,7 @@ NORM, LONG_NORM = (LayerNormParams(jnp.ones(k), jnp.zeros(k)) for k in (32, 1228
 OPERANDS = {(n, k): quantize(jnp.ones((n, k)), ROWWISE) for n, k in ((16, 24), (24, 32), (16, 32))}
 
 
+@needs_limits
 @pytest.mark.parametrize(
   ("operation", "args", "reason"),
   [
@@ -143,7 +169,7 @@ def test_a_format_that_the_gpu_lacks_goes_to_xla_and_is_logged(installed, caplog
   e4m3 = Spec(E4M3, "rowwise")
   with triton_case.chip(80), caplog.at_level("DEBUG", logger="sbjax"):
     get_backend(None).quantize(ROWS, e4m3)
-  assert "quantize goes to XLA; the kernel takes only int8, not float8_e4m3fn, below" in caplog.text
+  assert "quantize goes to XLA; the kernel takes no float8_e4m3fn below" in caplog.text
   assert installed.calls == []
 
 
@@ -220,6 +246,7 @@ def on_a_cpu(function, *arguments, capability=80):
   return lowered.compile()(*arguments)
 
 
+@needs_limits
 @pytest.mark.parametrize(
   ("k", "n", "dtype"), [(24, 16, "float32"), (32, 8, "float32"), (32, 16, "float64")]
 )
@@ -259,28 +286,97 @@ def test_none_computes_fp8_by_the_definition_on_a_gpu_without_fp8(installed):
     assert (not installed.calls) == is_definition
 
 
+def every_operation(chosen, x, w, tokens=4, head_dim=32):
+  w_q, w_q_transposed = chosen.quantize_both(w, TENSORWISE)
+  del w_q
+  chosen.quantize_transposed(w, ROWWISE)
+  norm = LayerNormParams(jnp.ones(32), jnp.zeros(32))
+  chosen.norm_quantize(x, norm, None)
+  chosen.norm_backward(x, norm, x, None)
+  chosen.gelu_quantize(x, ROWWISE, None)
+  chosen.gelu_backward(quantize(x, ROWWISE), x, ROWWISE)
+  chosen.quantize_sum((x,), ROWWISE)
+  qkv = jnp.ones((1, tokens, 3, 2, head_dim), jnp.bfloat16)
+  o, lse = chosen.attention_forward(qkv, causal=True, length=tokens)
+  chosen.attention_backward(o, lse, o, qkv, causal=True, length=tokens)
+  moment = expansion.expand(jnp.ones((2, 128)))
+  chosen.adam_direction(jnp.ones(3), jnp.ones((2, 128)), moment, moment, jnp.zeros(2, jnp.uint32))
+  return chosen.scaled_matmul(chosen.quantize(x, ROWWISE), w_q_transposed, jnp.float32)
+
+
+@pytest.mark.parametrize("name", ["mosaic", "triton"])
+def test_a_named_backend_has_one_kernel_for_each_operation(installed, name):
+  with triton_case.chip(90):
+    run = functools.partial(every_operation, get_backend(name), tokens=129, head_dim=64)
+    jax.eval_shape(run, draw(4, 32), draw(32, 16))
+  first = 0 if name == "mosaic" else -1
+  assert dict(installed.calls) == {op: row.kernels[first] for op, row in OPERATIONS.items()}
+  assert len(installed.calls) == len(OPERATIONS)
+
+
+def attend(tokens, head_dim, padding=0, dtype="bfloat16", backend=None):
+  """Traces attention and its gradient for an H200."""
+  attend = functools.partial(attention, length=tokens, backend=backend)
+  qkv = jnp.ones((1, tokens + padding, 3, 2, head_dim), dtype)
+  with triton_case.chip(90):
+    jax.eval_shape(lambda x: jax.vjp(attend, x)[1](attend(x)), qkv)
+
+
+@needs_limits
+@pytest.mark.parametrize(
+  ("tokens", "head_dim", "padding", "dtype", "why"),
+  [
+    (64, 64, 0, "bfloat16", "65 to 257 tokens, not 64"),
+    (258, 64, 0, "bfloat16", "65 to 257 tokens, not 258"),
+    (257, 32, 0, "bfloat16", "heads of 64 to 128"),
+    (254, 64, 3, "bfloat16", "no padding"),
+    (257, 64, 0, "float32", "bfloat16 and float16, not float32"),
+  ],
+)
+def test_mosaic_refuses_attention_that_triton_may_take(
+  installed, tokens, head_dim, padding, dtype, why
+):
+  message = f"backend='mosaic': .*attention_forward takes {why}.*; backend=None chooses another"
+  with pytest.raises(NotImplementedError, match=message):
+    attend(tokens, head_dim, padding, dtype, "mosaic")
+  assert not installed.calls
+
+
+@needs_limits
+@pytest.mark.parametrize(
+  ("tokens", "head_dim", "padding", "passes"),
+  [
+    (257, 64, 0, "sm90 sm90"),  # L/14
+    (257, 80, 0, "sm90 sm90"),  # H/14
+    (197, 64, 0, "sm90 sm90"),  # B/16
+    (145, 104, 0, "sm90 sm90"),
+    (77, 64, 0, "triton sm90"),  # Texts.
+    (197, 80, 0, "triton sm90"),
+    (80, 104, 0, "sm90 triton"),
+    (50, 64, 0, "triton triton"),  # B/32
+    (512, 64, 0, "triton triton"),
+    (257, 64, 7, "triton triton"),
+    (257, 32, 0, "triton triton"),
+  ],
+)
+def test_none_takes_each_pass_of_attention_by_the_faster_kernel(
+  installed, tokens, head_dim, padding, passes
+):
+  attend(tokens, head_dim, padding)
+  found = {operation: kernel.partition(".")[0] for operation, kernel in installed.calls}
+  assert " ".join(found[f"attention_{way}"] for way in ("forward", "backward")) == passes
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_the_kernels_of_an_operation_are_functions_of_its_name(operation):
+  for kernel in OPERATIONS[operation].kernels:
+    text = pathlib.Path(pallas.__path__[0], *kernel.split(".")).with_suffix(".py").read_text()
+    assert re.search(rf"^def {operation}\(", text, re.MULTILINE), kernel
+
+
 def test_kernels_chosen_for_a_gpu_still_compute_on_a_cpu(installed):
   x, w = draw(4, 32), draw(32, 16)
-
-  def forward(x, w):
-    chosen = get_backend(None)
-    w_q, w_q_transposed = chosen.quantize_both(w, TENSORWISE)
-    del w_q
-    chosen.quantize_transposed(w, ROWWISE)
-    norm = LayerNormParams(jnp.ones(32), jnp.zeros(32))
-    chosen.norm_quantize(x, norm, None)
-    chosen.norm_backward(x, norm, x, None)
-    chosen.gelu_quantize(x, ROWWISE, None)
-    chosen.gelu_backward(quantize(x, ROWWISE), x, ROWWISE)
-    chosen.quantize_sum((x,), ROWWISE)
-    qkv = jnp.ones((1, 4, 3, 2, 32), jnp.bfloat16)
-    o, lse = chosen.attention_forward(qkv, causal=True, length=4)
-    chosen.attention_backward(o, lse, o, qkv, causal=True, length=4)
-    moment = expansion.expand(jnp.ones((2, 128)))
-    chosen.adam_direction(jnp.ones(3), jnp.ones((2, 128)), moment, moment, jnp.zeros(2, jnp.uint32))
-    return chosen.scaled_matmul(chosen.quantize(x, ROWWISE), w_q_transposed, jnp.float32)
-
-  y = on_a_cpu(forward, x, w, capability=89)  # It has fp8.
-  assert sorted(installed.calls) == sorted(OPERATIONS)
+  y = on_a_cpu(lambda *a: every_operation(get_backend(None), *a), x, w, capability=89)
+  assert sorted(operation for operation, _ in installed.calls) == sorted(OPERATIONS)
   expected = scaled_matmul(quantize(x, ROWWISE), quantize(w, TENSORWISE).T, jnp.float32)
   np.testing.assert_array_equal(y, expected)

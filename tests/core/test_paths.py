@@ -9,9 +9,10 @@ from cli_case import started
 
 from configs import quickstart
 from train import embed, evaluate, export, inference, spikes
-from train.config import PATHS
+from train.config import marked
 from train.data.tokenizer import make_tokenizer
 from train.errors import RunError
+from train.fields import PATH
 from train.paths import check_local, local_path
 
 REMOTE = ("gs://bucket/a", "s3://b/c.tar", "https://x.org/a", "hf://d", "S3://b", "hf-hub:laion/m",
@@ -45,7 +46,7 @@ def test_a_tilde_without_a_home_is_one_message(monkeypatch):
   assert local_path("runs", "--workdir") == pathlib.Path("runs")
 
 
-@pytest.mark.parametrize("field", PATHS)
+@pytest.mark.parametrize("field", sorted(marked(PATH)))
 def test_each_path_of_a_config_is_checked(field):
   config, name = quickstart.get_config(), field.rpartition(".")[2]
   is_tuple = isinstance(config.get(field), tuple)

@@ -63,7 +63,7 @@ def test_train_s_listing_is_short():
 
 @pytest.mark.parametrize(
   ("folder", "below"),
-  [("parallel", "config errors paths"), ("data", "config errors paths parallel workdir")],
+  [("parallel", "config errors fields paths"), ("data", "config errors paths parallel workdir")],
 )
 def test_folders_of_train_import_only_what_is_below_them(folder, below, imports):
   graph = collapsed(imports, lambda module: ".".join(module.split(".")[:2]))

@@ -1,5 +1,6 @@
 """Hopper's attention is near the definition's, has no races, and compiles."""
 
+import functools
 import json
 import os
 import pathlib
@@ -219,29 +220,39 @@ def test_large_negative_logits_give_no_nan(sm90, forward):
 
 
 @pytest.mark.parametrize(
-  ("tokens", "head_dim", "length"),
-  [(64, 64, 64), (258, 64, 258), (257, 32, 257), (99, 76, 99), (257, 64, 256)],
+  ("tokens", "head_dim", "length", "why"),
+  [
+    (64, 64, 64, "takes 65 to 257 tokens, not 64"),
+    (258, 64, 258, "takes 65 to 257 tokens, not 258"),
+    (257, 32, 257, "takes heads of 64 to 128, multiples of 8, not 32"),
+    (99, 76, 99, "takes heads of 64 to 128, multiples of 8, not 76"),
+    (257, 64, 254, "takes no padding, here 3 tokens of it"),
+    (257, 64, 257, None),
+    (77, 120, 77, None),
+  ],
 )
-def test_other_shapes_go_to_triton(sm90, forward, monkeypatch, tokens, head_dim, length):
-  x = jax.ShapeDtypeStruct((1, tokens, 1, 1, head_dim), jnp.bfloat16)
-  for name in ("attention_forward", "attention_backward"):
-    monkeypatch.setattr(sm90.attention_triton, name, lambda *_, length, **__: length)
-  assert sm90.attention_backward(None, None, None, x, x, x, causal=False, length=length) == length
-  assert forward.attention_forward(x, x, x, causal=False, length=length) == length
+def test_both_passes_say_what_they_do_not_support(sm90, forward, tokens, head_dim, length, why):
+  x, options = jax.ShapeDtypeStruct((1, tokens, 1, 1, head_dim), jnp.bfloat16), {"causal": False}
+  assert forward.unsupported(None, x, x, x, length=length, **options) == why
+  assert sm90.unsupported(None, x, None, x, x, x, x, length=length, **options) == why
 
 
-@pytest.mark.parametrize(("tokens", "head_dim"), [(66, 104), (80, 128)])
-def test_few_tokens_with_wide_heads_have_triton_s_backward_pass(
-  sm90, monkeypatch, tokens, head_dim
-):
-  x = jax.ShapeDtypeStruct((1, tokens, 1, 1, head_dim), jnp.bfloat16)
-  monkeypatch.setattr(sm90.attention_triton, "attention_backward", lambda *_, **__: "Triton's")
-  found = sm90.attention_backward(None, None, None, x, x, x, causal=False, length=tokens)
-  assert found == "Triton's"
+@pytest.mark.parametrize("tokens", [65, 80, 81, 128, 129, 192, 193, 256, 257])
+def test_few_tokens_and_some_wide_heads_are_left_to_triton(sm90, forward, tokens):
+  def slower(kernel, *arrays):
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    sizes = (64, 80, 88, 96, 104, 128)
+    x = {d: shape((1, tokens, 1, 1, d)) for d in sizes}
+    return {d for d in sizes if kernel.is_slower(*arrays, x[d], causal=False, length=tokens)}
+
+  few, wide = {64, 80, 88}, {80, 88, 96, 104, 128}
+  expected = few if tokens < 129 else wide if 192 < tokens < 257 else set()
+  assert slower(forward) == expected
+  assert slower(sm90, None, None, None) == ({104, 128} if tokens <= 80 else set())
 
 
 @needs_interpreter
-def test_each_kernel_gives_thread_blocks_several_heads(sm90, forward, monkeypatch):
+def test_each_kernel_gives_thread_blocks_several_heads(sm90, monkeypatch):
   blocks = []
   kernel = sm90.persistent_kernel
 
@@ -250,8 +261,6 @@ def test_each_kernel_gives_thread_blocks_several_heads(sm90, forward, monkeypatc
     return kernel(*args, **options)
 
   monkeypatch.setattr(sm90, "persistent_kernel", watched)
-  # For few tokens, which Mosaic's forward pass does not take.
-  monkeypatch.setattr(sm90.attention_triton, "attention_forward", attention_ops.attention_forward)
   gradients = jax.eval_shape(each_kernel.several_heads)
   assert blocks == [2] * len(gradients)
   assert all(x.shape[3] > 2 * 2 for (x,) in gradients)

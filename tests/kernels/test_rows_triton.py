@@ -66,7 +66,11 @@ DTYPES = ["float32", "bfloat16", "float16"]
 
 
 def interpreted(operation):
-  return triton_case.interpreted("triton.norm" if operation.startswith("norm") else "triton.gelu")
+  return triton_case.interpreted(f"triton.{file_of(operation)}")
+
+
+def file_of(operation):
+  return next(name for name in ("norm", "gelu", "quantize_sum") if operation.startswith(name))
 
 
 def run(operation, x, dy, spec, **how):
@@ -164,7 +168,7 @@ def test_the_saved_input_of_gelu_is_quantized_bit_for_bit(fmt):
 def test_parts_are_concatenated_and_quantized_bit_for_bit(count, k, fmt):
   _, whole = draw(5, count * k, "bfloat16")
   whole = whole.at[1].set(0.0).at[3, :k].set(0.0)
-  parts, kernels = tuple(jnp.split(whole, count, axis=1)), interpreted("gelu")
+  parts, kernels = tuple(jnp.split(whole, count, axis=1)), interpreted("quantize_sum")
   config = kernels.Config(rows=2, warps=1, vector=8)
   dy, dy_q, _ = kernels.quantize_sum(parts, SPECS[fmt], config=config)
   assert_same((dy, dy_q), (whole, quantize(whole, SPECS[fmt])))
@@ -363,7 +367,7 @@ def test_clip_s_rows_stay_in_registers_and_load_16_bytes_at_a_time(
   monkeypatch, tmp_path, capability, fmt, operation
 ):
   family = "norm" if operation.startswith("norm") else "gelu"
-  module, function = triton_case.loaded(f"triton.{family}"), OPERATIONS[operation]
+  module, function = triton_case.loaded(f"triton.{file_of(operation)}"), OPERATIONS[operation]
   parts = 3 if "parts" in operation else 1
   for k in WIDTHS["norm" if parts == 3 else family]:
     x = jax.ShapeDtypeStruct((65536, k), jnp.bfloat16)

@@ -37,7 +37,7 @@ from sbjax.models.clip import CLIP
 from sbjax.models.sizes import SIZES
 from sbjax.models.transformer import BlockOptions
 from sbjax.ops.matmul import scaled_matmul
-from sbjax.ops.registry import get_backend
+from sbjax.ops.registry import OPERATIONS, Backend, get_backend
 from sbjax.quantize import E4M3, INT8, Spec, quantize
 from sbjax.recipes import SWITCHBACK
 from train import memory
@@ -143,12 +143,12 @@ def test_each_kernel_benchmark_calls_every_operation(dtype):
   def watched(name, operation):
     return lambda *args, **kwargs: called.add(name) or operation(*args, **kwargs)
 
-  operations = {name: watched(name, f) for name, f in ops._asdict().items() if name != "name"}
-  each_kernel.matmuls(ops._replace(**operations), dtype)
-  each_kernel.row_operations(ops._replace(**operations), dtype)
-  each_kernel.attentions(ops._replace(**operations))
-  each_kernel.adam_step(ops._replace(**operations))
-  assert called == set(operations)
+  ops = Backend("xla", {name: watched(name, getattr(ops, name)) for name in OPERATIONS})
+  each_kernel.matmuls(ops, dtype)
+  each_kernel.row_operations(ops, dtype)
+  each_kernel.attentions(ops)
+  each_kernel.adam_step(ops)
+  assert called == set(OPERATIONS)
 
 
 def test_a_profile_covers_the_last_calls_after_warm_up(monkeypatch):
@@ -219,7 +219,8 @@ def test_matmul_error_is_relative_to_the_float32_product(dtype):
 
 def test_a_tuned_row_replaces_only_the_row_of_its_device_and_sizes(tmp_path):
   path = tmp_path / "table.jsonl"
-  row = {"device": "NVIDIA H200", "m": 256, "n": 768, "k": 768, "config": {}}
+  row = {"kernel": "scaled_matmul_sm90", "device": "NVIDIA H200"}
+  row |= {"m": 256, "n": 768, "k": 768, "config": {}}
   others = [{"m": 1024}, {"n": 3072}, {"k": 3072}, {"device": "NVIDIA H100"}]
   rows = [row, *(row | other for other in others), row | {"config": {"raster_width": 8}}]
   for one in rows:

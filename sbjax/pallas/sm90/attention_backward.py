@@ -39,17 +39,16 @@ from sbjax.pallas.sm90.hopper import (
   barriers_of,
   by_name,
   first_column,
-  fits_tma,
   load,
   persistent_kernel,
   sums,
   swizzled,
   tiled,
+  unsupported_heads,
   varying,
   with_zeros,
   zeros,
 )
-from sbjax.pallas.triton import attention_short as attention_triton
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,12 +100,19 @@ def has_tail(tokens: int) -> bool:
   return tokens % 128 == 1
 
 
-def fits(tokens: int, head_dim: int) -> bool:
-  """Whether the kernel takes such heads, and is faster than Triton's on an H200.
+def unsupported(device, o, lse, do, *qkv, causal: bool, length: int) -> str | None:
+  """Why the kernel does not take these, or None."""
+  del device, o, lse, do, causal
+  return unsupported_heads(qkv, length)
+
+
+def is_slower(o, lse, do, *qkv, causal: bool, length: int) -> bool:
+  """Whether Triton's kernel is faster on an H200.
 
   With 66 tokens, half of two tiles of keys are zeros: in Triton, heads of 104 and 128 were faster.
   """
-  return fits_tma(tokens, head_dim) and (head_dim <= 96 or tokens > 80)
+  del o, lse, do, causal
+  return qkv[0].shape[-1] > 96 and length <= 80
 
 
 def attention_backward(
@@ -120,17 +126,14 @@ def attention_backward(
   num_sms: int | None = None,
   interpret=False,
 ) -> tuple[jax.Array, ...]:
-  """`sbjax.ops.attention.attention_backward`, but for the rounding of sums.
-
-  Padding, and what does not fit (`fits`), go to Triton.
+  """`sbjax.ops.attention.attention_backward` without padding, but for the rounding of sums.
 
   Args:
     num_sms: how many thread blocks run; None for one on each SM of the device.
     interpret: False, or plgpu.InterpretGPUParams for a run on the CPU.
   """
   _, tokens, _, _, head_dim = qkv[0].shape
-  if not fits(tokens, head_dim) or length != tokens:
-    return attention_triton.attention_backward(o, lse, do, *qkv, causal=causal, length=length)
+  assert length == tokens
   config = config or default_config(tokens, head_dim)
   plan = Plan.of(qkv, causal, config)
   blocks = plan.thread_blocks(num_sms)

@@ -28,45 +28,46 @@ from sbjax.pallas.sm90.hopper import (
   across,
   barriers_of,
   first_column,
-  fits_tma,
   load,
   persistent_kernel,
   sums,
+  unsupported_heads,
   varying,
   with_zeros,
 )
-from sbjax.pallas.triton import attention_short as attention_triton
 
 SHARED_MEMORY = 232_448  # Bytes that a thread block can have.
 
 
-def fits(tokens: int, head_dim: int) -> bool:
-  """Whether the kernel takes such heads, and is at least 10 % faster than Triton's on an H100.
+def unsupported(device, *qkv, causal: bool, length: int) -> str | None:
+  """Why the kernel does not take these, or None."""
+  del device, causal
+  return unsupported_heads(qkv, length)
 
-  Each compute warpgroup needs a tile of each head. With few tokens and columns, Triton's is as
-  fast. With 193 to 256 tokens and wide heads, the compiler spills registers.
+
+def is_slower(*qkv, causal: bool, length: int) -> bool:
+  """Whether the kernel is less than 10 % faster than Triton's on an H100.
+
+  With few tokens and columns, Triton's is as fast. With 193 to 256 tokens and wide heads, the
+  compiler spills registers.
   """
-  if not fits_tma(tokens, head_dim):
-    return False
-  if tokens <= 192:
-    return head_dim >= 96 or tokens >= 129
-  return head_dim == 64 or tokens == 257
+  del causal
+  head_dim = qkv[0].shape[-1]
+  if length <= 192:
+    return head_dim < 96 and length < 129
+  return head_dim != 64 and length != 257
 
 
 def attention_forward(
   *qkv: jax.Array, causal: bool, length: int, num_sms: int | None = None, interpret=False
 ) -> tuple[jax.Array, jax.Array]:
-  """`sbjax.ops.attention.attention_forward`, but for the rounding of sums.
-
-  Padding, and what does not fit (`fits`), go to Triton.
+  """`sbjax.ops.attention.attention_forward` without padding, but for the rounding of sums.
 
   Args:
     num_sms: how many thread blocks run; None for one on each SM of the device.
     interpret: False, or plgpu.InterpretGPUParams for a run on the CPU.
   """
-  _, tokens, _, _, head_dim = qkv[0].shape
-  if not fits(tokens, head_dim) or length != tokens:
-    return attention_triton.attention_forward(*qkv, causal=causal, length=length)
+  assert length == qkv[0].shape[1]
   plan = Plan.of(qkv, causal)
   batch, tokens, heads = plan.batch, plan.tokens, plan.heads
   o = jax.ShapeDtypeStruct((batch, tokens, 1, heads, plan.head_dim), plan.dtype)

@@ -76,9 +76,20 @@ def with_zeros(x):
   return lax.concatenate([x, zeros((TILE, missing), x.dtype)], 1) if missing else x
 
 
-def fits_tma(tokens: int, head_dim: int) -> bool:
-  """Whether the kernels' blocks suit such heads: rows of whole 16 bytes, and two tiles of them."""
-  return 64 <= head_dim <= 128 and head_dim % 8 == 0 and TILE < tokens <= 4 * TILE + 1
+def unsupported_heads(qkv: Sequence[jax.Array], length: int) -> str | None:
+  """Why the kernels do not take q, k and v, or None.
+
+  TMA loads whole 16 bytes of a row, and each compute warpgroup needs a tile of each head.
+  """
+  _, tokens, _, _, head_dim = qkv[0].shape
+  dtype = jnp.dtype(qkv[0].dtype)
+  if dtype not in (jnp.bfloat16, jnp.float16):
+    return f"takes bfloat16 and float16, not {dtype.name}"
+  if not 64 <= head_dim <= 128 or head_dim % 8:
+    return f"takes heads of 64 to 128, multiples of 8, not {head_dim}"
+  if not TILE < tokens <= 4 * TILE + 1:
+    return f"takes {TILE + 1} to {4 * TILE + 1} tokens, not {tokens}"
+  return None if length == tokens else f"takes no padding, here {tokens - length} tokens of it"
 
 
 def swizzled(shape, columns, dtype):

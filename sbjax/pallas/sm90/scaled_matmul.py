@@ -33,6 +33,7 @@ from jax import lax
 from sbjax.ops import device as devices
 from sbjax.ops.matmul import check_operands, check_residual, nothing
 from sbjax.pallas import tuning
+from sbjax.pallas.limits import unsupported_matmul
 from sbjax.pallas.tuning import MANY_ROWS
 from sbjax.quantize import Quantized, format_of
 
@@ -146,6 +147,12 @@ def _shipped() -> list[dict]:
 def tile_configs() -> set[TileConfig]:
   """Every tile config of the table that the kernel ships with."""
   return {TileConfig(**row["config"]) for row in _shipped()}
+
+
+def unsupported(device, lhs, rhs, out_dtype, **options) -> str | None:
+  """Why the kernel does not take these, or None."""
+  del device, lhs, options
+  return unsupported_matmul(rhs, out_dtype)
 
 
 def scaled_matmul(

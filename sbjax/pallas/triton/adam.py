@@ -32,6 +32,14 @@ class Config:
   vector: int = 16
 
 
+def unsupported(device, weights, g, mu, nu, first) -> str | None:
+  """Why the kernel does not take these, or None."""
+  del device, weights, mu, nu, first
+  if g.shape[-1] != expansion.GROUP:
+    return f"takes groups of {expansion.GROUP}, not {g.shape[-1]}"
+  return f"takes at most 5 axes, not {g.ndim - 1}" if g.ndim > 6 else None
+
+
 def adam_direction(
   weights: jax.Array,
   g: jax.Array,

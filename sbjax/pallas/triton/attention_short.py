@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from sbjax.ops.attention import HEAD_DIMS
 from sbjax.pallas.triton import attention_tiles as tiles
 from sbjax.pallas.triton.attention_parts import (
   LOG2_E,
@@ -65,6 +66,17 @@ def backward_config(rows: int, head_dim: int) -> Config | None:
 def _longest(head_dim: int, on_hopper: int) -> int:
   """Of other chips' tensor cores the operands are in registers."""
   return on_hopper if head_dim <= 64 and compute_capability() == 90 else 80
+
+
+def unsupported(device, *arrays: jax.Array, causal: bool, length: int) -> str | None:
+  """Why the kernels of either pass do not take these, or None."""
+  del device, causal, length
+  head_dim, dtype = arrays[-1].shape[-1], jnp.dtype(arrays[-1].dtype)
+  if dtype not in (jnp.bfloat16, jnp.float16):
+    return f"takes bfloat16 and float16, not {dtype.name}"
+  if head_dim not in HEAD_DIMS:
+    return f"takes heads of {', '.join(map(str, HEAD_DIMS))}, not {head_dim}"
+  return None
 
 
 def attention_forward(

@@ -7,7 +7,6 @@ Importing this file imports neither package.
 
 import functools
 import importlib.metadata
-import importlib.util
 import inspect
 
 import jax
@@ -83,11 +82,6 @@ def compute_capability() -> int:
 @functools.cache
 def _jax_triton():
   """The module, and whether its version is below 0.4."""
-  missing = [m for m in ("triton", "jax_triton") if importlib.util.find_spec(m) is None]
-  if missing:
-    raise NotImplementedError(
-      f"Triton kernels need {' and '.join(missing)}: pip install 'sbjax[cuda]'."
-    )
   import jax_triton  # pyright: ignore[reportMissingImports]
 
   major, minor = importlib.metadata.version("jax-triton").split(".")[:2]

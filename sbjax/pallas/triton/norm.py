@@ -22,6 +22,7 @@ from sbjax.pallas.triton.rounding import (
   row_sums,
   store_row,
   to_float32,
+  unsupported_rows,
   zero_row,
 )
 from sbjax.quantize import FORMATS, INT8, Quantized, Spec
@@ -45,6 +46,12 @@ def backward_config(m: int, k: int, itemsize: int) -> Config:
     warps=min(16, triton.next_power_of_2(triton.cdiv(k * itemsize, 832))),
     vector=16 // itemsize,
   )
+
+
+def unsupported(device, x, *others, **options) -> str | None:
+  """Why the kernels of either pass do not take these, or None."""
+  del device, options
+  return unsupported_rows(x, others)
 
 
 def norm_quantize(

@@ -5,10 +5,15 @@ first reduces its elements of all pieces, so that threads exchange values only o
 """
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import triton
 import triton.language as tl
+
+from sbjax.ops.rows import MAX_WIDTH_IN_REGISTERS
+from sbjax.quantize import Quantized, Spec
 
 FLOAT32_MAX = tl.constexpr(float(jnp.finfo(jnp.float32).max))
 
@@ -59,6 +64,20 @@ def row_constants(m: int, k: int, config: Config, parts: int = 1) -> dict:
     "VECTOR": config.vector,
     "THREADS": threads,
   }
+
+
+def unsupported_rows(x, others: Sequence[Any]) -> str | None:
+  """Why kernels that hold rows in registers do not take rows like x's, or None.
+
+  others: the operands and their specs.
+  """
+  specs = [other.spec if isinstance(other, Quantized) else other for other in (x, *others)]
+  if not all(spec.is_rowwise for spec in specs if isinstance(spec, Spec)):
+    return "takes one scale a row, not one for all rows"
+  (_, width), most = (x.values if isinstance(x, Quantized) else x).shape, MAX_WIDTH_IN_REGISTERS
+  if width > most:
+    return f"takes rows of at most {most:,}, which stay in registers, not {width:,}"
+  return None
 
 
 @triton.jit

@@ -10,6 +10,7 @@ import triton.language as tl
 from sbjax.ops.device import target
 from sbjax.ops.matmul import check_operands, check_residual, nothing
 from sbjax.pallas import tuning
+from sbjax.pallas.limits import unsupported_matmul
 from sbjax.pallas.triton.call import compute_capability, triton_call
 from sbjax.quantize import Quantized, format_of
 
@@ -88,6 +89,12 @@ def _shipped() -> list[dict]:
 def tile_configs() -> set[TileConfig]:
   """Every tile config of the table that the kernel ships with."""
   return {TileConfig(**row["config"]) for row in _shipped()}
+
+
+def unsupported(device, lhs, rhs, out_dtype, **options) -> str | None:
+  """Why the kernel does not take these, or None."""
+  del device, lhs, options
+  return unsupported_matmul(rhs, out_dtype)
 
 
 def scaled_matmul(
