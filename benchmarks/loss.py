@@ -26,7 +26,6 @@ LOSSES = {  # name: (plain loss, tiled loss, (scale, bias))
   "siglip": (siglip, tiled_siglip, (100.0, -20.0)),
 }
 CONTENDERS = {"tiled, float16": "float16", "tiled, bfloat16": "bfloat16", "plain": None}
-SMALL = 2048  # The batch size at which errors are measured.
 
 
 def main() -> None:
@@ -36,7 +35,7 @@ def main() -> None:
   parser.add_argument("--widths", type=int, nargs="+", default=[1024, 512])
   parser.add_argument("--losses", nargs="+", default=list(LOSSES), choices=LOSSES)
   parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=CONTENDERS)
-  parser.add_argument("--small", type=int, default=SMALL)
+  parser.add_argument("--small", type=int, default=2048, help="batch of the errors")
   parser.add_argument("--rounds", type=int, default=5)
   parser.add_argument(
     "--tile", type=int, nargs=2, metavar=("LOGITS", "COLUMNS"), help="of tiled_loss.TILE, COLUMNS"

@@ -84,25 +84,17 @@ def main() -> None:
   parser.add_argument("--profile", action=argparse.BooleanOptionalAction, default=True)
   args = parser.parse_args()
   for size in args.sizes:
-    how = {"profiled": args.profile, "patch_dropout": args.patch_dropout}
-    line = measure(size, args.contenders, args.rounds, **how)
+    line = measure(size, args.contenders, args.rounds, args.profile, args.patch_dropout)
     append(args.out, [line | provenance()])
 
 
 def measure(
-  size: str,
-  names: list[str],
-  rounds: int,
-  *,
-  profiled: bool = True,
-  patch_dropout: float = 0.0,
+  size: str, names: list[str], rounds: int, profiled: bool = True, patch_dropout: float = 0.0
 ) -> dict:
   batch_size, remat = CASES[size]
   config = SIZES[size]
   optimizer, _ = make_optimizer(OptimizerConfig(), steps=20_000)
-  tasks = {}
-  for name in names:
-    tasks[name] = task_of(name, config, remat, patch_dropout=patch_dropout)
+  tasks = {name: task_of(name, config, remat, patch_dropout=patch_dropout) for name in names}
   # All tasks have the same parameter tree, so they can share one state.
   state = jax.jit(make_init(tasks[names[0]], optimizer, seed=0))()
   batch = draw(config, batch_size)
@@ -142,11 +134,7 @@ def measure(
 
 
 def task_of(
-  name: str,
-  config: CLIPConfig,
-  remat: str,
-  backend: str | None = None,
-  patch_dropout: float = 0.0,
+  name: str, config: CLIPConfig, remat: str, backend: str | None = None, patch_dropout: float = 0.0
 ) -> CLIPTask:
   """The contender of that name."""
   one = CONTENDERS[name]
