@@ -5,7 +5,7 @@
   python -m benchmarks.attention --tune --cases "L/14 image" --configs 2,1,2,56 3,1,2,56
 
 Times the kernels of each backend, forward and backward, in one run on the same normal data, beside
-PyTorch's attention and tokamax's where they are installed. cuDNN gets an even number of tokens, as
+PyTorch's attention where it is installed. cuDNN gets an even number of tokens, as
 JAX needs it. Errors are in norm, relative to float64. Adds lines to the results. --tune times
 kernels in other configs instead; --configs are Mosaic's for the backward pass, alone.
 """
@@ -113,8 +113,6 @@ def contenders(length: int, head_dim: int, causal: bool) -> dict:
     run = functools.partial(attention, causal=causal, length=length, backend=name)
     if name == "cudnn" or supports(run, (1, tokens, 1, head_dim)):
       found[name] = tokens, run
-  if run := tokamax(causal):
-    found["tokamax"] = length, run
   return found
 
 
@@ -231,17 +229,6 @@ def reference(qkvd, causal) -> list[np.ndarray]:
 
 def error(x, exact) -> float:
   return float(np.linalg.norm(np.asarray(x).astype(np.float64) - exact) / np.linalg.norm(exact))
-
-
-def tokamax(causal: bool):
-  """tokamax's attention, if it is installed."""
-  try:
-    import tokamax  # pyright: ignore[reportMissingImports]
-  except ImportError:
-    return None
-  return functools.partial(
-    tokamax.dot_product_attention, is_causal=causal, implementation="mosaic_gpu"
-  )
 
 
 def by_jax(run, qkvd):

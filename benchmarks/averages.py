@@ -71,28 +71,28 @@ def _moments(args) -> None:
       append(args.out, [line | {"formats": rows} | provenance()])
 
 
-def moments(kind: str, moment: str, b: float) -> dict[str, dict[str, float]]:
+def moments(kind: str, moment: str, b: float, rows: int = 64) -> dict[str, dict[str, float]]:
   """Bias and error of a moment, "mu" or "nu", in each format."""
-  rows = {}
-  for name, (coded, plain, square, size) in averaged(kind, moment, b).items():
+  found = {}
+  for name, (coded, plain, square, size) in averaged(kind, moment, b, rows).items():
     of_rows = (coded / plain)[plain > 0]  # Samples.
     numbers = {
       "bias": coded.sum() / plain.sum() - 1,
       "standard_error": of_rows.std() / len(of_rows) ** 0.5,
       "error": (square.sum() / size.sum()) ** 0.5,
     }
-    rows[name] = {key: float(f"{value:.2g}") for key, value in numbers.items()}
-  return rows
+    found[name] = {key: float(f"{value:.2g}") for key, value in numbers.items()}
+  return found
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def averaged(kind: str, moment: str, b: float) -> dict[str, list[jax.Array]]:
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def averaged(kind: str, moment: str, b: float, rows: int) -> dict[str, list[jax.Array]]:
   """For each format sums of each row over the numbers whose gradient changes, and the last steps.
 
   Of what is stored, with the sign of float32's; of float32's; of the squares of their difference;
   and of float32's squares.
   """
-  shape = (64, SHAPE[1])
+  shape = (rows, SHAPE[1])
   formats = {"nearest": _NEAREST} | {name: FORMATS[name] for name in MOMENTS[moment]}
   scales = jnp.exp(jax.random.normal(jax.random.key(1), shape))
   # What no gradient moves has no mean that is worth a comparison.

@@ -28,8 +28,8 @@ import tempfile
 import numpy as np
 from PIL import Image
 
+from benchmarks.commit import COMMIT
 from benchmarks.host_rate import rate
-from benchmarks.timing import COMMIT
 from train.config import Config, DataConfig, ModelConfig
 from train.data.source import open_source
 from train.data.tokenizer import make_tokenizer

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.timing import Contender, append, parser_of, provenance, race
 from train import tiled_loss
 from train.loss import siglip, softmax_contrastive
+from train.task import BF16_PEAK
 from train.tiled_loss import tiled_siglip, tiled_softmax
 
 LOSSES = {  # name: (plain loss, tiled loss, (scale, bias))
@@ -26,8 +27,6 @@ LOSSES = {  # name: (plain loss, tiled loss, (scale, bias))
 }
 CONTENDERS = {"tiled, float16": "float16", "tiled, bfloat16": "bfloat16", "plain": None}
 SMALL = 2048  # The batch size at which errors are measured.
-# Dense 16-bit operations a second, from NVIDIA's data sheet.
-PEAK = {"NVIDIA H200": 989.4e12}
 
 
 def main() -> None:
@@ -92,7 +91,7 @@ def measure(name: str, mesh: Mesh, batch: int, width: int, names: list[str], rou
     raced[key] = Contender(lambda sets, compiled=compiled: compiled(*sets[0]), [arguments])
   race(list(raced.values()), rounds=rounds, seconds=0.1)
   products = (3 if name == "siglip" else 4) * 3  # Of 16 bits, over all pairs.
-  flops, peak = products * 2 * batch**2 * width, PEAK.get(jax.devices()[0].device_kind)
+  flops, peak = products * 2 * batch**2 * width, BF16_PEAK.get(jax.devices()[0].device_kind)
   for key, one in raced.items():
     found[key] |= {
       "milliseconds": round(one.seconds * 1e3, 3),

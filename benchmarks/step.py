@@ -16,15 +16,13 @@ import argparse
 import random
 import statistics
 import time
-from collections import defaultdict
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from benchmarks.flax_block import FlaxBlock
-from benchmarks.kernels import Kernel, grouped, idle, kernels, origins_of
+from benchmarks.kernels import grouped, idle, kernels, origins_of
 from benchmarks.timing import append, parser_of, provenance, spread_of
 from sbjax.attention import fastest_backend
 from sbjax.models.clip import CLIP
@@ -84,10 +82,9 @@ def main() -> None:
   parser.add_argument("--rounds", type=int, default=5)
   parser.add_argument("--patch_dropout", type=float, default=0.0, help="fraction of patches")
   parser.add_argument("--profile", action=argparse.BooleanOptionalAction, default=True)
-  parser.add_argument("--kernels", help="a folder for the list of each contender's kernels")
   args = parser.parse_args()
   for size in args.sizes:
-    how = {"folder": args.kernels, "profiled": args.profile, "patch_dropout": args.patch_dropout}
+    how = {"profiled": args.profile, "patch_dropout": args.patch_dropout}
     line = measure(size, args.contenders, args.rounds, **how)
     append(args.out, [line | provenance()])
 
@@ -97,14 +94,11 @@ def measure(
   names: list[str],
   rounds: int,
   *,
-  folder: str | None = None,
   profiled: bool = True,
   patch_dropout: float = 0.0,
 ) -> dict:
   batch_size, remat = CASES[size]
-  config, peak = SIZES[size], BF16_PEAK.get(jax.devices()[0].device_kind)
-  if folder:
-    Path(folder).mkdir(parents=True, exist_ok=True)
+  config = SIZES[size]
   optimizer, _ = make_optimizer(OptimizerConfig(), steps=20_000)
   tasks = {}
   for name in names:
@@ -119,15 +113,9 @@ def measure(
   base = min(bases, default=next(iter(medians.values())))
   flops = model_flops(config, batch_size, patch_dropout)
   for name, seconds in medians.items():
-    mfu = round(flops / seconds / peak, 4) if peak else None
-    found[name] |= {
-      "milliseconds": round(seconds * 1e3, 2),
-      "spread": spread_of(times[name]),
-      "speedup": round(base / seconds, 3),
-      "images_per_second": round(batch_size / seconds, 1),
-      "mfu_of_bf16_peak": mfu,
-      "last_loss": round(losses[name], 5),
-    }
+    found[name] |= rates(times[name], batch_size, flops)
+    found[name] |= {"speedup": round(base / seconds, 3), "last_loss": round(losses[name], 5)}
+    mfu = found[name]["mfu_of_bf16_peak"]
     print(
       f"{size:8} {name:18} {seconds * 1e3:8.1f} ms {base / seconds:5.2f}x"
       f" {batch_size / seconds:7.0f} images/s {found[name]['peak_gigabytes']:6.1f} GB"
@@ -136,12 +124,9 @@ def measure(
     )
   for name, step in steps.items() if profiled else ():
     listed, state = profile(step, state, batch)
-    origins = origins_of(step.as_text())
-    groups = grouped(listed, origins) | {"no kernel": round(idle(listed), 3)}
+    groups = grouped(listed, origins_of(step.as_text())) | {"no kernel": round(idle(listed), 3)}
     found[name]["milliseconds_by_group"] = groups
     print(f"{size:8} {name:18} {len(listed)} kernels, ms: {groups}", flush=True)
-    if folder:
-      write_kernels(f"{folder}/{size.replace('/', '-')}_{name}.txt", listed, origins)
   return {
     "benchmark": "step",
     "size": size,
@@ -249,6 +234,17 @@ def race(steps, state, batch, rounds: int):
   return times, state, losses
 
 
+def rates(times: list[float], batch_size: int, flops: float) -> dict:
+  """What a step's times amount to; `flops` are those of a device."""
+  seconds, peak = statistics.median(times), BF16_PEAK.get(jax.devices()[0].device_kind)
+  return {
+    "milliseconds": round(seconds * 1e3, 2),
+    "spread": spread_of(times),
+    "images_per_second": round(batch_size / seconds, 1),
+    "mfu_of_bf16_peak": round(flops / seconds / peak, 4) if peak else None,
+  }
+
+
 def profile(step, state, batch, steps: int = 4):
   """The kernels of the last of some steps, and the state after them.
 
@@ -263,16 +259,6 @@ def profile(step, state, batch, steps: int = 4):
 
   listed = kernels(run)
   return listed[-(len(listed) // steps) :], state
-
-
-def write_kernels(path: str, listed: list[Kernel], origins: dict[str, str]) -> None:
-  """Every kernel's total time, count and origin, the longest first."""
-  each = defaultdict(list)
-  for kernel in listed:
-    each[kernel.name, origins.get(kernel.operation, kernel.operation)].append(kernel.milliseconds)
-  with open(path, "w") as file:
-    for (name, origin), times in sorted(each.items(), key=lambda item: -sum(item[1])):
-      file.write(f"{sum(times):9.3f} ms {len(times):5} x {name[:60]:60} {origin[-150:]}\n")
 
 
 if __name__ == "__main__":

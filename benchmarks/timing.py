@@ -12,7 +12,6 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,13 +19,13 @@ from pathlib import Path
 
 import jax
 
+from benchmarks.commit import COMMIT
+
 # Environment variables that a command is recorded with.
 _SETTINGS = ("XLA_FLAGS", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 # Some of these may not be installed.
 _PACKAGES = ("jaxlib", "jax-cuda13-plugin", "triton", "jax-triton")
-
-ROOT = Path(__file__).resolve().parent.parent
 
 TRITON_GEMM = "xla_gpu_enable_triton_gemm"  # If off, XLA uses cuBLAS for matmuls.
 
@@ -85,28 +84,6 @@ def _timed(one: Contender, calls: int) -> float:
     result = one.call(one.sets)
   jax.block_until_ready(result)
   return (time.perf_counter() - started) / calls
-
-
-def commit_of(folder: Path) -> str | None:
-  """The commit checked out there, with "-dirty" if tracked files other than results differ from it.
-
-  Where the code is without its repository, SBJAX_COMMIT, or None.
-  """
-  git = ["git", "--git-dir=.git"]
-  files = ["--untracked-files=no", "--", ".", ":!benchmarks/results"]
-  try:
-    commit, changes = (
-      subprocess.run(
-        [*git, *command], cwd=folder, capture_output=True, text=True, check=True
-      ).stdout
-      for command in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", *files])
-    )
-  except (OSError, subprocess.CalledProcessError):
-    return os.environ.get("SBJAX_COMMIT")
-  return commit.strip() + "-dirty" * bool(changes)
-
-
-COMMIT = commit_of(ROOT)  # Once, at the start: the checkout may change while a benchmark runs.
 
 
 def provenance() -> dict:

@@ -32,6 +32,7 @@ import threading
 import time
 from pathlib import Path
 
+from benchmarks.commit import COMMIT
 from tests.fault_case import EVAL_EVERY, STEPS, Case, Damage, Lost, Start, Truth, remove
 
 OUTCOMES = ("equal", "refused", "lost")
@@ -418,7 +419,7 @@ def run_draws(options: argparse.Namespace, shared: Path) -> list[dict]:
 
 def append(path: Path, row: dict) -> None:
   with path.open("a") as file:
-    file.write(json.dumps(row) + "\n")
+    file.write(json.dumps(row | {"commit": COMMIT}) + "\n")
 
 
 def table(rows: list[dict]) -> str:

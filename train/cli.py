@@ -22,7 +22,7 @@ from absl import app, flags, logging
 
 from train.config import Config, all_fields
 from train.errors import RunError
-from train.fields import KINDS, about
+from train.fields import KINDS, MAY_CHANGE, about
 from train.parallel import agreement, peers, processes, stop, xla_flags
 from train.paths import local_path
 
@@ -56,7 +56,7 @@ def run(job) -> None:
 def _run(job, overrides, argv) -> None:
   if len(argv) > 1:
     sys.exit(f"Arguments must be flags: {' '.join(argv[1:])}. Did you mean --config.{argv[1]}?")
-  with explained(_DEBUG.value):
+  with report_errors(_DEBUG.value):
     workdir = local_path(_WORKDIR.value, "--workdir", utf8=True)
     config = load_config(_CONFIG.value)
     override(config, overrides)
@@ -91,16 +91,21 @@ def _help() -> str:
 
 
 def describe_fields() -> str:
-  """A table of the config's fields for each group: name, type, default, help."""
+  """A table of the config's fields for each group: name, type, default, help.
+
+  A star marks those that may have another value when a run resumes.
+  """
   tables = {}
   for path, field in all_fields().items():
     group, _, name = path.rpartition(".")
     prefix = f"--config.{group}." if group else "--config."
     default = "" if field.default is dataclasses.MISSING else repr(field.default)
-    head = f"  {name:21} {KINDS[field.type].name:5} {default:20} "
+    star = "*" if MAY_CHANGE in about(field).marks else ""
+    head = f"  {name + star:21} {KINDS[field.type].name:5} {default:20} "
     row = textwrap.fill(about(field).help, 100, initial_indent=head, subsequent_indent=" " * 51)
     tables.setdefault(f"{prefix}FIELD=VALUE", []).append(row)
-  return "\n".join("\n".join([title, *rows, ""]) for title, rows in tables.items())
+  text = "\n".join("\n".join([title, *rows, ""]) for title, rows in tables.items())
+  return f"{text}\n* may have another value when the run resumes.\n"
 
 
 def load_config(path: str) -> Config:
@@ -185,7 +190,7 @@ def _field(path: str) -> dataclasses.Field:
 
 
 @contextlib.contextmanager
-def explained(debug: bool = False) -> Iterator[None]:
+def report_errors(debug: bool = False) -> Iterator[None]:
   """Ends the program with one message for an error that a user can fix; quiets other logs."""
   for stream in (sys.stdout, sys.stderr):  # A name may have letters that the encoding lacks.
     if hasattr(stream, "reconfigure"):

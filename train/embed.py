@@ -444,7 +444,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument("--query", nargs="+", action="extend", default=[], help="texts to search for")
   parser.add_argument("--nearest", type=positive, default=8, help="pictures for each query")
   options = parser.parse_args(arguments)
-  with cli.explained(options.debug):
+  with cli.report_errors(options.debug):
     embed(options)
 
 

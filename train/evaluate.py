@@ -237,7 +237,7 @@ def main(arguments: Sequence[str]) -> None:
   parser.add_argument("--train_split", default="train", help="of the linear probe")
   parser.add_argument("--out", default="", help="folder for JSON and csv; default: the workdir")
   options = parser.parse_args(arguments)
-  with cli.explained(options.debug):
+  with cli.report_errors(options.debug):
     evaluate_folders(options)
 
 

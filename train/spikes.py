@@ -235,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(f"--{name}", type=type(default), default=default)
   options = parser.parse_args(arguments)
   rules = Rules(**{name: getattr(options, name) for name in Rules._fields})
-  with cli.explained():
+  with cli.report_errors():
     drawn = []
     out = local_path(options.out, "--out")
     for run in [local_path(run, "runs") for run in options.runs]:

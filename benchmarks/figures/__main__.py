@@ -21,11 +21,12 @@ import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks.commit import COMMIT
 from benchmarks.figures import arms as all_arms
 from benchmarks.figures import draw, photos, runs
 from benchmarks.figures.arms import FIGURES, Arm
 from benchmarks.tables import read_file
-from benchmarks.timing import COMMIT, append
+from benchmarks.timing import append
 
 RESULTS = Path(__file__).parent.parent / "results" / "figures"
 # Seconds of a step with 1,024 pictures on an H100: of scenes from results/scenes.jsonl, others from

@@ -305,7 +305,7 @@ def test_a_failed_write_is_reported_and_loses_nothing(tmp_path, state):
   assert_nothing_is_lost(tmp_path, state)
 
 
-@pytest.mark.parametrize("freeze", [(), ("image/.*",)])
+@pytest.mark.parametrize("freeze", [pytest.param((), marks=pytest.mark.slow), ("image/.*",)])
 def test_a_checkpoint_with_an_rms_for_each_parameter_is_restored(tmp_path, freeze):
   """Earlier versions had the RMS in a tree like the parameters."""
   mesh = make_mesh(MeshConfig(data=2, fsdp=4))

@@ -10,6 +10,7 @@ import optax
 import pytest
 from flax_case import bitwise
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from pairwise import mainly
 
 from sbjax.optim.collage import (
   CompensatedState,
@@ -103,7 +104,7 @@ DISTANCES = {
 }
 
 
-@pytest.mark.parametrize(("name", "b2"), DISTANCES)
+@pytest.mark.parametrize(("name", "b2"), mainly([("light", 0.95), ("plus", 0.999)], DISTANCES))
 def test_a_bfloat16_pair_trains_like_float64(name, b2):
   formats = LIGHT if name == "light" else PLUS
   assert distance(b2, True, **formats) < DISTANCES[name, b2]
@@ -345,7 +346,7 @@ def test_a_nan_with_any_bits_stays_nan():
   assert np.isnan(np.float32(params)).all() and not np.any(state.residual)
 
 
-@pytest.mark.parametrize("residual", RESIDUALS)
+@pytest.mark.parametrize("residual", mainly([True], RESIDUALS))
 def test_a_sharded_state_has_the_same_bits(residual):
   mesh = Mesh(np.array(jax.devices()[:8]), ("fsdp",))
   specs = {"w": PartitionSpec("fsdp"), "b": PartitionSpec()}

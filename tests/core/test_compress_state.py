@@ -80,7 +80,7 @@ def decoded(state):
   )
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", mainly(["stable_adamw", "muon"], OPTIMIZERS))
 def test_an_update_is_the_optimizer_s_own_with_the_decoded_state(name):
   optimizer = OPTIMIZERS[name](0.01)
   coded = compress_state(optimizer, stacked=stacked, **formats_of(name))
@@ -98,7 +98,7 @@ def test_an_update_is_the_optimizer_s_own_with_the_decoded_state(name):
 
 
 @pytest.mark.parametrize("name", mainly(["stable_adamw", "muon"], OPTIMIZERS))
-@pytest.mark.parametrize("formats", mainly(["coat", "fp8_lm"], ["coat", "fp8_lm", "bfloat16"]))
+@pytest.mark.parametrize("formats", mainly(["coat"], ["coat", "fp8_lm", "bfloat16"]))
 def test_parameters_stay_near_those_of_float32_states(name, formats):
   optimizer = OPTIMIZERS[name](0.01)
   plain, *_ = train(optimizer, 20)
@@ -198,7 +198,7 @@ def test_a_donated_state_is_reused():
     assert all(x.is_deleted() for x in before)
 
 
-@pytest.mark.parametrize("formats", ["coat", "fp8_lm"])
+@pytest.mark.parametrize("formats", mainly(["coat"], ["coat", "fp8_lm"]))
 def test_a_regression_is_learned_as_with_float32_states(formats):
   rng = np.random.default_rng(0)
   x = jnp.asarray(rng.normal(size=(512, 64)), jnp.float32)

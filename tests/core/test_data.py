@@ -209,6 +209,7 @@ def test_resuming_gives_bit_equal_batches(stream, at):
   assert_equal(take(iterator, 14 - at), whole[at:])
 
 
+@pytest.mark.program
 def test_worker_processes_change_neither_batches_nor_state(stream, config):
   whole = take(stream(), 9)
   config.data.workers = 2
@@ -255,6 +256,7 @@ def test_crops_of_photos_depend_only_on_seed_and_step(config, tokenizer):
   assert not np.array_equal(batches(1)[0]["image"], whole[0]["image"])
 
 
+@pytest.mark.program
 def test_an_error_in_a_worker_says_which_example(config, tokenizer):
   config.data.label_key, config.data.workers = "", 1
   iterator = Prepared(config, Broken(24)).train_iterator(

@@ -254,7 +254,7 @@ def test_damaged_prepared_data_are_named_with_the_cure(config, folder, shards):
   assert len(captions(prepare(config))) == 8
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.program)])
 def test_a_flipped_bit_of_a_record_is_named_with_the_cure(config, folder, workers):
   write_shard(folder / "a.tar", pairs(8))
   builder = prepare(config)
@@ -275,6 +275,7 @@ def train_iterator(config, workers):
   return Prepared(run, prepare(config)).train_iterator(tokenizer, image_size=4, context_length=8)
 
 
+@pytest.mark.program
 @pytest.mark.parametrize(
   ("signum", "message"),
   [
@@ -312,7 +313,7 @@ def test_a_worker_that_hangs_does_not_hold_the_exit(config, folder, monkeypatch)
 IMPORT = """
 import os, sys
 from train.config import DataConfig
-from train.data.source import prepare
+from train.data.builders import prepare
 from train.data import builders, webdataset
 builders._check_shard = lambda *_: None  # It would refuse a pipe.
 webdataset.cores, webdataset._BYTES_PER_PROCESS = lambda: 2, 1

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from pairwise import mainly
 
 from benchmarks import averages
 from sbjax.ops.adam import without_dust
@@ -82,7 +83,7 @@ def test_layers_of_a_stack_have_the_chances_of_separate_layers():
   assert not np.any(np.asarray(apart) == np.asarray(positions(4, (16, 8), salt=1)))
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "coat", "fp8_lm"])
+@pytest.mark.parametrize("name", mainly(["coat"], ["bfloat16", "coat", "fp8_lm"]))
 def test_a_mesh_rounds_to_the_same_bits(name):
   """Gradients and scales are powers of two, so that no sum depends on its order."""
   formats = {k: f for k, f in STATES[name].items() if k in ("mu", "nu")}
@@ -127,8 +128,8 @@ def test_an_average_without_gradients_decays_as_in_float32(name):
   assert np.mean(found[~quiet]) / np.mean(start[~quiet]) == pytest.approx(1, rel=0.05)
 
 
-@pytest.mark.parametrize("make", [stable_adamw, optax.adamw])
-@pytest.mark.parametrize("name", ["bfloat16", "coat", "fp8_lm"])
+@pytest.mark.parametrize("make", mainly([stable_adamw], [stable_adamw, optax.adamw]))
+@pytest.mark.parametrize("name", mainly(["bfloat16", "coat"], ["bfloat16", "coat", "fp8_lm"]))
 def test_rows_without_a_gradient_come_to_rest(name, make):
   formats = {k: f for k, f in STATES[name].items() if k in ("mu", "nu")}
   rate, shape = 1e-3, (32, 128)
@@ -160,14 +161,27 @@ def test_dust_is_dropped_from_the_first_moment_and_nothing_else():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", averages.KINDS)
-def test_states_in_8_bits_stay_as_near_to_float32_as_nearest_bfloat16(kind):
-  """Over 10,000 steps, at the worst decay rate; each is bounded, too."""
-  rates = {b2: averages.measure(kind, b2) for b2 in (0.95, 0.999)}
-  worst = {
-    name: max(rows[name]["distance"] for rows in rates.values()) for name in averages.CHOICES
-  }
-  for name in ("bfloat16", "coat", "fp8_lm"):
-    if (name, kind) != ("fp8_lm", "vanishing"):
-      assert worst[name] <= worst["bfloat16, nearest"]
-    for rows in rates.values():
-      assert rows[name].get("quiet", 0) < 1e-3
+def test_a_moment_has_the_mean_over_time_of_float32(kind):
+  """Which bfloat16 to the nearest has not at 0.999. E4M3_EXPANDED rounds after its power."""
+  for moment, b in (("mu", averages.B1), ("nu", 0.95), ("nu", 0.999)):
+    rows = averages.moments(kind, moment, b, rows=8)
+    nearest, expanded = rows.pop("nearest"), rows.pop("E4M3_EXPANDED")
+    for name, row in rows.items():
+      assert abs(row["bias"]) < 0.02 + 4 * row["standard_error"], name
+      if kind in ("stationary", "sparse"):  # Each rounding is off by half a step at most.
+        step = {"BFLOAT16": 2**-7, "FLOAT16_SCALED": 2**-10, "E4M3_SCALED": 2**-3}[name]
+        assert row["error"] < step / 2 / (1 - b**2) ** 0.5
+    if b == 0.999:
+      assert nearest["bias"] > 0.5
+    assert abs(expanded["bias"]) < (nearest["bias"] / 5 if b == 0.999 else 0.15)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind in averages.KINDS if kind.startswith("quiet")])
+def test_without_a_gradient_nothing_drifts_in_10_000_steps(kind):
+  for b2 in (0.95, 0.999):
+    rows = averages.measure(kind, b2)
+    for name in ("bfloat16", "coat", "fp8_lm"):
+      assert rows[name]["quiet"] < 1e-3
+      if b2 == 0.999:  # Where bfloat16 to the nearest stands still.
+        assert rows[name]["distance"] < rows["bfloat16, nearest"]["distance"]

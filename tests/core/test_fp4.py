@@ -12,6 +12,7 @@ import pytest
 from clip_case import clip, compiled, pairs, random_params
 from dot_case import apply, assert_same, changed, make_case
 from jax.sharding import PartitionSpec as P
+from pairwise import mainly
 
 from sbjax import SwitchBackDense, quantized_dot
 from sbjax.distributed.fsdp import gather_weight
@@ -259,7 +260,7 @@ def test_a_layer_takes_the_recipe():
   assert_same(y, QUANTIZED_DOT(x, w, "fp4"))
 
 
-@every_recipe
+@pytest.mark.parametrize("name", mainly(["fp4"], SIMULATED))
 def test_fused_layers_equal_separate_ones(name):
   rng = np.random.default_rng(0)
   x, w1, w2 = (jnp.float32(rng.normal(size=s)) for s in ((9, 32), (32, 128), (128, 32)))

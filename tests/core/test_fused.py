@@ -84,7 +84,7 @@ def test_full_is_plain_flax(pair):
   assert_near(results(fused, *arguments), results(plain, *arguments), 2e-6)
 
 
-MAIN = ("switchback", "switchback_m", "llm_int8", "fp8_tensorwise")  # They differ most.
+MAIN = ("switchback_m", "llm_int8")  # They differ most.
 
 
 @pytest.mark.parametrize("name", mainly(MAIN, [name for name in RECIPES if name != "full"]))
@@ -99,7 +99,7 @@ def test_every_recipe_fused_equals_unfused_to_rounding(pair, name):
   assert_near(results(fused, *arguments), results(plain, *arguments), rtol)
 
 
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("pair", mainly(["mlp"], PAIRS))
 def test_in_bfloat16_fused_layers_err_no_more_than_plain_ones(pair):
   fused, plain, count = PAIRS[pair]
   x, gradients, parameters = make("bfloat16")
@@ -149,11 +149,9 @@ def test_a_residual_is_added_to_the_product_and_receives_dy(name):
   assert_near(*jax.tree.map(np.asarray, (actual, expected)), 1e-6)
 
 
-# They quantize weights as switchback does.
-ALIKE = ("switchback_e4m3_wgrad", "switchback_fp8_wgrad")
-
-
-@pytest.mark.parametrize("name", mainly([n for n in RECIPES if n not in ALIKE], RECIPES))
+@pytest.mark.parametrize(
+  "name", mainly(["switchback_q", "llm_int8", "fp8_switchback", "fp8_amax"], RECIPES)
+)
 def test_a_weight_quantized_beforehand_gives_the_same_bits(name):
   x, gradients, (norm, w1, b1, w2, b2) = make()
   recipe = RECIPES[name]

@@ -1,5 +1,7 @@
 """Layer norm and GELU with their matmuls on a mesh, with rows or columns split over devices."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,7 +56,7 @@ def make_mlp(monkeypatch, name, backend):
 @pytest.mark.parametrize("layout", MLP_LAYOUTS)
 @pytest.mark.parametrize(
   "name",
-  mainly(["full", "switchback_m"], ["full", "switchback", "switchback_m", "fp8_switchback"]),
+  mainly(["switchback_m"], ["full", "switchback", "switchback_m", "fp8_switchback"]),
 )
 def test_a_sharded_mlp_equals_one_device_and_gathers_no_activation(monkeypatch, name, layout):
   case = mlp_case()
@@ -71,7 +73,10 @@ def test_a_sharded_mlp_equals_one_device_and_gathers_no_activation(monkeypatch, 
 @pytest.mark.parametrize(
   ("by_kernels", "layout"),
   # Without kernels JAX finds the shardings of all other layouts ambiguous.
-  [(False, "batch"), *((True, layout) for layout in MLP_LAYOUTS)],
+  mainly(
+    [(False, "batch"), (True, "fsdp")],
+    [(False, "batch"), *((True, layout) for layout in MLP_LAYOUTS)],
+  ),
 )
 def test_an_mlp_in_explicit_mode_equals_one_device(monkeypatch, by_kernels, layout):
   mesh, case = make_mesh(AxisType.Explicit), mlp_case()
@@ -145,8 +150,14 @@ def make_dot(monkeypatch, backend):
   return jax.jit(run)
 
 
-@pytest.mark.parametrize("layout", MLP_LAYOUTS)
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize(
+  ("kind", "layout"),
+  mainly(
+    [(AxisType.Auto, "batch"), (AxisType.Explicit, "fsdp"), (AxisType.Auto, "tensor")],
+    itertools.product([AxisType.Auto, AxisType.Explicit], MLP_LAYOUTS),
+  ),
+  ids=str,
+)
 def test_a_sharded_layer_norm_dense_with_three_outputs_equals_one_device(monkeypatch, kind, layout):
   case, mesh = dot_case(), make_mesh(kind)
   arrays = put_dot(mesh, layout, case)

@@ -13,10 +13,11 @@ from sbjax.optim.state_formats import BFLOAT16, E4M3_EXPANDED, compress_state
 @pytest.mark.parametrize(
   ("optimizer", "outer", "inner"),
   [
-    (
+    pytest.param(
       optax.MultiSteps(optax.adamw(1e-3), 2).gradient_transformation(),
       {"acc_grads": BFLOAT16},
       lambda state: state.inner_opt_state[0],
+      marks=pytest.mark.slow,
     ),
     (
       optax.contrib.schedule_free_adamw(1e-3),

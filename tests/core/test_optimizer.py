@@ -213,7 +213,7 @@ def test_b2_power_weighs_the_newest_square_by_a_power_of_the_step(name):
     np.testing.assert_allclose(optax.tree.get(state, "nu")["w"], nu, rtol=1e-5)
 
 
-@pytest.mark.parametrize("states", ["float32", "coat", "collage_plus"])
+@pytest.mark.parametrize("states", mainly(["coat"], ["float32", "coat", "collage_plus"]))
 def test_b2_power_continues_with_the_same_bits_from_a_saved_state(states):
   shapes = {"w": jnp.ones((64, 128)), "b": jnp.ones(128)}
   params, *gradients = (random_like(shapes, seed) for seed in range(7))

@@ -147,8 +147,8 @@ def compare(name, split, alone):
   ("name", "layout"),
   mainly(
     [
-      *itertools.product(["switchback_m", "llm_int8"], LAYOUTS),
-      *(("fp8_tensorwise", "fsdp"), ("fp8_amax", "K"), ("fp8_switchback", "N")),
+      *(("llm_int8", "batch"), ("switchback_m", "K")),
+      *(("fp8_tensorwise", "fsdp"), ("fp8_switchback", "N")),
     ],
     itertools.product([name for name in RECIPES if name != "full"], LAYOUTS),
   ),

@@ -12,6 +12,7 @@ from clip_case import clip, image_gradient, image_loss, pairs, random_params
 from dot_case import assert_close, assert_same
 from flax_case import bitwise
 from jax.sharding import PartitionSpec as P
+from pairwise import mainly
 
 from benchmarks.flax_block import FlaxBlock
 from sbjax import RECIPES, RecipeRules, quantized_dot
@@ -41,7 +42,7 @@ def test_a_single_rule_for_all_layers_equals_the_recipe():
   assert_same(image_gradient(by_rule, params), image_gradient(clip(recipe=SWITCHBACK), params))
 
 
-@pytest.mark.parametrize("block", [Block, FlaxBlock])
+@pytest.mark.parametrize("block", mainly([Block], [Block, FlaxBlock]))
 def test_a_block_or_a_linear_can_have_its_own_recipe(block):
   params, options = random_params(scan=False), {"scan": False, "block": block}
 

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 from flax_case import int8_products, normal
 from jax.experimental import pallas as pl
+from pairwise import mainly
 
 from sbjax import SwitchBackDense, quantize_model
 
@@ -81,7 +82,7 @@ class Images(nn.Module):
     return nn.Dense(8)(nn.gelu(SwitchBackDense(32)(x)).mean(1))
 
 
-@pytest.mark.parametrize("rules", ["switchback", "full"])
+@pytest.mark.parametrize("rules", mainly(["switchback"], ["switchback", "full"]))
 def test_a_model_is_exported_with_a_free_batch(rules):
   model, image = quantize_model(Images(), rules, activations=rules), normal((3, 8, 8, 3))
   variables = model.init(jax.random.key(0), image)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax_case import bitwise
+from pairwise import mainly
 from scene_case import MANY, drawn, rows_of
 
 from train.config import Config, DataConfig, ModelConfig
@@ -33,7 +34,7 @@ from train.parallel.sharding import make_mesh
 FULL, SMALL_VARIANT = VARIANTS["full"], VARIANTS["small"]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", mainly(["hard"], VARIANTS))
 def test_training_never_shows_a_held_out_triple(variant):
   scene, _ = drawn(variant)
   held_out = is_held_out(scene.shape, scene.colour, scene.texture)
@@ -212,8 +213,7 @@ def test_any_mesh_draws_the_same_batch_and_a_shift_changes_its_contrast(data_axi
 
 def test_pictures_lack_every_second_column_most_of_them_between_two_steps():
   config = config_of(name="scenes/columns:2,3")
-  config.mesh.data, config.mesh.fsdp = 2, 4
-  found = batches(config, make_mesh(config.mesh, jax.devices()[:8]), count=3)
+  found = batches(config, make_mesh(config.mesh, jax.devices()[:1]), count=3)
   grey = np.round(255 * MEAN)
   for step, ((batch, _), (plain, _)) in enumerate(zip(found, on_one_device(), strict=True), 1):
     row = np.arange(len(plain["image"]))

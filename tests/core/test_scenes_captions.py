@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from pairwise import mainly
 from scene_case import MANY, drawn, rows_of
 
 from train.config import Config, DataConfig, ModelConfig
@@ -120,7 +121,7 @@ def relation_holds(name: str, scene: Scene, first: int, second: int) -> bool:
   }[name]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", mainly(["hard"], VARIANTS))
 def test_captions_are_true(variant):
   scene, captions = drawn(variant)
   seen = set()

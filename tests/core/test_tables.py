@@ -9,8 +9,8 @@ import subprocess
 import pytest
 
 from benchmarks import attention_report, remat_report
+from benchmarks.commit import ROOT, commit_of
 from benchmarks.tables import RESULTS, read
-from benchmarks.timing import ROOT, commit_of
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.rglob("*.json*")), ids=lambda path: path.name)

@@ -49,7 +49,9 @@ def test_recipe_reaches_the_four_linears_of_a_block_and_nothing_else():
   assert str(jaxpr).count("preferred_element_type=int32") == 6
 
 
-@pytest.mark.parametrize("options", [{"scan": False}, {"unroll": 2}, {"unroll": 0}], ids=str)
+@pytest.mark.parametrize(
+  "options", mainly([{"scan": False}], [{"scan": False}, {"unroll": 2}, {"unroll": 0}]), ids=str
+)
 def test_scanned_and_unrolled_layers_agree(options):
   params = random_params()
   own = params if options.get("scan", True) else unstack_blocks(params)
@@ -111,7 +113,7 @@ def test_padding_tokens_neither_give_nor_receive_gradients(causal):
 @pytest.mark.parametrize(
   ("remat", "scan"),
   mainly(
-    [("block", False), ("block", True), ("residuals", True)],
+    [("block", False), ("residuals", True)],
     [("block", False), ("block", True), *((policy, True) for policy in REMAT_POLICIES)],
   ),
 )
@@ -174,8 +176,10 @@ def image_gradient_of(model, once):
   return jax.grad(loss)
 
 
-@pytest.mark.parametrize("scan", [True, False])
-@pytest.mark.parametrize("recipe", ["switchback", "switchback_m", "switchback_q"])
+@pytest.mark.parametrize("scan", mainly([True], [True, False]))
+@pytest.mark.parametrize(
+  "recipe", mainly(["switchback", "switchback_q"], ["switchback", "switchback_m", "switchback_q"])
+)
 def test_weights_quantized_once_a_step_are_rounded_less_often(recipe, scan):
   model, params = with_params(scan, recipe=RECIPES[recipe], remat="block")
   # A kernel is rounded in the forward pass, in its rematerialization and in dgrad (which reuses the
@@ -204,7 +208,7 @@ def test_zero_init_layer_scale_makes_blocks_the_identity():
     assert np.all(blocks == blocks[0])
 
 
-@pytest.mark.parametrize("recipe", mainly(["full", "switchback_m", "fp8_amax"], RECIPES))
+@pytest.mark.parametrize("recipe", mainly(["switchback_m"], RECIPES))
 def test_zero_init_layer_scale_starts_with_finite_gradients(recipe):
   x = jax.random.normal(jax.random.key(1), (4, 5, 16), jnp.bfloat16)
   block = Block(

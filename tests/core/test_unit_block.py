@@ -92,7 +92,7 @@ def test_the_residual_stream_has_unit_variance_at_every_depth(options):
   assert of_x.min() > 0.8 and of_x.max() < 1.25
 
 
-@pytest.mark.parametrize("options", DEEP, ids=str)
+@pytest.mark.parametrize("options", mainly([DEEP[2]], DEEP), ids=str)
 def test_the_operands_of_every_matmul_are_near_unit_variance(options):
   _, of_dx, inputs, gradients = statistics(256, 24, **options)
   # Attention averages values, GELU halves them, and a branch has a share of the gradient.

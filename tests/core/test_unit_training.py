@@ -74,7 +74,7 @@ def test_without_a_base_width_every_rate_is_the_learning_rate():
   jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-@pytest.mark.parametrize(("rate", "base_width"), [(1e-3, 0), (1.0, 12)])
+@pytest.mark.parametrize(("rate", "base_width"), mainly([(1.0, 12)], [(1e-3, 0), (1.0, 12)]))
 def test_decay_depends_on_neither_the_rate_nor_the_width(rate, base_width):
   params, gradients = params_and_gradients()
   how = {"learning_rate": rate, "base_width": base_width}

@@ -219,7 +219,8 @@ def test_matmul_error_is_relative_to_the_float32_product(dtype):
 
 def test_a_tuned_row_replaces_only_the_row_of_its_device_and_sizes(tmp_path):
   path = tmp_path / "table.jsonl"
-  row = {"device": "NVIDIA H200", "m": 256, "n": 768, "k": 768, "config": {}}
+  row = {"kernel": "scaled_matmul_sm90", "device": "NVIDIA H200"}
+  row |= {"m": 256, "n": 768, "k": 768, "config": {}}
   others = [{"m": 1024}, {"n": 3072}, {"k": 3072}, {"device": "NVIDIA H100"}]
   rows = [row, *(row | other for other in others), row | {"config": {"raster_width": 8}}]
   for one in rows:

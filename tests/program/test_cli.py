@@ -167,7 +167,7 @@ def test_the_help_of_an_evaluation_of_folders_is_after_its_flag():
 
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8", "latin-1"])
 def test_a_name_in_any_encoding_can_be_printed(encoding):
-  code = "from train import cli\nwith cli.explained(): print('caf\\udce9 \\u732b')"
+  code = "from train import cli\nwith cli.report_errors(): print('caf\\udce9 \\u732b')"
   environment = {**os.environ, "PYTHONIOENCODING": f"{encoding}:strict", "JAX_PLATFORMS": "cpu"}
   run = subprocess.run(
     [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, timeout=300

@@ -72,7 +72,7 @@ def test_the_example_of_a_public_name_prints_the_shown_output(name):
     return  # Formats and RECIPES have no docstring of ours.
   known = {**vars(sbjax), "jax": jax, "jnp": jnp, "nn": nn, "nnx": nnx, "optax": optax, "P": P}
   test = doctest.DocTestParser().get_doctest(public.__doc__, known, name, None, 0)
-  assert test.examples or name in ("LayerNormParams", "QuantizedWeight")
+  assert test.examples
   assert doctest.DocTestRunner().run(test, out=out.append).failed == 0, "".join(out)
 
 
@@ -106,7 +106,7 @@ def test_the_page_of_the_design_has_at_most_150_lines():
 
 GUIDES = (
   "getting_started in_your_model convert_a_model recipes training_clip data scenes spikes scaling"
-  " clusters weights evaluating embedding faults"
+  " clusters weights evaluating embedding faults stable_adamw optimizer_states unit_scaling"
 )
 
 
