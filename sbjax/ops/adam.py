@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from sbjax.ops.dither import halves_swapped, hashed, round_by_chance
+from sbjax.ops.operation import Operation
 from sbjax.ops.partition import is_explicit
 from sbjax.quantize import E4M3, FORMATS, abs_or_inf, group_size
 
@@ -133,3 +134,13 @@ def adam_direction(
   chance = hashed(first[..., None] + jax.lax.broadcasted_iota(jnp.uint32, g.shape, g.ndim - 1))
   coded = expand(without_dust(m, n), chance), expand(n, halves_swapped(chance))
   return m / (jnp.sqrt(n) + eps), *coded
+
+
+_CODED = "abcdk. abcdk abcdk"  # Groups, and their details.
+OPERATIONS = {
+  "adam_direction": Operation(
+    adam_direction,
+    f". abcdk. {_CODED} {_CODED} abcdk -> abcdk. {_CODED} {_CODED}",
+    kernels=("triton.adam",),
+  ),
+}

@@ -6,6 +6,7 @@ And the one that a recipe leaves in full.
 import jax
 import jax.numpy as jnp
 
+from sbjax.ops.operation import Operation
 from sbjax.quantize import Quantized, check_quantized, floating_dtype, format_of
 
 
@@ -107,3 +108,13 @@ def full_dot(lhs, rhs, contracting, out_dtype, out_sharding=None) -> jax.Array:
   return jax.lax.dot_general(
     lhs, rhs, (contracting, ((), ())), preferred_element_type=out_dtype, out_sharding=out_sharding
   )
+
+
+OPERATIONS = {
+  "scaled_matmul": Operation(
+    scaled_matmul,
+    "mk m. nk n. mn -> mn",
+    kernels=("sm90.scaled_matmul", "triton.scaled_matmul"),
+    static=("out_dtype", "out_sharding"),
+  ),
+}
