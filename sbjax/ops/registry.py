@@ -24,7 +24,7 @@ from sbjax.ops.device import compute_capability, target
 from sbjax.ops.matmul import scaled_matmul
 from sbjax.ops.partition import arrays_of, is_explicit
 from sbjax.ops.shards import on_shards
-from sbjax.quantize import FORMATS, INT8, Spec, quantize
+from sbjax.quantize import FORMATS, Spec, quantize
 
 _log = logging.getLogger("sbjax")
 
@@ -263,7 +263,7 @@ def _choice(kernels: Sequence[Any], device, args, options) -> tuple[Any, str | N
       return kernel, None
   if taking:
     return taking[-1], None
-  return None, "; ".join(dict.fromkeys(reasons)) or "is for other devices"
+  return None, "; ".join(dict.fromkeys(filter(None, reasons))) or "is for other devices"
 
 
 def _refusal(kernel, device, args, options) -> str | None:
@@ -282,7 +282,7 @@ def _refusal(kernel, device, args, options) -> str | None:
 
 
 def _scaled_matmul(lhs, rhs, *args, **options):
-  if lhs.values.dtype == INT8:
+  if lhs.spec.format.is_exact:
     warn_of_inexact_int8()
   return scaled_matmul(lhs, rhs, *args, **options)
 
