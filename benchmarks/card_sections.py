@@ -20,10 +20,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from benchmarks import step
+from benchmarks import quantize, step
 from benchmarks.matmul import bf16_matmul
 from benchmarks.operands import Operands, shapes, tops
-from benchmarks.quantize import described
 from benchmarks.tables import CHIP, last, read
 from benchmarks.timing import Contender, contender, provenance, race, reason
 from sbjax.attention import attention, length_for
@@ -35,7 +34,7 @@ from sbjax.quantize import INT8, Spec
 from train.config import OptimizerConfig
 from train.optimizer import make_optimizer
 from train.step import make_init
-from train.task import BF16_PEAK, model_flops
+from train.task import model_flops
 
 ROW, TENSOR = Spec(INT8, "rowwise"), Spec(INT8, "tensorwise")
 STEP_SIZE, SMALLEST_BATCH = "B/16", 8
@@ -177,26 +176,15 @@ def quantizers(ops: Backend, tiny: bool) -> Cases:
 
 def quantizer(ops, operation, spec, rows, width, dtype, bytes_each, tiny) -> dict:
   """bytes_each: the fewest bytes that must be read and written for an element."""
-  itemsize = jnp.dtype(dtype).itemsize
-  count = 2 if tiny else max(2, round(400e6 / (rows * width * itemsize)))
-  sets = [(jax.random.normal(jax.random.key(i), (rows, width), dtype),) for i in range(count)]
-  xla = getattr(get_backend("xla"), operation)
-  built, failed = timed(
-    {
-      "copy": (jnp.copy, sets),
-      "xla": (lambda x: xla(x, spec), sets),
-      "ours": (lambda x: getattr(ops, operation)(x, spec), sets),
-    }
-  )
-  moved = {name: bytes_each * rows * width for name in built} | {
-    "copy": 2 * itemsize * rows * width
-  }
+  sets = quantize.operands(rows, width, dtype, megabytes=0 if tiny else 400)
+  functions = quantize.candidates(ops, operation, spec)
+  built, failed = timed({name: (function, sets) for name, function in functions.items()})
+  seconds = {name: one.seconds for name, one in built.items()}
+  rates = quantize.terabytes(seconds, rows * width, bytes_each, dtype)
   return {
-    **described(operation, spec, rows, width, dtype),
+    **quantize.described(operation, spec, rows, width, dtype),
     "milliseconds": milliseconds(built),
-    "terabytes_per_second": {
-      name: float(f"{moved[name] / one.seconds / 1e12:.4g}") for name, one in built.items()
-    },
+    "terabytes_per_second": {name: float(f"{rate:.4g}") for name, rate in rates.items()},
     "failed": failed,
   }
 
@@ -285,15 +273,10 @@ def train_step(
     if limit and peak > limit:
       raise MemoryError(f"{name} needs {peak / 1e9:.1f} of {limit / 1e9:.1f} GB")
   times, _, _ = step.race(compiled, state, batch, rounds)
-  medians = {name: statistics.median(each) for name, each in times.items()}
-  flops, peak = model_flops(config, batch_size), BF16_PEAK.get(device.device_kind)
-  for name, seconds in medians.items():
-    found[name] |= {
-      "milliseconds": round(seconds * 1e3, 2),
-      "speedup": round(medians["flax"] / seconds, 3) if "flax" in medians else None,
-      "images_per_second": round(batch_size / seconds, 1),
-      "mfu_of_bf16_peak": round(flops / seconds / peak, 4) if peak else None,
-    }
+  flops, base = model_flops(config, batch_size), times.get("flax")
+  for name, each in times.items():
+    speedup = round(statistics.median(base) / statistics.median(each), 3) if base else None
+    found[name] |= step.rates(each, batch_size, flops) | {"speedup": speedup}
   return {
     "size": size,
     "batch_size": batch_size,

@@ -203,7 +203,7 @@ def of_step(chip: Chip, h200: Chip, width: int, tokens: int) -> Estimate | None:
   if at in chip.steps:
     return Estimate(chip.steps[at], 0.0, f"measured: ViT-{chip.models[at]}")
   if len(chip.steps) > 2:
-    return estimate(chip.steps, at, names, worst(check_steps(chip)))
+    return estimate(chip.steps, at, names, worst(leave_one_out(chip.steps)))
   nearest = min(
     chip.steps, key=lambda p: sum(abs(math.log(a / b)) for a, b in zip(p, at, strict=True))
   )
@@ -217,7 +217,7 @@ def of_mlp(chip: Chip, h200: Chip, width: int, tokens: int, mlp_ratio: float) ->
   if not chip.mlps:
     hidden = round(width * mlp_ratio)
     return of_layers(chip, h200, tokens, [(width, hidden), (hidden, width)])
-  found = estimate(chip.mlps, (width, tokens), ("width", "tokens"), worst(check_mlps(chip)))
+  found = estimate(chip.mlps, (width, tokens), ("width", "tokens"), worst(leave_one_out(chip.mlps)))
   if mlp_ratio == 4:
     return found
   both = [[(width, hidden), (hidden, width)] for hidden in (round(width * mlp_ratio), 4 * width)]
@@ -282,16 +282,8 @@ def sum_of_kernels(chip: Chip, tokens: int, layers) -> float:
   return full / ours
 
 
-def check_steps(chip: Chip) -> dict[tuple, tuple[float, float]]:
-  """Each measured step's gain, and its prediction from the other sizes."""
-  return leave_one_out(chip.steps)
-
-
-def check_mlps(chip: Chip) -> dict[tuple, tuple[float, float]]:
-  return leave_one_out(chip.mlps)
-
-
 def leave_one_out(points: Points) -> dict[tuple, tuple[float, float]]:
+  """Each measured gain, and its prediction from the other sizes."""
   return {
     at: (gain, interpolate({p: v for p, v in points.items() if p != at}, at))
     for at, gain in points.items()
@@ -314,8 +306,8 @@ def worst(checked: dict[tuple, tuple[float, float]]) -> float:
 def report(chip: Chip) -> list[str]:
   lines = []
   for name, checked in (
-    ("whole steps, each from the other sizes", check_steps(chip)),
-    ("MLPs, each from the other sizes", check_mlps(chip)),
+    ("whole steps, each from the other sizes", leave_one_out(chip.steps)),
+    ("MLPs, each from the other sizes", leave_one_out(chip.mlps)),
     ("MLPs, each from the sum of its kernels", check_sums(chip)),
   ):
     errors = [predicted / measured - 1 for measured, predicted in checked.values()]

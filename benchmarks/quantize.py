@@ -42,21 +42,13 @@ def main() -> None:
 
 def measure(operation, spec, rows, width, dtype, bytes_each) -> dict:
   """bytes_each: the fewest bytes that must be read and written for an element."""
-  count = max(2, round(400e6 / (rows * width * jnp.dtype(dtype).itemsize)))
-  sets = [(jax.random.normal(jax.random.key(i), (rows, width), dtype),) for i in range(count)]
-  ours, xla = (getattr(get_backend(name), operation) for name in (None, "xla"))
-  contenders = {
-    "copy": contender(jnp.copy, sets),
-    "xla": contender(lambda x: xla(x, spec), sets),
-    "ours": contender(lambda x: ours(x, spec), sets),
-  }
+  functions = candidates(get_backend(None), operation, spec)
+  sets = operands(rows, width, dtype)
+  contenders = {name: contender(function, sets) for name, function in functions.items()}
   race(list(contenders.values()), rounds=7, seconds=0.006)
   seconds = dict(zip(contenders, kernel_race(list(contenders.values())), strict=True))
-  size = rows * width
-  moved = {name: bytes_each * size for name in contenders}
-  moved["copy"] = 2 * jnp.dtype(dtype).itemsize * size
-  rates = {name: moved[name] / seconds[name] / 1e12 for name in contenders}
-  expected = on_cpu(xla, *sets[0], spec)
+  rates = terabytes(seconds, rows * width, bytes_each, dtype)
+  expected = on_cpu(getattr(get_backend("xla"), operation), *sets[0], spec)
   found = {name: one.call(sets)[0] for name, one in contenders.items() if name != "copy"}
   return {
     "benchmark": "quantize",
@@ -67,6 +59,27 @@ def measure(operation, spec, rows, width, dtype, bytes_each) -> dict:
     "of_copy": round(rates["ours"] / rates["copy"], 3),
     "differing": {name: differing(result, expected) for name, result in found.items()},
     "data": "standard normal",
+  }
+
+
+def candidates(ops, operation: str, spec: Spec) -> dict:
+  """The operation by `ops` and by XLA, and a device copy: functions of x."""
+  ours, xla = (getattr(one, operation) for one in (ops, get_backend("xla")))
+  return {"copy": jnp.copy, "xla": lambda x: xla(x, spec), "ours": lambda x: ours(x, spec)}
+
+
+def operands(rows: int, width: int, dtype, megabytes: int = 400) -> list:
+  """At least two sets of x."""
+  count = max(2, round(megabytes * 1e6 / (rows * width * jnp.dtype(dtype).itemsize)))
+  return [(jax.random.normal(jax.random.key(i), (rows, width), dtype),) for i in range(count)]
+
+
+def terabytes(seconds: dict[str, float], size: int, bytes_each: int, dtype) -> dict[str, float]:
+  """10^12 bytes a second of `candidates`: a copy moves all elements twice."""
+  copied = 2 * jnp.dtype(dtype).itemsize
+  return {
+    name: (copied if name == "copy" else bytes_each) * size / time / 1e12
+    for name, time in seconds.items()
   }
 
 

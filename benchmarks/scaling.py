@@ -15,7 +15,6 @@ over the number of GPUs times those of a single GPU, the mean of all.
 import argparse
 import contextlib
 import dataclasses
-import functools
 import json
 import os
 import re
@@ -261,8 +260,7 @@ def measure(case: Case) -> None:
   from benchmarks.collectives import collectives
   from benchmarks.flax_block import FlaxBlock
   from benchmarks.kernels import exposed, grouped, idle, origins_of
-  from benchmarks.step import draw, profile, race
-  from benchmarks.timing import spread_of
+  from benchmarks.step import draw, profile, race, rates
   from sbjax.models.clip import CLIP
   from sbjax.models.sizes import SIZES
   from sbjax.models.transformer import Block, BlockOptions
@@ -270,7 +268,7 @@ def measure(case: Case) -> None:
   from train.optimizer import make_optimizer
   from train.parallel.sharding import batch_sharding, make_mesh, replicated, state_shardings
   from train.step import make_init, make_train_step
-  from train.task import BF16_PEAK, CLIPTask, model_flops
+  from train.task import CLIPTask, model_flops
 
   config, batch_size = SIZES[case.size], case.batch_size * case.devices
   mesh = make_mesh(MeshConfig(data=case.data, fsdp=case.fsdp))
@@ -307,24 +305,15 @@ def measure(case: Case) -> None:
   print("compiled " + json.dumps(found), flush=True)
   sys.stdin.readline()
 
-  note = functools.partial(_note, time.perf_counter())
+  started = time.perf_counter()
   state, batch = jax.block_until_ready((make_state(), make_batch()))
-  note("the state is made")
   state, metrics, _ = step(state, batch)
   jax.block_until_ready(metrics)
-  found["first_step_seconds"] = note("the first step ended")
+  found["first_step_seconds"] = round(time.perf_counter() - started, 1)
   times, state, losses = race({case.name: step}, state, batch, rounds=5)
-  note("the steps are timed")
-  times = times[case.name]
-  seconds = statistics.median(times)
   stats = jax.devices()[0].memory_stats() or {}
-  peak = BF16_PEAK.get(jax.devices()[0].device_kind)
-  flops = model_flops(config, case.batch_size)
+  found |= rates(times[case.name], batch_size, model_flops(config, case.batch_size))
   found |= {
-    "milliseconds": round(seconds * 1e3, 2),
-    "spread": spread_of(times),
-    "images_per_second": round(batch_size / seconds, 1),
-    "mfu_of_bf16_peak": round(flops / seconds / peak, 4) if peak else None,
     "peak_gigabytes": round(stats.get("peak_bytes_in_use", 0) / 1e9, 2),
     "last_loss": round(losses[case.name], 5),
     "chip": jax.devices()[0].device_kind,
@@ -337,13 +326,6 @@ def measure(case: Case) -> None:
       "no kernel": round(idle(listed), 3),
     }
   print("result " + json.dumps(found), flush=True)
-
-
-def _note(started: float, what: str) -> float:
-  """Prints when something happened, to stderr, whose end an `error` shows; returns the seconds."""
-  seconds = round(time.perf_counter() - started, 1)
-  print(f"{what} after {seconds} s", file=sys.stderr, flush=True)
-  return seconds
 
 
 def _shown(result: dict) -> str:

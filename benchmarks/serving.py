@@ -23,6 +23,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from benchmarks.flax_block import FlaxBlock
 from benchmarks.timing import Contender, append, contender, parser_of, provenance, race
@@ -69,7 +70,7 @@ def speed(size: str, batch_size: int, args) -> dict:
       for recipe in args.recipes
     },
     **({"full float32": (params, "full", jnp.float32, Block)} if args.float32 else {}),
-    "flax bfloat16": (half(params), "full", jnp.bfloat16, FlaxBlock),
+    "flax bfloat16": (optax.tree.cast(params, jnp.bfloat16), "full", jnp.bfloat16, FlaxBlock),
   }
   side = config.vision.image_size
   image = jax.random.normal(jax.random.key(1), (batch_size, side, side, 3), dtype)
@@ -107,11 +108,6 @@ def parameters(config):
   return jax.tree.map(
     lambda x: jnp.asarray(0.02 * rng.standard_normal(x.shape, np.float32)), shapes
   )
-
-
-def half(params):
-  """Plain Flax's way to serve: all parameters in bfloat16."""
-  return jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
 
 
 def encoder(model, params, image):

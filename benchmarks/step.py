@@ -98,7 +98,7 @@ def measure(
   patch_dropout: float = 0.0,
 ) -> dict:
   batch_size, remat = CASES[size]
-  config, peak = SIZES[size], BF16_PEAK.get(jax.devices()[0].device_kind)
+  config = SIZES[size]
   optimizer, _ = make_optimizer(OptimizerConfig(), steps=20_000)
   tasks = {}
   for name in names:
@@ -113,15 +113,9 @@ def measure(
   base = min(bases, default=next(iter(medians.values())))
   flops = model_flops(config, batch_size, patch_dropout)
   for name, seconds in medians.items():
-    mfu = round(flops / seconds / peak, 4) if peak else None
-    found[name] |= {
-      "milliseconds": round(seconds * 1e3, 2),
-      "spread": spread_of(times[name]),
-      "speedup": round(base / seconds, 3),
-      "images_per_second": round(batch_size / seconds, 1),
-      "mfu_of_bf16_peak": mfu,
-      "last_loss": round(losses[name], 5),
-    }
+    found[name] |= rates(times[name], batch_size, flops)
+    found[name] |= {"speedup": round(base / seconds, 3), "last_loss": round(losses[name], 5)}
+    mfu = found[name]["mfu_of_bf16_peak"]
     print(
       f"{size:8} {name:18} {seconds * 1e3:8.1f} ms {base / seconds:5.2f}x"
       f" {batch_size / seconds:7.0f} images/s {found[name]['peak_gigabytes']:6.1f} GB"
@@ -238,6 +232,17 @@ def race(steps, state, batch, rounds: int):
         times[name].append((time.perf_counter() - started) / 3)
       losses[name] = float(metrics["loss"])
   return times, state, losses
+
+
+def rates(times: list[float], batch_size: int, flops: float) -> dict:
+  """What a step's times amount to; `flops` are those of a device."""
+  seconds, peak = statistics.median(times), BF16_PEAK.get(jax.devices()[0].device_kind)
+  return {
+    "milliseconds": round(seconds * 1e3, 2),
+    "spread": spread_of(times),
+    "images_per_second": round(batch_size / seconds, 1),
+    "mfu_of_bf16_peak": round(flops / seconds / peak, 4) if peak else None,
+  }
 
 
 def profile(step, state, batch, steps: int = 4):

@@ -171,9 +171,9 @@ def test_a_moment_has_the_mean_over_time_of_float32(kind):
       if kind in ("stationary", "sparse"):  # Each rounding is off by half a step at most.
         step = {"BFLOAT16": 2**-7, "FLOAT16_SCALED": 2**-10, "E4M3_SCALED": 2**-3}[name]
         assert row["error"] < step / 2 / (1 - b**2) ** 0.5
-    assert abs(expanded["bias"]) < 0.4
     if b == 0.999:
-      assert nearest["bias"] > 0.5 > abs(expanded["bias"])
+      assert nearest["bias"] > 0.5
+    assert abs(expanded["bias"]) < (nearest["bias"] / 5 if b == 0.999 else 0.15)
 
 
 @pytest.mark.slow

@@ -96,7 +96,11 @@ def test_a_size_with_a_missing_neighbour_is_not_interpolated():
 
 def test_the_docstring_states_the_errors_of_the_check(h200):
   stated = predict.__doc__.replace("\n", " ")
-  for checked in (predict.check_steps(h200), predict.check_mlps(h200), predict.check_sums(h200)):
+  for checked in (
+    predict.leave_one_out(h200.steps),
+    predict.leave_one_out(h200.mlps),
+    predict.check_sums(h200),
+  ):
     errors = [abs(predicted / measured - 1) for measured, predicted in checked.values()]
     assert max(errors) == predict.worst(checked)
     mean = sum(errors) / len(errors)
@@ -114,8 +118,8 @@ def test_a_size_left_out_does_not_predict_itself():
 
 def test_error_bounds_are_the_worst_errors_of_the_checks(h200):
   layer, mlp, step = gains(h200, h200, 1400, 50000)
-  assert mlp.error == predict.worst(predict.check_mlps(h200))
-  assert step.error == predict.worst(predict.check_steps(h200))
+  assert mlp.error == predict.worst(predict.leave_one_out(h200.mlps))
+  assert step.error == predict.worst(predict.leave_one_out(h200.steps))
   assert layer.error == predict.worst(predict.check_sums(h200))
   assert str(Estimate(2.0, 0.1, "so")).split() == ["2.00x", "(1.80", "to", "2.20)", "so"]
 

@@ -34,7 +34,7 @@ EVALUATE = Run.evaluate  # The fixture replaces it.
 HANGING = """
 import pathlib, sys, threading, time
 import loop_case
-from train import cli, loop
+from train import loop
 
 workdir = pathlib.Path(sys.argv[2])
 

@@ -219,7 +219,7 @@ def test_before_the_first_step_a_signal_ends_the_run_at_once(train, tmp_path, mo
   elif place == "the initial state":
     monkeypatch.setattr(Run, "new_state", calling(sleeping, Run.new_state))
   elif place == "remat":
-    monkeypatch.setattr(loop.remat, "choose", calling(sleeping, loop.remat.choose))
+    monkeypatch.setattr(loop.memory, "choose_remat", calling(sleeping, loop.memory.choose_remat))
   else:
     monkeypatch.setattr(loop, "jit_train_step", at_step(1, sleeping))
   with pytest.raises(stop.Interrupted) as raised:
