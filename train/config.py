@@ -284,7 +284,7 @@ class Config:
     "", """open_clip's name of the model of init; "": its folder's config, or model.size""", PATH
   )
   freeze: tuple[str, ...] = field(
-    (), """patterns of init's parameters that stand still: "image/.*" """
+    (), """patterns of init's frozen parameters: "image/.*" """
   )
   loss: str = field("softmax", 'or "siglip"')
   batch_size: int = field(16384, "over all devices", AT_LEAST_1)

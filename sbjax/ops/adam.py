@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from sbjax.ops.dither import halves_swapped, hashed, round_by_chance
 from sbjax.ops.partition import is_explicit
-from sbjax.quantize import E4M3, FORMATS, group_size, magnitude
+from sbjax.quantize import E4M3, FORMATS, abs_or_inf, group_size
 
 GROUP = 128  # The most numbers that share two float32.
 # Binades from 448 to 2/448, the least magnitude that an expanded group has.
@@ -64,7 +64,7 @@ def expand(groups: jax.Array, chance: jax.Array | None = None) -> Coded:
 
   chance: of `sbjax.ops.dither.round_by_chance`, [..., g]; None rounds to the nearest.
   """
-  size = magnitude(groups)
+  size = abs_or_inf(groups)
   top = jnp.max(size, -1, keepdims=True)
   top = jnp.where(jnp.isfinite(top), top, jnp.nan)
   low = jnp.min(jnp.where(size > 0, size, jnp.inf), -1, keepdims=True)

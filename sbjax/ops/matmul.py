@@ -55,7 +55,7 @@ def apply_scales(total, lhs_scale, rhs_scale, out_dtype, bias=None, residual=Non
   return with_added(y, out_dtype, bias, residual)
 
 
-def wide(x) -> jax.Array:
+def at_least_float32(x) -> jax.Array:
   """x in float32, or wider if it is."""
   return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
 
@@ -93,7 +93,7 @@ def check_residual(residual: jax.Array | None, shape: tuple[int, ...], dtype) ->
     )
 
 
-def nothing(shape, dtype, bias, residual) -> jax.Array:
+def empty_product(shape, dtype, bias, residual) -> jax.Array:
   """What `scaled_matmul` makes of no products."""
   one = jnp.ones((1, 1))
   return apply_scales(jnp.zeros(shape), one, one, dtype, bias, residual)
