@@ -5,6 +5,7 @@ import sbjax.studies.fp4  # noqa: F401  Names its recipes.
 from sbjax.attention import attention
 from sbjax.convert.quantize_model import quantize_model
 from sbjax.distributed.exchange import quantized_pmean
+from sbjax.interop import moved
 from sbjax.linear.dot_general import quantized_dot_general
 from sbjax.linear.layers import LayerNormDense, LayerNormMLP, SwitchBackDense, SwitchBackLinear
 from sbjax.linear.quantized_dot import quantized_dot
@@ -46,3 +47,10 @@ __all__ = [
   "scaled_matmul",
   "stable_adamw",
 ]
+
+
+moved.install()
+
+
+def __getattr__(name: str):
+  return moved.attribute(name)

@@ -189,10 +189,10 @@ def quantize(x: jax.Array, spec: Spec) -> Quantized:
   x = check_quantizable(x)
   if not isinstance(spec, Spec):
     raise ValueError(f"spec must be a Spec, not {spec!r}.")
-  return round_to(x, largest(x, spec), spec)
+  return round_to(x, absmax_of(x, spec), spec)
 
 
-def largest(x: jax.Array, spec: Spec) -> jax.Array:
+def absmax_of(x: jax.Array, spec: Spec) -> jax.Array:
   """max |x| under each scale, [rows, 1] or [1, 1] float32, infinite where there is a NaN.
 
   0 if `spec` takes none.
@@ -200,10 +200,10 @@ def largest(x: jax.Array, spec: Spec) -> jax.Array:
   if not spec.takes_absmax:
     return jnp.zeros((1, 1), jnp.float32)
   axis = 1 if spec.is_rowwise else (0, 1)
-  return jnp.max(magnitude(x.astype(jnp.float32)), axis=axis, keepdims=True, initial=0.0)
+  return jnp.max(abs_or_inf(x.astype(jnp.float32)), axis=axis, keepdims=True, initial=0.0)
 
 
-def magnitude(x: jax.Array) -> jax.Array:
+def abs_or_inf(x: jax.Array) -> jax.Array:
   """|x|, infinite for a NaN: XLA's maximum on a CPU may drop a NaN, but not infinity."""
   return jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x))
 

@@ -75,6 +75,22 @@ def replace_model(patch, step=adding_step) -> None:
   patch(Run, "new_state", zeros)
 
 
+def trainer(monkeypatch, data_dir, result=None):
+  """train(workdir, devices, **options): the loop without the model's work.
+
+  It returns the scores of the loop, or `result(workdir)`.
+  """
+  replace_model(monkeypatch.setattr)
+  all_devices = jax.devices()
+
+  def train(workdir, devices=1, **options):
+    monkeypatch.setattr(jax, "devices", lambda *_: all_devices[:devices])
+    scores = loop.train(config(data_dir, **options), workdir)
+    return result(workdir) if result else scores
+
+  return train
+
+
 def standing_step(run: Run):
   """Counts a step and leaves the parameters as they are."""
   finite = jnp.ones(len(tensor_names(run.abstract_state.params, run.task)), bool)
@@ -85,12 +101,10 @@ def untrained_run(folder: Path) -> Path:
   """The folder with a run of two steps, on two devices, with the parameters of its start."""
   init = Run.new_state
   with pytest.MonkeyPatch.context() as patch:
-    replace_model(patch.setattr, standing_step)
+    train = trainer(patch, folder / "data")
+    patch.setattr(loop, "jit_train_step", standing_step)
     patch.setattr(Run, "new_state", init)
-    devices = jax.devices()[:2]
-    patch.setattr(jax, "devices", lambda *_: devices)
-    options = {"steps": 2, "mesh.fsdp": 2, "model.backend": "xla"}
-    loop.train(config(folder / "data", **options), folder)
+    train(folder, devices=2, steps=2, **{"mesh.fsdp": 2, "model.backend": "xla"})
   return folder
 
 

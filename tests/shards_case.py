@@ -4,6 +4,7 @@ import io
 import tarfile
 
 import numpy as np
+import pytest
 import tensorflow_datasets as tfds
 from PIL import Image
 
@@ -48,6 +49,16 @@ def data_config(tmp_path) -> DataConfig:
     root=str(tmp_path / "shards"),
     train_shards="*.tar*",
   )
+
+
+@pytest.fixture
+def config(tmp_path):
+  return data_config(tmp_path)
+
+
+@pytest.fixture
+def folder(config, tmp_path):
+  return tmp_path / "shards"
 
 
 def captions(builder, split="train"):

@@ -1,4 +1,4 @@
-"""Fine-tuning: where a run's parameters begin, which ones stand still, and how fast others learn.
+"""Fine-tuning: where a run's parameters begin, which are frozen, and how fast others learn.
 
 Patterns are regular expressions for the whole path of a parameter, such as "image/.*" or
 "text/blocks/fc1/kernel". A pattern that matches no parameter is an error.
@@ -32,19 +32,19 @@ class Rate(NamedTuple):
 
 
 def freezes(patterns: Sequence[str], name: str) -> bool:
-  """Whether the parameter of that path stands still."""
+  """Whether the parameter of that path is frozen."""
   return any(compiled("freeze", pattern).fullmatch(name) for pattern in patterns)
 
 
 def frozen(patterns: Sequence[str], params):
-  """A tree like `params`: True for parameters that stand still."""
+  """A tree like `params`: True for frozen parameters."""
   return jax.tree_util.tree_map_with_path(
     lambda path, _: freezes(patterns, path_name(path)), params
   )
 
 
 def stop_gradients(patterns: Sequence[str], params):
-  """`params` without a gradient to those that stand still, so that none is computed."""
+  """`params` without a gradient to the frozen ones, so that none is computed."""
   if not patterns:
     return params
   stop = jax.lax.stop_gradient

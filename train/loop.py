@@ -20,7 +20,6 @@ from train.config import Config
 from train.data.prefetch import prefetch_to_device
 from train.due import Abandoned, Due, interruptible
 from train.errors import RunError
-from train.memory import explain_out_of_memory
 from train.optimizer import learning_rates
 from train.parallel import agreement, stop
 from train.parallel.processes import largest_of_all
@@ -77,7 +76,7 @@ def _train_alone(config: Config, workdir: Path, began: float) -> dict:
     jax.process_count(),
     run.checkpointer.describe_newest_on_disk,
   )
-  with watchdog, explain_out_of_memory(run, lambda: watchdog.what):
+  with watchdog, memory.explain_out_of_memory(run, lambda: watchdog.what):
     _train(run, workdir, watchdog, Due(config, workdir, began))
   if not first:
     return {}
@@ -121,7 +120,7 @@ def _train(run: Run, workdir: Path, watchdog: Watchdog, due: Due) -> None:
       recorder.say(start, choice)
     tracer = Tracer(workdir / "profile", config.profiled())
     # The run has its policy now, so that an error does not offer what it has.
-    with contextlib.closing(tracer), explain_out_of_memory(run, lambda: watchdog.what):
+    with contextlib.closing(tracer), memory.explain_out_of_memory(run, lambda: watchdog.what):
       steps = _Steps(run, workdir, state, start, recorder, watchdog, tracer, due)
       steps.take(train_step, iterator)
     watchdog.pauses_for("the last checkpoint")

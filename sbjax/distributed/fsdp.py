@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from sbjax.distributed.exchange import check_exchange, quantized_psum, quantized_psum_scatter
 from sbjax.linear.weight import QuantizedWeight, as_kernel, quantize_weight
 from sbjax.ops.partition import Axes, check_axes
-from sbjax.quantize import Quantized, Spec, as_floating, floating_dtype, largest, round_to
+from sbjax.quantize import Quantized, Spec, absmax_of, as_floating, floating_dtype, round_to
 from sbjax.recipes import Recipe, as_recipe
 
 
@@ -169,7 +169,7 @@ def _quantize_shards(w, spec: Spec, axis_name, contracted: int) -> Quantized:
   `contracted` is the axis of w along which a row-wise scale is shared: 0 is K, which is split.
   """
   x = w if contracted else w.T
-  absmax = largest(x, spec)
+  absmax = absmax_of(x, spec)
   if spec.takes_absmax and (not spec.is_rowwise or contracted == 0):
     absmax = jax.lax.pmax(absmax, axis_name)
   rounded = round_to(x, absmax, spec)

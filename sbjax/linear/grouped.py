@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from sbjax.linear.quantized_dot import RESIDUAL_NAME
 from sbjax.ops.partition import reshape, splits_of
-from sbjax.quantize import E4M3, FORMATS, Quantized, group_size, magnitude
+from sbjax.quantize import E4M3, FORMATS, Quantized, abs_or_inf, group_size
 
 GROUP = 16  # The most numbers that share a scale.
 KEEPS = ("original", "grouped")
@@ -41,7 +41,7 @@ def group(x: jax.Array) -> Grouped:
   size = group_size(width, GROUP)
   rows, columns = splits_of(x)
   x = reshape(x, (x.shape[0], width // size, size), [rows, columns, ()]).astype(jnp.float32)
-  absmax = jnp.max(magnitude(x), axis=2, keepdims=True)
+  absmax = jnp.max(abs_or_inf(x), axis=2, keepdims=True)
   scale = jnp.where(jnp.isfinite(absmax), absmax / FORMATS[E4M3].max, jnp.nan).astype(jnp.bfloat16)
   divisor = scale.astype(jnp.float32)
   values = x / jnp.where(divisor == 0, 1.0, divisor)

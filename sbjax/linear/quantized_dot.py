@@ -28,7 +28,7 @@ from sbjax.linear.weight import (
   saved_weight,
 )
 from sbjax.ops.by_rows import by_rows
-from sbjax.ops.matmul import check_residual, full_dot, wide, with_added
+from sbjax.ops.matmul import at_least_float32, check_residual, full_dot, with_added
 from sbjax.ops.partition import (
   is_explicit,
   merge_splits,
@@ -109,7 +109,7 @@ def times(x, multiplier: float) -> Any:
     return x
   if isinstance(x, Quantized):
     return dataclasses.replace(x, scale=x.scale * multiplier)
-  return (wide(x) * multiplier).astype(x.dtype)
+  return (at_least_float32(x) * multiplier).astype(x.dtype)
 
 
 def output_grad_spec(recipe: Recipe, w) -> Spec | None:
@@ -177,7 +177,7 @@ def _frozen_input_gradient(ops: Backend, recipe: Recipe, dy, w, dtype, out_shard
     dy_q = dy if isinstance(dy, Quantized) else ops.quantize(dy, recipe.dgrad[0])
     return _scaled_matmul(ops, dy_q, times(w_q.T, multiplier), dtype, out_sharding)
   # The scale of an output is summed over here, so dy takes it before it is rounded.
-  dy_q = ops.quantize(wide(dy) * w_q.scale.T, recipe.dgrad[0])
+  dy_q = ops.quantize(at_least_float32(dy) * w_q.scale.T, recipe.dgrad[0])
   ones = Quantized(w_q.values.T, jnp.ones((1, 1)), Spec(w_q.spec.dtype, "tensorwise"))
   return _scaled_matmul(ops, dy_q, times(ones, multiplier), dtype, out_sharding)
 

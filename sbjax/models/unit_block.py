@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from sbjax.linear.layers import SwitchBackDense
 from sbjax.models.transformer import OUT_NAME, Block, Inits
-from sbjax.ops.matmul import wide
+from sbjax.ops.matmul import at_least_float32
 from sbjax.ops.rows import activate
 
 UNIT_INITS = Inits(*[nn.initializers.normal(1.0)] * 4)
@@ -58,8 +58,10 @@ class UnitBlock(Block):
   def _add(self, x_BLD: jax.Array, y_BLD: jax.Array, norm: str) -> jax.Array:
     """The residual connection of x and a branch's result, computed in float32."""
     tau = self.options.tau or residual_share(self.config.layers)
-    y_BLD = nn.LayerNorm(self.config.norm_epsilon, dtype=jnp.float32, name=norm)(wide(y_BLD))
-    return ((1 - tau) ** 0.5 * wide(x_BLD) + tau**0.5 * y_BLD).astype(x_BLD.dtype)
+    y_BLD = nn.LayerNorm(self.config.norm_epsilon, dtype=jnp.float32, name=norm)(
+      at_least_float32(y_BLD)
+    )
+    return ((1 - tau) ** 0.5 * at_least_float32(x_BLD) + tau**0.5 * y_BLD).astype(x_BLD.dtype)
 
   def _linear(self, name, fan_in, features):
     return SwitchBackDense(

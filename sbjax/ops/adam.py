@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from sbjax.ops.dither import halves_swapped, hashed, round_by_chance
+from sbjax.ops.operation import Operation
 from sbjax.ops.partition import is_explicit
-from sbjax.quantize import E4M3, FORMATS, group_size, magnitude
+from sbjax.quantize import E4M3, FORMATS, abs_or_inf, group_size
 
 GROUP = 128  # The most numbers that share two float32.
 # Binades from 448 to 2/448, the least magnitude that an expanded group has.
@@ -64,7 +65,7 @@ def expand(groups: jax.Array, chance: jax.Array | None = None) -> Coded:
 
   chance: of `sbjax.ops.dither.round_by_chance`, [..., g]; None rounds to the nearest.
   """
-  size = magnitude(groups)
+  size = abs_or_inf(groups)
   top = jnp.max(size, -1, keepdims=True)
   top = jnp.where(jnp.isfinite(top), top, jnp.nan)
   low = jnp.min(jnp.where(size > 0, size, jnp.inf), -1, keepdims=True)
@@ -133,3 +134,13 @@ def adam_direction(
   chance = hashed(first[..., None] + jax.lax.broadcasted_iota(jnp.uint32, g.shape, g.ndim - 1))
   coded = expand(without_dust(m, n), chance), expand(n, halves_swapped(chance))
   return m / (jnp.sqrt(n) + eps), *coded
+
+
+_CODED = "abcdk. abcdk abcdk"  # Groups, and their details.
+OPERATIONS = {
+  "adam_direction": Operation(
+    adam_direction,
+    f". abcdk. {_CODED} {_CODED} abcdk -> abcdk. {_CODED} {_CODED}",
+    kernels=("triton.adam",),
+  ),
+}

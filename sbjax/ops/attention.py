@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from sbjax.ops.operation import Operation
+
 HEAD_DIMS = (32, 64, 80, 88, 96, 104, 128)  # That the kernels take.
 
 
@@ -75,3 +77,19 @@ def _logits(q, k, causal):
     return logits
   query, key = (jax.lax.broadcasted_iota(jnp.int32, logits.shape[2:], i) for i in range(2))
   return jnp.where((key <= query)[None, None], logits, -jnp.inf)
+
+
+OPERATIONS = {
+  "attention_forward": Operation(
+    attention_forward,
+    "b..h. -> b.h. bh.",
+    kernels=("sm90.attention_forward", "triton.attention_short"),
+    static=("causal", "length"),
+  ),
+  "attention_backward": Operation(
+    attention_backward,
+    "b.h. bh. b.h. b..h. -> b..h.",
+    kernels=("sm90.attention_backward", "triton.attention_short"),
+    static=("causal", "length"),
+  ),
+}

@@ -6,6 +6,7 @@ And the one that a recipe leaves in full.
 import jax
 import jax.numpy as jnp
 
+from sbjax.ops.operation import Operation
 from sbjax.quantize import Quantized, check_quantized, floating_dtype, format_of
 
 
@@ -55,7 +56,7 @@ def apply_scales(total, lhs_scale, rhs_scale, out_dtype, bias=None, residual=Non
   return with_added(y, out_dtype, bias, residual)
 
 
-def wide(x) -> jax.Array:
+def at_least_float32(x) -> jax.Array:
   """x in float32, or wider if it is."""
   return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
 
@@ -93,7 +94,7 @@ def check_residual(residual: jax.Array | None, shape: tuple[int, ...], dtype) ->
     )
 
 
-def nothing(shape, dtype, bias, residual) -> jax.Array:
+def empty_product(shape, dtype, bias, residual) -> jax.Array:
   """What `scaled_matmul` makes of no products."""
   one = jnp.ones((1, 1))
   return apply_scales(jnp.zeros(shape), one, one, dtype, bias, residual)
@@ -107,3 +108,13 @@ def full_dot(lhs, rhs, contracting, out_dtype, out_sharding=None) -> jax.Array:
   return jax.lax.dot_general(
     lhs, rhs, (contracting, ((), ())), preferred_element_type=out_dtype, out_sharding=out_sharding
   )
+
+
+OPERATIONS = {
+  "scaled_matmul": Operation(
+    scaled_matmul,
+    "mk m. nk n. mn -> mn",
+    kernels=("sm90.scaled_matmul", "triton.scaled_matmul"),
+    static=("out_dtype", "out_sharding"),
+  ),
+}

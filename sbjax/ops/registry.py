@@ -5,7 +5,7 @@ Triton's kernels, for NVIDIA GPUs from Ampere on. "mosaic" has each row's first 
 where there is one, for Hopper GPUs, else Triton's. Asked for by name, a backend computes, or it
 refuses and says why. Only backend None mixes: it takes the fastest kernel that supports the
 operands, or the definition. A recipe never names a backend, and a backend never changes a recipe's
-numbers.
+numbers. A row of the table stands beside its definition.
 """
 
 import functools
@@ -14,42 +14,21 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from sbjax.ops import adam, attention, rows
+from sbjax.ops import adam, attention, matmul, rows
 from sbjax.ops.device import compute_capability, target
-from sbjax.ops.matmul import scaled_matmul
+from sbjax.ops.operation import Operation
 from sbjax.ops.partition import arrays_of, is_explicit
 from sbjax.ops.shards import on_shards
-from sbjax.quantize import FORMATS, INT8, Spec, quantize
+from sbjax.quantize import FORMATS, Spec, quantize
 
 _log = logging.getLogger("sbjax")
 
 _TRITON_GEMM = "--xla_gpu_enable_triton_gemm"  # See warn_of_inexact_int8.
-
-
-class Operation(NamedTuple):
-  """One operation, whoever computes it.
-
-  definition: in plain jnp. Definitions that quantize take `quantize=`, so that absmax can be
-    reduced over devices.
-  axes: "operands -> results", the names of each array's axes in turn: m, n, k, or "." for an axis
-    that is never split. The last entry serves all further arrays; a vector has its last axis.
-  kernels: modules of sbjax.pallas, the fastest first. A module has a function of the operation's
-    name with the definition's signature. It may also have
-      unsupported(device, *args, **options): why the kernel does not take these, or None;
-      is_slower(*args, **options): whether the next kernel is faster with these.
-    Its folder has `unsupported(device)`: why no kernel there runs on a device, or None.
-  static: the arguments that a program is compiled for.
-  """
-
-  definition: Callable
-  axes: str
-  kernels: tuple[str, ...]
-  static: tuple[str, ...] = ()
 
 
 def _quantize(x, spec, *, quantize=quantize):
@@ -65,48 +44,14 @@ def _quantize_both(x, spec, *, quantize=quantize):
   return values, values.T
 
 
-_CODED = "abcdk. abcdk abcdk"  # Groups, and their details.
-
 OPERATIONS = {
   "quantize": Operation(_quantize, "mk -> mk", ("triton.quantize",)),
   "quantize_transposed": Operation(_quantize_transposed, "mk -> km", ("triton.quantize",)),
   "quantize_both": Operation(_quantize_both, "mk -> mk mk km", ("triton.quantize",)),
-  "scaled_matmul": Operation(
-    scaled_matmul,
-    "mk m. nk n. mn -> mn",
-    kernels=("sm90.scaled_matmul", "triton.scaled_matmul"),
-    static=("out_dtype", "out_sharding"),
-  ),
-  "norm_quantize": Operation(
-    rows.norm_quantize, "m. -> m.", kernels=("triton.norm",), static=("epsilon",)
-  ),
-  "norm_backward": Operation(
-    rows.norm_backward, "m. -> m.", kernels=("triton.norm",), static=("epsilon",)
-  ),
-  "gelu_quantize": Operation(
-    rows.gelu_quantize, "mk -> mk", kernels=("triton.gelu",), static=("activation",)
-  ),
-  "gelu_backward": Operation(
-    rows.gelu_backward, "mk -> mk", kernels=("triton.gelu",), static=("activation",)
-  ),
-  "quantize_sum": Operation(rows.quantize_sum, "mk -> mk", kernels=("triton.quantize_sum",)),
-  "attention_forward": Operation(
-    attention.attention_forward,
-    "b..h. -> b.h. bh.",
-    kernels=("sm90.attention_forward", "triton.attention_short"),
-    static=("causal", "length"),
-  ),
-  "attention_backward": Operation(
-    attention.attention_backward,
-    "b.h. bh. b.h. b..h. -> b..h.",
-    kernels=("sm90.attention_backward", "triton.attention_short"),
-    static=("causal", "length"),
-  ),
-  "adam_direction": Operation(
-    adam.adam_direction,
-    f". abcdk. {_CODED} {_CODED} abcdk -> abcdk. {_CODED} {_CODED}",
-    kernels=("triton.adam",),
-  ),
+  **matmul.OPERATIONS,
+  **rows.OPERATIONS,
+  **attention.OPERATIONS,
+  **adam.OPERATIONS,
 }
 
 
@@ -218,7 +163,7 @@ def backend_of(
   """The backend whose operations are the functions of that name in `kernels`, each on its shards.
 
   Args:
-    kernels: for each operation modules as `Operation.kernels` describes them; the one of "quantize"
+    kernels: for each operation modules as `Operation` describes them; the one of "quantize"
       also has `absmax` and `cast_scaled`, those of "scaled_matmul" also `accumulate`.
     is_default: whether operands that no kernel takes are left to XLA, or an error.
   """
@@ -263,7 +208,7 @@ def _choice(kernels: Sequence[Any], device, args, options) -> tuple[Any, str | N
       return kernel, None
   if taking:
     return taking[-1], None
-  return None, "; ".join(dict.fromkeys(reasons)) or "is for other devices"
+  return None, "; ".join(dict.fromkeys(filter(None, reasons))) or "is for other devices"
 
 
 def _refusal(kernel, device, args, options) -> str | None:
@@ -282,9 +227,9 @@ def _refusal(kernel, device, args, options) -> str | None:
 
 
 def _scaled_matmul(lhs, rhs, *args, **options):
-  if lhs.values.dtype == INT8:
+  if lhs.spec.format.is_exact:
     warn_of_inexact_int8()
-  return scaled_matmul(lhs, rhs, *args, **options)
+  return matmul.scaled_matmul(lhs, rhs, *args, **options)
 
 
 _XLA = Backend(

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from sbjax.ops.operation import Operation
 from sbjax.quantize import Quantized, Spec, dequantize, quantize
 
 NORM_EPSILON = 1e-5
@@ -182,3 +183,20 @@ def _sigmoid_unit(h, z, slope):
 _ACTIVATIONS: dict[str, Callable] = dict(
   zip(ACTIVATIONS, (_gelu, _gelu_tanh, _quick_gelu), strict=True)
 )
+
+
+OPERATIONS = {
+  "norm_quantize": Operation(
+    norm_quantize, "m. -> m.", kernels=("triton.norm",), static=("epsilon",)
+  ),
+  "norm_backward": Operation(
+    norm_backward, "m. -> m.", kernels=("triton.norm",), static=("epsilon",)
+  ),
+  "gelu_quantize": Operation(
+    gelu_quantize, "mk -> mk", kernels=("triton.gelu",), static=("activation",)
+  ),
+  "gelu_backward": Operation(
+    gelu_backward, "mk -> mk", kernels=("triton.gelu",), static=("activation",)
+  ),
+  "quantize_sum": Operation(quantize_sum, "mk -> mk", kernels=("triton.quantize_sum",)),
+}

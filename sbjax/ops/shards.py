@@ -27,7 +27,7 @@ def on_shards(
   their sums of products, or take the maximum of their absmax.
 
   Args:
-    axes: those of `sbjax.ops.registry.Operation`.
+    axes: those of `sbjax.ops.operation.Operation`.
     kernel: the module with a function of the operation's name; that of a matmul has `accumulate`.
     quantizer: the module of "quantize", with `absmax` and `cast_scaled`.
     out_sharding: of the result, in JAX's explicit mode; else it is split as the operands are.

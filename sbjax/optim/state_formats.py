@@ -40,7 +40,7 @@ from sbjax.ops.adam import Coded
 from sbjax.ops.dither import hashed, positions, round_by_chance
 from sbjax.ops.partition import Axes, over_shards
 from sbjax.optim.stable_adamw import ScaleByStableAdamState, leading_axes
-from sbjax.quantize import E4M3, format_of, magnitude
+from sbjax.quantize import E4M3, abs_or_inf, format_of
 
 
 class Format(NamedTuple):
@@ -265,7 +265,7 @@ def _scaled(dtype, limit: float, least: float) -> Format:
   """
 
   def encode(x, axes: int, axis_name: Axes | None = None, chance=None):
-    size = magnitude(x)
+    size = abs_or_inf(x)
     absmax = jnp.max(size, range(axes, x.ndim), keepdims=True)
     absmax = over_shards(jax.lax.pmax, absmax, axis_name)
     power = jnp.floor(jnp.log2(limit / jnp.where(absmax == 0, limit, absmax)))

@@ -27,13 +27,13 @@ import jax
 import jax.numpy as jnp
 
 from sbjax.linear.quantized_dot import quantized_dot
-from sbjax.ops.matmul import full_dot, wide
+from sbjax.ops.matmul import at_least_float32, full_dot
 from sbjax.ops.split_k import split_k_matmul
-from sbjax.quantize import E4M3, Spec, as_floating, largest
+from sbjax.quantize import E4M3, Spec, absmax_of, as_floating
 from sbjax.recipes import FULL, SIMULATED
 
 LARGEST = 6.0
-_ROW = Spec(E4M3, "rowwise")  # `largest` reads only which values share a scale.
+_ROW = Spec(E4M3, "rowwise")  # `absmax_of` reads only which values share a scale.
 
 
 def fp4_round(x: jax.Array) -> jax.Array:
@@ -77,7 +77,7 @@ def dge(x: jax.Array, k: float = 5.0, top: float = 3.0) -> jax.Array:
     raise ValueError(f"{k=} must be at least 1, such as 5.")
   if not top > 0:
     raise ValueError(f"{top=} must be more than 0, such as 3.")
-  magnitude = jnp.minimum(jnp.abs(wide(x)), LARGEST)
+  magnitude = jnp.minimum(jnp.abs(at_least_float32(x)), LARGEST)
   position = magnitude / _interval(magnitude)
   distance = jnp.abs(2 * (position - jnp.floor(position)) - 1)
   return jnp.minimum(distance ** (1 / k - 1) / k, top)
@@ -103,7 +103,7 @@ class Fp4:
     clamped, rest = _clamped(x, self.clamp)
     x_values, x_scale = _quantize(x, clamped, 1)
     w_values, w_scale = _quantize(w, w, 0)
-    y = full_dot(x_values, w_values.astype(x.dtype), ((1,), (0,)), wide(x).dtype)
+    y = full_dot(x_values, w_values.astype(x.dtype), ((1,), (0,)), at_least_float32(x).dtype)
     y *= x_scale * w_scale
     if rest is not None:
       y += full_dot(rest, w.astype(x.dtype), ((1,), (0,)), y.dtype)
@@ -112,7 +112,7 @@ class Fp4:
   def rounded_weight(self, w: jax.Array, dtype) -> jax.Array:
     """w [K, N] as the product took it, in `dtype`."""
     values, scale = _quantize(w, w, 0)
-    return (wide(values) * scale).astype(dtype)
+    return (at_least_float32(values) * scale).astype(dtype)
 
   def wgrad(self, x: jax.Array, dy: jax.Array, w: jax.Array, out_sharding) -> jax.Array:
     """The gradient of w [K, N] in float32, of x as the product took it."""
@@ -123,8 +123,8 @@ class Fp4:
     """x [M, K] in its dtype: rounded, with the rest of the clamp."""
     clamped, rest = _clamped(x, self.clamp)
     values, scale = _quantize(x, clamped, 1)
-    values = wide(values) * scale
-    return (values if rest is None else values + wide(rest)).astype(x.dtype)
+    values = at_least_float32(values) * scale
+    return (values if rest is None else values + at_least_float32(rest)).astype(x.dtype)
 
 
 # With straight-through gradients; with the estimator of the weight gradient; with the clamp, too.
@@ -167,15 +167,15 @@ def _quantize(x, clamped, axis) -> tuple[jax.Array, jax.Array]:
 
 
 def _scale(x, clamped, axis) -> jax.Array:
-  absmax = largest(clamped if axis else clamped.T, _ROW)
+  absmax = absmax_of(clamped if axis else clamped.T, _ROW)
   if clamped is not x:
-    absmax = jnp.where(jnp.isfinite(largest(x, _ROW)), absmax, jnp.nan)
+    absmax = jnp.where(jnp.isfinite(absmax_of(x, _ROW)), absmax, jnp.nan)
   scale = jnp.where(jnp.isfinite(absmax), absmax * (1 / LARGEST), jnp.nan)
   return scale if axis else scale.T
 
 
 def _scaled(x, scale) -> jax.Array:
-  return wide(x) / jnp.where(scale == 0, 1.0, scale)
+  return at_least_float32(x) / jnp.where(scale == 0, 1.0, scale)
 
 
 def _clamped(x: jax.Array, clamp: float | None) -> tuple[jax.Array, jax.Array | None]:

@@ -22,7 +22,7 @@ import optax
 
 from sbjax.attention import attention as plain_attention
 from sbjax.linear.quantized_dot import quantized_dot, times
-from sbjax.ops.matmul import wide
+from sbjax.ops.matmul import at_least_float32
 from sbjax.quantize import as_floating
 from sbjax.recipes import Recipe
 
@@ -140,7 +140,9 @@ def silu_glu(x: jax.Array, gate: jax.Array, *, mult: float = 1.0) -> jax.Array:
   """`x * silu(gate)` at unit variance."""
   scale = _between(_share(1, mult), 2, 2**0.5)
   x, gate = as_floating("x", x), as_floating("gate", gate)
-  product = scaled(wide(x), 1, scale) * _silu(scaled(wide(gate), 1, scale), mult)
+  product = scaled(at_least_float32(x), 1, scale) * _silu(
+    scaled(at_least_float32(gate), 1, scale), mult
+  )
   return scaled(product, scale).astype(x.dtype)
 
 
@@ -190,7 +192,7 @@ def cross_entropy(
       f" {logits.shape} and {labels.shape}."
     )
   classes = logits.shape[-1]
-  logits = scaled(wide(logits), mult, classes / (classes - 1) ** 0.5)
+  logits = scaled(at_least_float32(logits), mult, classes / (classes - 1) ** 0.5)
   losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
   return _reduced(losses, reduction)
 
@@ -203,7 +205,7 @@ def mse_loss(x: jax.Array, target: jax.Array, *, reduction: str = "mean") -> jax
   x, target = as_floating("x", x), as_floating("target", target)
   if x.shape != target.shape:
     raise ValueError(f"x and target must have one shape, not {x.shape} and {target.shape}.")
-  x, target = (scaled(wide(a), 1, 8**-0.5) for a in (x, target))
+  x, target = (scaled(at_least_float32(a), 1, 8**-0.5) for a in (x, target))
   return _reduced(jnp.square(x - target), reduction)
 
 
@@ -215,14 +217,14 @@ def layer_norm(
   epsilon: float = 1e-5,
 ) -> jax.Array:
   """Layer norm over the last axis of x [..., K]; scale [K] and bias [K] have unit gradients."""
-  centred = wide(as_floating("x", x))
+  centred = at_least_float32(as_floating("x", x))
   centred -= jnp.mean(centred, axis=-1, keepdims=True)
   return _affine(centred, epsilon, scale, bias).astype(x.dtype)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array | None = None, *, epsilon: float = 1e-5) -> jax.Array:
   """x [..., K] over its root mean square along the last axis; scale [K] has a unit gradient."""
-  return _affine(wide(as_floating("x", x)), epsilon, scale, None).astype(x.dtype)
+  return _affine(at_least_float32(as_floating("x", x)), epsilon, scale, None).astype(x.dtype)
 
 
 def embedding(ids: jax.Array, table: jax.Array) -> jax.Array:
@@ -337,7 +339,7 @@ def _constrained(constraint: str | None, *scales: float) -> tuple[float, ...]:
 def _elementwise(function, x, output, gradient, constraint):
   output, gradient = _constrained(constraint, output, gradient)
   x = as_floating("x", x)
-  return scaled(function(scaled(wide(x), 1, gradient)), output).astype(x.dtype)
+  return scaled(function(scaled(at_least_float32(x), 1, gradient)), output).astype(x.dtype)
 
 
 def _silu(x, mult):

@@ -16,7 +16,8 @@ import tracemalloc
 
 import jax
 import pytest
-from shards_case import captions, data_config, image_bytes, pairs, write_shard
+import shards_case
+from shards_case import captions, image_bytes, pairs, write_shard
 
 from train.config import Config, ModelConfig
 from train.data import prefetch, sample, tar_shards
@@ -28,14 +29,7 @@ from train.errors import RunError
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-@pytest.fixture
-def config(tmp_path):
-  return data_config(tmp_path)
-
-
-@pytest.fixture
-def folder(config, tmp_path):
-  return tmp_path / "shards"
+config, folder = shards_case.config, shards_case.folder  # Fixtures.
 
 
 def skipped(builder):

@@ -12,7 +12,8 @@ import time
 
 import numpy as np
 import pytest
-from shards_case import captions, data_config, image_bytes, pairs, write_shard
+import shards_case
+from shards_case import captions, image_bytes, pairs, write_shard
 
 from train.config import Config, ModelConfig
 from train.data import builders, decode, parts, pool, webdataset
@@ -22,15 +23,7 @@ from train.data.tokenizer import make_tokenizer
 from train.errors import RunError
 from train.workdir import lock
 
-
-@pytest.fixture
-def config(tmp_path):
-  return data_config(tmp_path)
-
-
-@pytest.fixture
-def folder(config, tmp_path):
-  return tmp_path / "shards"
+config, folder = shards_case.config, shards_case.folder  # Fixtures.
 
 
 def numbers(builder, split="train"):

@@ -229,6 +229,16 @@ def test_tree_map_params_finds_what_is_like_the_parameters(name):
   assert like and set(like) == {SPECS["w"]}
 
 
+@pytest.mark.parametrize("stacked", [{"b": 0, "w": 1}, lambda tree: {"b": 0, "w": 1}])
+def test_tree_map_params_takes_an_optimizer_of_stacks(stacked):
+  """It initializes with an empty tree, of which `stacked` is no prefix."""
+  optimizer = stable(RATE, stacked=stacked)
+  optimizer = compress_state(optimizer, stacked=stacked, mu=FORMATS["E4M3_EXPANDED"])
+  state = optimizer.init(parameters("coat"))
+  same = optax.tree_map_params(optimizer, lambda x: x, state)
+  assert jax.tree.structure(same) == jax.tree.structure(state)
+
+
 @everywhere
 def test_init_takes_shapes(name):
   optimizer, params = OPTIMIZERS[name](RATE), parameters(name)

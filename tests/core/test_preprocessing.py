@@ -54,6 +54,7 @@ def open_clip(**values):
     ({HF5: {"processor_class": "CLIPProcessor"}, HF: FULL | {"size": SQUARE}}, True),
     ({HF: {"size": 224, "feature_extractor_type": "CLIPFeatureExtractor"}}, False),
     ({HF: {"size": 224, "default_to_square": True}}, True),
+    ({HF: FULL | {"pad_size": SQUARE, "image_seq_length": 9}}, False),  # They change no pixel.
     ({HF: {"size": [224, 224], "do_center_crop": False}}, True),
     ({HF: FULL | {"size": SQUARE, "do_center_crop": False, "crop_size": 9}}, True),
     (

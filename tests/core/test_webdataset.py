@@ -7,23 +7,16 @@ import os
 import re
 
 import pytest
+import shards_case
 import tensorflow_datasets as tfds
-from shards_case import captions, data_config, image_bytes, noisy_image_bytes, pairs, write_shard
+from shards_case import captions, image_bytes, noisy_image_bytes, pairs, write_shard
 
 from train.config import Config, ModelConfig
 from train.data import builders, pool, tar_shards, webdataset
 from train.data.builders import prepare
 from train.data.source import check_eval_splits, check_split, open_source
 
-
-@pytest.fixture
-def config(tmp_path):
-  return data_config(tmp_path)
-
-
-@pytest.fixture
-def folder(config, tmp_path):
-  return tmp_path / "shards"
+config, folder = shards_case.config, shards_case.folder  # Fixtures.
 
 
 def records(builder, split="train"):

@@ -294,6 +294,8 @@ def kernels(request):
 def test_attention_is_as_exact_as_cudnn(kernels, case):
   _, length, heads, head_dim, causal = attention_benchmark.CASES[case]
   shape = (2, length, heads, head_dim)
+  if not attention_benchmark.supports(functools.partial(attention, backend=kernels), shape):
+    pytest.skip(f"backend={kernels!r} refuses this shape.")
   ours, cudnn = (kernels_errors(name, shape, causal) for name in (kernels, "cudnn"))
   # The same data; the order of sums and of roundings differs.
   assert all(a <= 1.05 * b for a, b in zip(ours, cudnn, strict=True)), (ours, cudnn)
@@ -316,8 +318,14 @@ def test_attention_of_drawn_shapes(kernels, seed):
 CUDNN_NAN = pytest.mark.xfail(reason="cuDNN's gradients are NaN there (pytorch#196678)")
 
 
-@pytest.mark.parametrize("backend", [pytest.param("cudnn", marks=CUDNN_NAN), "mosaic", "triton"])
-@pytest.mark.parametrize("length", [64, 192, 320])
+@pytest.mark.parametrize(
+  ("backend", "length"),
+  [
+    *((pytest.param("cudnn", length, marks=CUDNN_NAN)) for length in (64, 192, 320)),
+    *(("triton", length) for length in (64, 192, 320)),
+    *(("mosaic", length) for length in (66, 192, 257)),
+  ],
+)
 def test_attention_of_large_negative_logits_is_finite(backend, length):
   if backend != "cudnn":
     skip_without(backend)

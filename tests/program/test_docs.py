@@ -54,11 +54,10 @@ def test_the_sessions_of_a_page_print_the_shown_output(page):
   assert doctest.DocTestRunner().run(test, out=out.append).failed == 0, "".join(out)
 
 
-def test_each_test_that_the_page_of_faults_names_exists():
-  named = re.findall(
-    r"`(test_\w+)\.py`:((?: `test_\w+`,?)+)", (ROOT / "docs/faults.md").read_text()
-  )
-  assert len(named) > 30
+@pytest.mark.parametrize(("page", "least"), [("docs/faults.md", 30), ("tests/README.md", 10)])
+def test_each_test_that_a_page_of_tests_names_exists(page, least):
+  named = re.findall(r"`(test_\w+)\.py`:((?: `test_\w+`,?)+)", (ROOT / page).read_text())
+  assert len(named) > least
   for file, names in named:
     (path,) = (ROOT / "tests").rglob(f"{file}.py")
     text = path.read_text()

@@ -68,15 +68,7 @@ def data_dir(tmp_path_factory):
 @pytest.fixture
 def train(monkeypatch, data_dir):
   """train(workdir, devices, **options) runs the loop and returns its records."""
-  loop_case.replace_model(monkeypatch.setattr)
-  all_devices = jax.devices()
-
-  def run(workdir, devices=1, **options):
-    monkeypatch.setattr(jax, "devices", lambda *_: all_devices[:devices])
-    loop.train(loop_case.config(data_dir, **options), workdir)
-    return loop_case.records(workdir)
-
-  return run
+  return loop_case.trainer(monkeypatch, data_dir, loop_case.records)
 
 
 def final_state(workdir, step=4) -> list[np.ndarray]:
@@ -89,10 +81,7 @@ def whole(data_dir, tmp_path_factory):
   """The workdir of an uninterrupted run on one device."""
   workdir = tmp_path_factory.mktemp("whole")
   with pytest.MonkeyPatch.context() as patch:
-    loop_case.replace_model(patch.setattr)
-    one = jax.devices()[:1]
-    patch.setattr(jax, "devices", lambda *_: one)
-    loop.train(loop_case.config(data_dir), workdir)
+    loop_case.trainer(patch, data_dir)(workdir)
   return workdir
 
 

@@ -15,14 +15,7 @@ from train.run import Run
 
 @pytest.fixture
 def train(monkeypatch, tmp_path):
-  loop_case.replace_model(monkeypatch.setattr)
-  one = jax.devices()[:1]
-  monkeypatch.setattr(jax, "devices", lambda *_: one)
-
-  def run(workdir, **options):
-    return loop.train(loop_case.config(tmp_path / "data", **options), workdir)
-
-  return run
+  return loop_case.trainer(monkeypatch, tmp_path / "data")
 
 
 def test_a_run_reports_at_each_evaluation_and_ends_with_scores_and_paths(

@@ -8,7 +8,6 @@ import sys
 import time
 from pathlib import Path
 
-import jax
 import loop_case
 import pytest
 from pairwise import mainly
@@ -32,15 +31,7 @@ def data_dir(tmp_path_factory):
 @pytest.fixture
 def train(monkeypatch, data_dir):
   """train(workdir, **options) runs the loop on one device and returns its records."""
-  loop_case.replace_model(monkeypatch.setattr)
-  one = jax.devices()[:1]
-  monkeypatch.setattr(jax, "devices", lambda *_: one)
-
-  def run(workdir, **options):
-    loop.train(loop_case.config(data_dir, **options), workdir)
-    return measured(workdir)
-
-  return run
+  return loop_case.trainer(monkeypatch, data_dir, measured)
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +39,7 @@ def whole(data_dir, tmp_path_factory):
   """The records of a run that nothing stops."""
   workdir = tmp_path_factory.mktemp("whole")
   with pytest.MonkeyPatch.context() as patch:
-    loop_case.replace_model(patch.setattr)
-    one = jax.devices()[:1]
-    patch.setattr(jax, "devices", lambda *_: one)
-    loop.train(loop_case.config(data_dir, **EVALUATING), workdir)
-  return measured(workdir)
+    return loop_case.trainer(patch, data_dir, measured)(workdir, **EVALUATING)
 
 
 def measured(workdir):

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sbjax.ops import device as devices
-from sbjax.ops.matmul import check_operands, check_residual, nothing
+from sbjax.ops.matmul import check_operands, check_residual, empty_product
 from sbjax.pallas import tuning
 from sbjax.pallas.limits import unsupported_matmul
 from sbjax.pallas.tuning import MANY_ROWS
@@ -198,7 +198,7 @@ def _matmul(lhs, rhs, scales, residual, out_dtype, config, num_sms, interpret):
   check_operands(lhs, rhs)
   (m, k), n, out_dtype = lhs.shape, rhs.shape[0], jnp.dtype(out_dtype)
   if 0 in (m, n, k):
-    return nothing((m, n), out_dtype, scales[2] if len(scales) == 3 else None, residual)
+    return empty_product((m, n), out_dtype, scales[2] if len(scales) == 3 else None, residual)
   padded_m, padded_n, padded_k = _padded_shape(m, n, k)
   if (padded_m, padded_n, padded_k) != (m, n, k):
     lhs = jnp.pad(lhs, ((0, padded_m - m), (0, padded_k - k)))

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from sbjax.ops.device import target
-from sbjax.ops.matmul import check_operands, check_residual, nothing
+from sbjax.ops.matmul import check_operands, check_residual, empty_product
 from sbjax.pallas import tuning
 from sbjax.pallas.limits import unsupported_matmul
 from sbjax.pallas.triton.call import compute_capability, triton_call
@@ -125,7 +125,7 @@ def _matmul(lhs, rhs, scales, bias, residual, out_dtype, config):
   check_operands(lhs, rhs)
   (m, k), (n, _) = lhs.shape, rhs.shape
   if m == 0 or n == 0 or k == 0:
-    return nothing((m, n), out_dtype, bias, residual)
+    return empty_product((m, n), out_dtype, bias, residual)
   config = config or config_for(m, n, k, target().device_kind, residual is not None)
   # The kernel does not read a scale, bias or residual that is None: any pointer will do.
   lhs_scale, rhs_scale = (lhs, rhs) if scales is None else scales
