@@ -6,7 +6,9 @@ Every matmul is `lhs [M, K]` with `rhs [N, K]`, contracted along the last axis o
   dgrad  dx = dy @ w.T   rows of dy  with rows of w
   wgrad  dw = x.T @ dy   rows of x.T with rows of dy.T
 
-A method is a value here, so that one look compares it with the others.
+A method is a value here, so that one look compares it with the others. Its formats are those of
+`FORMATS` in sbjax/quantize.py. Formats that no tensor core of Hopper takes, such as 4 bits, are
+simulated: sbjax/studies/fp4.py computes the matmuls and adds its recipes to `SIMULATED`.
 """
 
 import dataclasses

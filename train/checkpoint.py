@@ -4,7 +4,7 @@ A checkpoint holds the training state (orbax, written in the background) and a J
 position of the data iterator and a checksum of every array. The position is the same in every
 process, since all take the same steps. A checkpoint that is incomplete, unreadable or does not
 match its checksums is renamed to damaged-<step>, and the one before it is used. A reader beside a
-training program renames and deletes nothing.
+training program renames and deletes nothing. A run resumes in `_train` of train/loop.py.
 
 Each of several processes writes and reads its part. A checkpoint gets its name when all parts are
 written, and is restored if all can be read. orbax's CheckpointManager is not used: in a process

@@ -30,8 +30,8 @@ from tqdm import tqdm
 
 from train import cli, inference
 from train.data import decode, sample, tar_shards
-from train.data.batches import decoded
 from train.data.decode import DEFAULT_LIMITS, Limits
+from train.data.eval_batches import decoded
 from train.data.sample import Unusable
 from train.data.text_files import read_lines
 from train.errors import RunError

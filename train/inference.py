@@ -23,7 +23,7 @@ from sbjax.recipes import parse_recipe, recipes_of
 from train.checkpoint import Checkpointer
 from train.config import Config, MeshConfig, ModelConfig
 from train.data.augment import CentreCrop, Squash
-from train.data.batches import decoded
+from train.data.eval_batches import decoded
 from train.data.preprocessing import is_squashed
 from train.data.tokenizer import Tokenizer, make_tokenizer
 from train.errors import RunError

@@ -1,6 +1,7 @@
 """The training loop: steps, checkpoints and evaluations until the last step or a signal.
 
-The host runs one step ahead: it reads a step's metrics after it has started the next step.
+A run resumes here: `_train` restores the newest checkpoint and sets the data iterator to its
+position. The host runs one step ahead: it reads a step's metrics after it has started the next.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Do loss spikes follow RMS spikes? Reads the metrics of runs that logged each step.
+"""Reads the metrics of runs that logged each step: do loss spikes follow RMS spikes?
 
 python -m train.spikes runs/a runs/b --out=spikes.png
 

@@ -1,1 +1,1 @@
-"""Other people's models: their matmuls, found in the jaxpr and computed in 8 bits."""
+"""Models as they are, in 8 bits: their matmuls, found in the jaxpr. Files: sbjax.interop."""

@@ -1,1 +1,1 @@
-"""Methods that papers name and the core does not need; nothing here is imported by it."""
+"""Simulated FP4 and unit scaling: methods of papers that the core neither needs nor imports."""

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 from train.data import decode, sample, tar_shards
 from train.data.augment import CentreCrop, Squash
-from train.data.batches import decoded
 from train.data.classes import check_labels, read_class_names
 from train.data.decode import DEFAULT_LIMITS, Limits
+from train.data.eval_batches import decoded
 from train.data.text_files import read_lines
 from train.errors import RunError
 from train.paths import local_path
@@ -104,7 +104,7 @@ class WdsFolder(NamedTuple):
     batch_size: int,
     limits: Limits = DEFAULT_LIMITS,
   ) -> Iterator[dict[str, Any]]:
-    """The examples in batches (train/data/batches.py), with the pixels that CLIP_benchmark sees."""
+    """The examples in batches (eval_batches.py), with the pixels that CLIP_benchmark sees."""
     crop = dataclasses.replace(crop, limits=limits, decode=decode.plainly)
     return decoded(self.examples(split, limits), crop, batch_size)
 
