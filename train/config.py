@@ -283,9 +283,7 @@ class Config:
   init_model: str = field(
     "", """open_clip's name of the model of init; "": its folder's config, or model.size""", PATH
   )
-  freeze: tuple[str, ...] = field(
-    (), """patterns of init's frozen parameters: "image/.*" """
-  )
+  freeze: tuple[str, ...] = field((), """patterns of init's frozen parameters: "image/.*" """)
   loss: str = field("softmax", 'or "siglip"')
   batch_size: int = field(16384, "over all devices", AT_LEAST_1)
   # Patch dropout draws other patches after a change of `accumulate`.
