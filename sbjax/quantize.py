@@ -25,7 +25,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-  """An 8-bit format: what it can hold, and how its products are summed."""
+  """A format of at most 8 bits: what it can hold, and how its products are summed."""
 
   dtype: jnp.dtype
   max: float  # The largest magnitude that a quantized value takes.

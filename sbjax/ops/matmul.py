@@ -40,11 +40,14 @@ def scaled_matmul(
   out_dtype = floating_dtype("out_dtype", out_dtype)
   check_operands(lhs.values, rhs.values)
   check_residual(residual, (lhs.values.shape[0], rhs.values.shape[0]), out_dtype)
+  own = format_of(lhs.values.dtype)
+  values = lhs.values, rhs.values
+  if own.is_exact:  # XLA multiplies no integers of fewer bits (jax 0.11.2).
+    values = (v.astype(jnp.int8) for v in values)
   total = jax.lax.dot_general(
-    lhs.values,
-    rhs.values,
+    *values,
     (((1,), (1,)), ((), ())),
-    preferred_element_type=format_of(lhs.values.dtype).accumulator,
+    preferred_element_type=own.accumulator,
     out_sharding=out_sharding,
   )
   return apply_scales(total, lhs.scale, rhs.scale, out_dtype, bias, residual)
@@ -78,10 +81,10 @@ def check_operands(lhs: jax.Array, rhs: jax.Array) -> None:
   own, other = format_of(lhs.dtype), format_of(rhs.dtype)
   if own.accumulator != other.accumulator:
     raise ValueError(f"No matmul takes {lhs.dtype.name} with {rhs.dtype.name}.")
-  if own.most_terms is not None and k > own.most_terms:
+  most = min((f.most_terms for f in (own, other) if f.most_terms is not None), default=k)
+  if k > most:
     raise ValueError(
-      f"{k=} {lhs.dtype.name} products can overflow {own.accumulator.name}; at most"
-      f" {own.most_terms}."
+      f"{k=} {lhs.dtype.name} products can overflow {own.accumulator.name}; at most {most}."
     )
 
 

@@ -14,8 +14,10 @@ class Operation(NamedTuple):
   kernels: modules of sbjax.pallas, the fastest first. A module has a function of the operation's
     name with the definition's signature. It may also have
       unsupported(device, *args, **options): why the kernel does not take these, or None;
-      is_slower(*args, **options): whether the next kernel is faster with these.
-    Its folder has `unsupported(device)`: why no kernel there runs on a device, or None.
+      is_slower(*args, **options): whether the next kernel is faster with these;
+      TAKES: dtypes of `sbjax.quantize.FORMATS`; it takes int8 and fp8 alone if it names none.
+    Its folder has `unsupported(device)`: why no kernel there runs on a device, or None. A chip with
+    one file, such as sm100.py, needs no folder: `unsupported` gets the device alone, then all.
   static: the arguments that a program is compiled for.
   """
 

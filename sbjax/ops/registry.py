@@ -24,7 +24,7 @@ from sbjax.ops.device import compute_capability, target
 from sbjax.ops.operation import Operation
 from sbjax.ops.partition import arrays_of, is_explicit
 from sbjax.ops.shards import on_shards
-from sbjax.quantize import FORMATS, Spec, quantize
+from sbjax.quantize import E4M3, E5M2, FORMATS, INT8, Spec, quantize
 
 _log = logging.getLogger("sbjax")
 
@@ -217,8 +217,10 @@ def _refusal(kernel, device, args, options) -> str | None:
   dtypes = [leaf.dtype for leaf in leaves if hasattr(leaf, "dtype")]
   if jnp.float64 in dtypes:
     return "takes at most 32 bits, not float64"
-  for dtype in dtypes:
-    least = FORMATS[dtype].capability if dtype in FORMATS else 0
+  for dtype in filter(FORMATS.get, dtypes):
+    if dtype not in getattr(kernel, "TAKES", (INT8, E4M3, E5M2)):
+      return f"takes no {dtype.name}"
+    least = FORMATS[dtype].capability
     if least > (compute_capability(device) or 0):
       return f"takes no {dtype.name} below compute capability {least / 10}"
   if not hasattr(kernel, "unsupported"):

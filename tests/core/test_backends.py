@@ -23,6 +23,7 @@ from sbjax import (
   INT8,
   Spec,
   attention,
+  dequantize,
   pallas,
   quantize,
   quantized_dot,
@@ -33,8 +34,10 @@ from sbjax.ops import adam as expansion
 from sbjax.ops import device
 from sbjax.ops import registry as backends
 from sbjax.ops import rows as fused_ops
+from sbjax.ops.matmul import check_operands
 from sbjax.ops.registry import OPERATIONS, get_backend
 from sbjax.ops.rows import LayerNormParams
+from sbjax.quantize import FORMATS, Format
 
 ROWWISE, TENSORWISE = Spec(INT8, "rowwise"), Spec(INT8, "tensorwise")
 
@@ -171,6 +174,29 @@ def test_a_format_that_the_gpu_lacks_goes_to_xla_and_is_logged(installed, caplog
     get_backend(None).quantize(ROWS, e4m3)
   assert "quantize goes to XLA; the kernel takes no float8_e4m3fn below" in caplog.text
   assert installed.calls == []
+
+
+def test_a_new_format_is_a_value_that_kernels_refuse_until_they_name_it(installed, monkeypatch):
+  int4 = jnp.dtype(jnp.int4)
+  made = Format(int4, 7.0, FORMATS[INT8].accumulator, 80, has_nan=False, most_terms=2**25)
+  monkeypatch.setitem(FORMATS, int4, made)
+  spec = Spec("int4", "rowwise")
+  q = quantize(draw(16, 32), spec)
+  assert q.values.dtype == int4 and abs(q.values.astype(int)).max() == 7
+  with triton_case.chip(80), pytest.raises(NotImplementedError, match="quantize takes no int4;"):
+    get_backend("triton").quantize(draw(16, 32), spec)
+  own, other = (jax.ShapeDtypeStruct((1, 2**17 + 1), dtype) for dtype in (int4, INT8))
+  check_operands(own, own)
+  with pytest.raises(ValueError, match="at most 131072"):
+    check_operands(own, other)
+  y = on_a_cpu(lambda q: get_backend(None).scaled_matmul(q, q, jnp.float32), q)
+  np.testing.assert_allclose(y, dequantize(q) @ dequantize(q).T, rtol=1e-5, atol=1e-5)
+  assert installed.calls == []
+  for kernel in OPERATIONS["quantize"].kernels:
+    monkeypatch.setattr(backends._module(kernel), "TAKES", (INT8, int4), raising=False)
+  with triton_case.chip(80):
+    jax.eval_shape(lambda x: get_backend("triton").quantize(x, spec), draw(16, 32))
+  assert installed.calls == [("quantize", "triton.quantize")]
 
 
 def test_an_unknown_backend_error_lists_the_known_ones():
