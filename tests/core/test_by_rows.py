@@ -13,11 +13,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from pairwise import mainly
 
-from sbjax import INT8, LayerNormMLP, attention, quantize_model, quantized_dot
+from sbjax import E5M2, INT8, LayerNormMLP, attention, quantize_model, quantized_dot
 from sbjax.linear.fused import layer_norm_dense, layer_norm_mlp
 from sbjax.linear.weight import quantize_weight
 from sbjax.ops.rows import LayerNormParams
 from sbjax.quantize import FORMATS
+from sbjax.recipes import as_recipe
 
 B, T, K, N = 8, 6, 48, 64
 X, W, V = normal((B, T, K)), normal((K, N), seed=1), normal((N, K), seed=2)
@@ -84,8 +85,10 @@ def test_outputs_and_input_gradients_are_those_of_each_example_alone(layer, name
   y_alone, dx_alone, dw_alone = value_and_gradients(loop(layer, name), X, W)
   assert_close(y, y_alone)
   assert_close(dx, dx_alone)
-  is_rounded = "wgrad" in name or name in ("llm_int8", "fp8_static")  # By the scales of all rows.
-  assert_close(dw, dw_alone, 0.05 if is_rounded else 1e-3)
+  wgrad = None if name in ONE_SCALE else as_recipe(name).wgrad
+  bound = 0.05 if wgrad else 1e-3  # Its scales are those of all rows.
+  bound = 0.1 if wgrad and wgrad[1].dtype == E5M2 else bound  # Off by an eighth at most.
+  assert_close(dw, dw_alone, bound)
 
 
 @pytest.mark.parametrize("name", mainly(["full", "llm_int8"], ROWWISE))
