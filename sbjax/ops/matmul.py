@@ -41,11 +41,12 @@ def scaled_matmul(
   check_operands(lhs.values, rhs.values)
   check_residual(residual, (lhs.values.shape[0], rhs.values.shape[0]), out_dtype)
   own = format_of(lhs.values.dtype)
-  values = lhs.values, rhs.values
-  if own.is_exact:  # XLA multiplies no integers of fewer bits (jax 0.11.2).
-    values = (v.astype(jnp.int8) for v in values)
+  lhs_values, rhs_values = lhs.values, rhs.values
+  if own.is_exact:  # XLA multiplies no integers of fewer bits.
+    lhs_values, rhs_values = lhs_values.astype(jnp.int8), rhs_values.astype(jnp.int8)
   total = jax.lax.dot_general(
-    *values,
+    lhs_values,
+    rhs_values,
     (((1,), (1,)), ((), ())),
     preferred_element_type=own.accumulator,
     out_sharding=out_sharding,

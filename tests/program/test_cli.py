@@ -13,7 +13,7 @@ from configs import quickstart
 from train import cli
 from train.config import all_fields
 from train.errors import RunError
-from train.fields import KINDS, about
+from train.fields import KINDS, MAY_CHANGE, about
 
 ROOT = Path(__file__).parents[2]
 
@@ -118,7 +118,8 @@ def test_help_says_of_every_field_its_type_and_default_and_what_it_is():
   text = "".join(cli.describe_fields().split())  # Lines may break at a hyphen.
   for path, field in all_fields().items():
     default = "" if field.default is dataclasses.MISSING else repr(field.default)
-    said = f"{field.name} {KINDS[field.type].name} {default} {about(field).help}"
+    star = "*" if MAY_CHANGE in about(field).marks else ""
+    said = f"{field.name}{star} {KINDS[field.type].name} {default} {about(field).help}"
     assert about(field).help and "".join(said.split()) in text, path
 
 
