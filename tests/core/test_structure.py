@@ -15,8 +15,6 @@ import sbjax
 ROOT = pathlib.Path(__file__).parents[2]
 ROOTS = ("sbjax", "train", "benchmarks")
 FLOORS = 6  # Of sbjax: the root, and five under it.
-
-
 MOST_PUBLIC_NAMES = 26
 
 
@@ -45,6 +43,7 @@ def entry(module):
 @pytest.mark.parametrize("root", ROOTS)
 def test_no_module_imports_itself_through_others(root, imports):
   graph = collapsed(imports, lambda module: module if module.split(".")[0] == root else None)
+  assert any(graph.values())
   graphlib.TopologicalSorter(graph).prepare()  # Raises CycleError.
 
 
@@ -75,16 +74,18 @@ def test_the_core_does_not_import_studies(imports):
   knowing = {
     entry(module) for module, others in imports.items() if "sbjax.studies" in map(entry, others)
   }
-  assert knowing - {None} <= {"sbjax", "sbjax.studies", "sbjax.models"}
+  assert knowing - {None} <= {"sbjax", "sbjax.studies"}
 
 
 def test_the_library_knows_no_program_and_no_program_the_tests(imports):
   for module, others in imports.items():
     below = {"sbjax": ("sbjax",), "train": ("sbjax", "train"), "benchmarks": ROOTS}
     assert {other.split(".")[0] for other in others} <= set(below[module.split(".")[0]]), module
-  for path in (path for root in ROOTS for path in (ROOT / root).rglob("*.py")):
-    for line in path.read_text().splitlines():
-      assert not re.match(r"\s*(from|import) tests\b", line), f"{path}: {line}"
+  for root in ROOTS:
+    beyond = "tests" if root == "benchmarks" else "tests|configs|benchmarks"
+    for path in (ROOT / root).rglob("*.py"):
+      for line in path.read_text().splitlines():
+        assert not re.match(rf"\s*(from|import) ({beyond})\b", line), f"{path}: {line}"
 
 
 def test_only_task_and_zero_shot_import_the_model(imports):

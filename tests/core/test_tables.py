@@ -1,7 +1,5 @@
 """The result files, and the tables that are made from them."""
 
-import ast
-import graphlib
 import json
 import re
 import subprocess
@@ -9,7 +7,7 @@ import subprocess
 import pytest
 
 from benchmarks import attention_report, remat_report
-from benchmarks.commit import ROOT, commit_of
+from benchmarks.commit import commit_of
 from benchmarks.tables import RESULTS, read
 
 
@@ -23,20 +21,6 @@ def test_a_result_names_the_commit_that_made_it(path):
   )
   for row in rows:
     assert re.fullmatch(r"[0-9a-f]{7,40}(-dirty)?", row["commit"]), row
-
-
-def test_no_benchmark_imports_itself_through_others():
-  graph = {}
-  for path in RESULTS.parent.rglob("*.py"):
-    name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-    nodes = list(ast.walk(ast.parse(path.read_text())))
-    of = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
-    graph[name] = {node.module for node in of} | {
-      f"{node.module}.{alias.name}" for node in of for alias in node.names
-    }
-  inside = {name: others & graph.keys() for name, others in graph.items()}
-  assert any(inside.values())
-  graphlib.TopologicalSorter(inside).prepare()  # Raises CycleError.
 
 
 def test_a_checkout_is_dirty_if_a_file_differs_that_is_no_result(tmp_path, monkeypatch):
