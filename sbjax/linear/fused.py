@@ -20,13 +20,14 @@ from sbjax.linear.quantized_dot import (
   as_rows,
   as_tokens,
   cotangent_like,
+  dgrad_weight,
   forbid_second_derivatives,
   forward,
   from_rows,
   input_gradient,
   most_rows,
   named_dot,
-  output_grad_spec,
+  output_grad_rounding,
   prepared,
   quantize_output_grad,
   weight_gradient,
@@ -194,8 +195,9 @@ def _layer_norm_dense_bwd(recipe, backend, num_outputs, epsilon, keep, saved, gr
   x, norm, w, bias = saved
   dx, dys = gradients
   x = restored(x, dx.dtype)
-  dy, dy_q, d_bias = quantize_output_grad(ops, recipe, dys, bias, w)
-  dn = input_gradient(ops, recipe, dy_q, w, dy.dtype, jax.typeof(x).sharding)
+  w_q = dgrad_weight(ops, recipe, w, dys[0].dtype)
+  dy, dy_q, d_bias = quantize_output_grad(ops, recipe, dys, bias, w_q)
+  dn = input_gradient(ops, recipe, dy_q, w_q, dy.dtype, jax.typeof(x).sharding)
   dx, d_norm, n = ops.norm_backward(x, norm, dn, dx, epsilon=epsilon)
   dw = weight_gradient(ops, recipe, n, dy, w)
   d_norm = jax.tree.map(cotangent_like, norm, d_norm)
@@ -236,13 +238,14 @@ def _layer_norm_mlp_bwd(
   x, h = restored(x, dy.dtype), restored(h, dy.dtype)
   dx = cotangent_like(x, dy) if add_residual else dx
   h_sharding = jax.typeof(jax.tree.leaves(h)[0]).sharding
-  dy, dy_q, db2 = quantize_output_grad(ops, second, (dy,), b2, w2)
-  dg = input_gradient(ops, second, dy_q, w2, dy.dtype, h_sharding)
-  dh, dh_q, db1, g = ops.gelu_backward(h, dg, output_grad_spec(first, w1), activation=activation)
+  w1_q, w2_q = (dgrad_weight(ops, *one, dy.dtype) for one in zip(recipes, (w1, w2), strict=True))
+  dy, dy_q, db2 = quantize_output_grad(ops, second, (dy,), b2, w2_q)
+  dg = input_gradient(ops, second, dy_q, w2_q, dy.dtype, h_sharding)
+  spec, fold = output_grad_rounding(first, w1_q)
+  dh, dh_q, db1, g = ops.gelu_backward(h, dg, spec, activation=activation, fold=fold)
   dw2 = weight_gradient(ops, second, g, dy, w2)
-  dn = input_gradient(
-    ops, first, dh if dh_q is None else dh_q, w1, dy.dtype, jax.typeof(x).sharding
-  )
+  dh_q = dh if dh_q is None else dh_q
+  dn = input_gradient(ops, first, dh_q, w1_q, dy.dtype, jax.typeof(x).sharding)
   dx, d_norm, n = ops.norm_backward(x, norm, dn, dx, epsilon=epsilon)
   dw1 = weight_gradient(ops, first, n, dh, w1)
   dw1, dw2 = cotangent(w1, dw1), cotangent(w2, dw2)
