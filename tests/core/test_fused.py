@@ -150,7 +150,8 @@ def test_a_residual_is_added_to_the_product_and_receives_dy(name):
 
 
 @pytest.mark.parametrize(
-  "name", mainly(["switchback_q", "llm_int8", "fp8_switchback", "fp8_amax"], RECIPES)
+  "name",
+  mainly(["switchback_q", "switchback_c", "llm_int8", "fp8_switchback", "fp8_amax"], RECIPES),
 )
 def test_a_weight_quantized_beforehand_gives_the_same_bits(name):
   x, gradients, (norm, w1, b1, w2, b2) = make()
