@@ -172,7 +172,7 @@ def input_gradient(ops: Backend, recipe: Recipe, dy, w, dtype, out_sharding, mul
     spec, fold = output_grad_rounding(recipe, w)
     dy = ops.quantize(dy, spec, fold=fold)
   if w.spec.is_columnwise:  # dy has its scales.
-    w = Quantized(w.values, jnp.ones((1, 1)), Spec(w.spec.dtype, "static"))
+    w = Quantized(w.values, jnp.ones((1, 1), jnp.float32), Spec(w.spec.dtype, "static"))
   return _scaled_matmul(ops, dy, times(w, multiplier), dtype, out_sharding)
 
 

@@ -82,7 +82,7 @@ def half_step(a, spec, axis=1):
     return np.where(np.abs(a) < LEAST, np.abs(a), 0), 1
   a = a.astype(np.float32).astype(np.float64)
   most, magnitude = LARGEST[spec.dtype], np.abs(a)
-  shared = axis if spec.scaling == "rowwise" else None
+  shared = {"rowwise": axis, "columnwise": 1 - axis}.get(spec.scaling)
   absmax = np.max(magnitude, axis=shared, keepdims=True, initial=0)
   if spec.scaling == "static":
     scale = np.full_like(absmax, 2.0**-spec.exponent)
@@ -114,7 +114,15 @@ def product(a, b, pair, dtype, a_error=0):
     a, b = np.asarray(a).astype(dtype), np.asarray(b).astype(dtype)
   a, b = np.asarray(a).astype(np.float64), np.asarray(b).astype(np.float64)
   a_spec, b_spec = pair or (None, None)
-  (da, a_scale), (db, b_scale) = half_step(a, a_spec), half_step(b, b_spec, 0)
+  db, b_scale = half_step(b, b_spec, 0)
+  flushed = folded = b_spec is not None and b_spec.scaling == "columnwise"
+  if folded:  # a takes the scales of b before it is rounded.
+    fold = np.where(b_scale == 0, 1, b_scale).T
+    flushed = (fold < LEAST) | (np.abs(a) < LEAST)
+    a = a.astype(np.float32).astype(np.float64) * fold
+    a_error, b, db, b_scale = a_error * fold, b / fold.T, db / fold.T, 1
+  da, a_scale = half_step(a, a_spec)
+  da = np.where(flushed, np.maximum(da, np.abs(a)), da)
   if pair and np.any(a_error):  # The scale is that of the perturbed operand.
     da = da + half_step(np.zeros_like(a) + a_error, a_spec)[0]
   da = da + a_error
@@ -123,7 +131,8 @@ def product(a, b, pair, dtype, a_error=0):
   error = da @ np.abs(b) + np.abs(a) @ db + da @ db
   error += np.where(scale < LEAST, size, (a.shape[1] + 16) * UNIT["float32"] * size)
   error += (a.shape[1] + 1) * LEAST
-  return Bound(a @ b, error, (scale > MOST / 2) | (size > MOST / 2))
+  overflows = folded & (np.max(np.abs(a), axis=1, keepdims=True, initial=0) > MOST / 2)
+  return Bound(a @ b, error, (scale > MOST / 2) | (size > MOST / 2) | overflows)
 
 
 def cast(bound, dtype):

@@ -54,10 +54,11 @@ from sbjax.distributed.fsdp import gather_weight
 from sbjax.linear.fused import layer_norm_dense, layer_norm_mlp
 from sbjax.linear.weight import quantize_weight
 from sbjax.ops.rows import LayerNormParams
+from sbjax.quantize import SCALINGS
 
 formats = st.sampled_from(list(LARGEST))
 specs = st.one_of(
-  st.builds(Spec, formats, st.sampled_from(("rowwise", "tensorwise", "tensorwise_pow2", "static"))),
+  st.builds(Spec, formats, st.sampled_from(SCALINGS)),
   st.builds(Spec, formats, st.just("static"), st.sampled_from((-63, 4))),
 )
 matrices = st.sampled_from(
