@@ -108,11 +108,15 @@ def all_gradients(params):
 
 
 def train(optimizer, params, *gradients):
-  state = optimizer.init(params)
-  for g in gradients:
+  """The parameters and the state after an update by each of the gradients; one is compiled."""
+
+  def step(before, g):
+    params, state = before
     updates, state = optimizer.update(g, state, params)
-    params = optax.apply_updates(params, updates)
-  return params, state
+    return (optax.apply_updates(params, updates), state), None
+
+  stacked = jax.tree.map(lambda *g: jnp.stack(g), *gradients)
+  return jax.lax.scan(step, (params, optimizer.init(params)), stacked)[0]
 
 
 def assert_close(actual, desired, rtol=1e-5, share=0.01):
