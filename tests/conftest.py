@@ -21,12 +21,11 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
 # Nobody reads from which lines an operation came, and writing them takes a seventh of lowering.
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 
-# Imports and traces make many objects and few cycles: the default collects garbage for a sixth of
-# the time.
-gc.set_threshold(100_000, 50, 100)
-
 import jax
 import pytest
+
+# Traces make many objects and few cycles: the default collects garbage for a sixth of the time.
+gc.set_threshold(100_000, 50, 100)
 
 # Each function of a program in a module of its own would take a quarter more of compiling's time,
 # and XLA's older emitters compile in half of it. Programs that tests start get these flags, too.
