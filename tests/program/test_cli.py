@@ -154,7 +154,7 @@ OWN_WORDS = {
 }
 
 
-# The parser is `cli`'s, or argparse's in those that have both flags by default.
+# `cli` parses the flags of train.evaluate and train.main; the others are argparse's.
 @pytest.mark.parametrize(
   ("module", "flag"),
   mainly(
