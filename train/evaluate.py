@@ -193,7 +193,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
   for name, kind in _LIMITS.items():
     default = getattr(DataConfig, name)
     parser.add_argument(
-      f"--{name}", type=kind, default=default, help=f"of a picture; by default {default:,}"
+      f"--{name}", type=kind, default=default, help=f"of an image; by default {default:,}"
     )
   parser.add_argument("--debug", action="store_true", help="show tracebacks")
 

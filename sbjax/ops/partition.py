@@ -97,7 +97,7 @@ def merge_splits(splits) -> tuple[str, ...]:
 
 
 def unmerge_splits(merged, splits):
-  """The mesh axes of axes that were one; none where a product did not keep them."""
+  """The mesh axes of axes that were one; none where an operation did not keep them."""
   return splits if merge_splits(splits) == merged else [()] * len(splits)
 
 

@@ -242,7 +242,7 @@ _XLA = Backend(
 
 @functools.cache
 def warn_of_inexact_int8() -> None:
-  """Warns once where XLA may get int8 products wrong.
+  """Warns once where XLA may get int8 matmuls wrong.
 
   On an NVIDIA GPU XLA may give an int8 matmul to a Triton kernel whose contracted tile is 16, half
   of what the tensor core takes, and the sum comes out twice as large: seen with jax 0.11.2 on an

@@ -1,6 +1,6 @@
 """FP4 training, simulated: no speed on Hopper, whose tensor cores have no 4-bit formats.
 
-The recipes "fp4_direct", "fp4_dge" and "fp4" show how a model trains if the forward product takes
+The recipes "fp4_direct", "fp4_dge" and "fp4" show how a model trains if the forward matmul takes
 4-bit operands (Wang et al. 2025, https://arxiv.org/abs/2501.17116). E2M1 holds 0, 0.5, 1, 1.5, 2,
 3, 4, 6 and their negatives. Each row of x and each column of w has a scale, absmax / 6:
 
@@ -11,10 +11,10 @@ The recipes "fp4_direct", "fp4_dge" and "fp4" show how a model trains if the for
 - dge: a rounding to E2M1 has no useful derivative. `dge` is that of a smooth curve near the steps
   (section 3.1). Without it the gradient passes straight through.
 - rest: the largest and the smallest values of a row are clamped to those next to them, so that the
-  others get a finer scale. A product in 16 bits multiplies what the clamp took away (section 3.2).
+  others get a finer scale. A matmul in 16 bits multiplies what the clamp took away (section 3.2).
   A clamp that loses this rest is worse than none, so there is no recipe for it.
 
-The paper's equations leave dy and the backward products in high precision, and so do we. Its code
+The paper's equations leave dy and the backward matmuls in high precision, and so do we. Its code
 (MS-AMP) rounds them to 8 bits, takes powers of two as scales, and drops the rest.
 
 All is plain jnp on every backend. E2M1 values are exact in 16 bits, and the float32 sum of their
@@ -85,7 +85,7 @@ def dge(x: jax.Array, k: float = 5.0, top: float = 3.0) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Fp4:
-  """The forward product in 4 bits; a `Simulation` of `sbjax.recipes`.
+  """The forward matmul in 4 bits; a `Simulation` of `sbjax.recipes`.
 
   dge: whether `dge` multiplies the weight gradient.
   clamp: the quantile at which rows of x are clamped, with compensation; None: not.
@@ -110,12 +110,12 @@ class Fp4:
     return y
 
   def rounded_weight(self, w: jax.Array, dtype) -> jax.Array:
-    """w [K, N] as the product took it, in `dtype`."""
+    """w [K, N] as the matmul took it, in `dtype`."""
     values, scale = _quantize(w, w, 0)
     return (at_least_float32(values) * scale).astype(dtype)
 
   def wgrad(self, x: jax.Array, dy: jax.Array, w: jax.Array, out_sharding) -> jax.Array:
-    """The gradient of w [K, N] in float32, of x as the product took it."""
+    """The gradient of w [K, N] in float32, of x as the matmul took it."""
     dw = split_k_matmul(self._rounded_rows(x), dy, jnp.float32, out_sharding)
     return dw * dge(_scaled(w, _scale(w, w, 0))) if self.dge else dw
 
@@ -139,7 +139,7 @@ def fp4_dot(x: jax.Array, w: jax.Array, clamp: float | None = 0.99) -> jax.Array
   """x @ w [..., N] with operands in simulated FP4, for x [..., K] and w [K, N], in x's dtype.
 
   Differentiable once, as the module says: dw is multiplied by `dge`. The recipe "fp4" of
-  `quantized_dot` and the layers is the same product.
+  `quantized_dot` and the layers is the same matmul.
 
   Args:
     clamp: the quantile at which a row of x is clamped, at both ends: of K values, (1 - clamp) K
