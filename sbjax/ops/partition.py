@@ -1,8 +1,8 @@
-"""A kernel on a mesh: each device runs it on its shard.
+"""Any function of kernels on a mesh, by the names of its operands' axes: `partitioned`.
 
 XLA cannot look into a kernel. By itself it would gather sharded operands and run the whole kernel
 on every device. Here operands' axes have names, so that each device runs the kernel on its shard,
-and reduces where a split axis asks for it.
+and reduces where a split axis asks for it. shards.py says how each operation reduces.
 """
 
 import functools
