@@ -52,13 +52,16 @@ def exit_with(code: int, together: bool = False) -> NoReturn:
 
   together: all processes end now, and may wait for one another.
   """
-  if together or (code == 1 and not jax.distributed.is_initialized()):
+  several = jax.distributed.is_initialized()
+  if (together or code == 1) and not several:
     sys.exit(code)
   sys.stdout.flush()
   sys.stderr.flush()
+  if together:
+    jax.distributed.shutdown()
   # JAX ends the others when process 0 does. XLA may be at work: Python's own end could crash.
-  several = jax.distributed.is_initialized() and jax.process_index() == 0
-  end_process(2 * _GRACE if several else 0, code)
+  alone = several and not together and jax.process_index() == 0
+  end_process(2 * _GRACE if alone else 0, code)
 
 
 class _Links:
