@@ -57,11 +57,13 @@ def exit_with(code: int, together: bool = False) -> NoReturn:
     sys.exit(code)
   sys.stdout.flush()
   sys.stderr.flush()
-  if together:
-    jax.distributed.shutdown()
   # JAX ends the others when process 0 does. XLA may be at work: Python's own end could crash.
-  alone = several and not together and jax.process_index() == 0
-  end_process(2 * _GRACE if alone else 0, code)
+  linger = 2 * _GRACE if several and jax.process_index() == 0 else 0
+  if together:
+    with contextlib.suppress(RuntimeError):  # All have saved: the exit code stays.
+      jax.distributed.shutdown()  # Waits for all.
+    linger = 0
+  end_process(linger, code)
 
 
 class _Links:
