@@ -12,13 +12,10 @@ The recipes "fp4_direct", "fp4_dge" and "fp4" show how a model trains if the for
   (section 3.1). Without it the gradient passes straight through.
 - rest: the largest and the smallest values of a row are clamped to those next to them, so that the
   others get a finer scale. A product in 16 bits multiplies what the clamp took away (section 3.2).
-  A clamp that loses this rest is worse than none, so there is no recipe for it.
 
-The paper's equations leave dy and the backward products in high precision, and so do we. Its code
-(MS-AMP) rounds them to 8 bits, takes powers of two as scales, and drops the rest.
-
-All is plain jnp on every backend. E2M1 values are exact in 16 bits, and the float32 sum of their
-products is exact up to K of 116,508.
+The paper's code (MS-AMP) differs from its equations: it rounds dy and the backward products to 8
+bits, takes powers of two as scales, and drops the rest. All is plain jnp on every backend. E2M1
+values are exact in 16 bits, and the float32 sum of their products is exact up to K of 116,508.
 """
 
 import dataclasses
@@ -37,10 +34,9 @@ _ROW = Spec(E4M3, "rowwise")  # `absmax_of` reads only which values share a scal
 
 
 def fp4_round(x: jax.Array) -> jax.Array:
-  """x of any shape rounded to the nearest value of E2M1, in x's dtype.
+  """x of any shape rounded to the nearest value of E2M1, in x's dtype; a tie as in IEEE 754.
 
-  A tie goes to the value with an even mantissa, as in IEEE 754: 0.25 to 0, 0.75 to 1, 2.5 to 2, 5
-  to 4. Larger magnitudes than 6 become 6. E2M1 has no NaN and no infinity: both become NaN.
+  Larger magnitudes than 6 become 6. E2M1 has no NaN and no infinity: both become NaN.
 
   Raises:
     ValueError: x is not a floating-point array of 16 bits or more.
@@ -99,7 +95,6 @@ class Fp4:
       raise ValueError(f"clamp={self.clamp!r} must be more than 0.5 and at most 1, such as 0.99.")
 
   def fwd(self, x: jax.Array, w: jax.Array) -> jax.Array:
-    """x @ w [M, N] in float32: both rounded, and what the clamp took from x times w."""
     clamped, rest = _clamped(x, self.clamp)
     x_values, x_scale = _quantize(x, clamped, 1)
     w_values, w_scale = _quantize(w, w, 0)
@@ -110,12 +105,10 @@ class Fp4:
     return y
 
   def rounded_weight(self, w: jax.Array, dtype) -> jax.Array:
-    """w [K, N] as the product took it, in `dtype`."""
     values, scale = _quantize(w, w, 0)
     return (at_least_float32(values) * scale).astype(dtype)
 
   def wgrad(self, x: jax.Array, dy: jax.Array, w: jax.Array, out_sharding) -> jax.Array:
-    """The gradient of w [K, N] in float32, of x as the product took it."""
     dw = split_k_matmul(self._rounded_rows(x), dy, jnp.float32, out_sharding)
     return dw * dge(_scaled(w, _scale(w, w, 0))) if self.dge else dw
 
@@ -138,17 +131,14 @@ SIMULATED |= {
 def fp4_dot(x: jax.Array, w: jax.Array, clamp: float | None = 0.99) -> jax.Array:
   """x @ w [..., N] with operands in simulated FP4, for x [..., K] and w [K, N], in x's dtype.
 
-  Differentiable once, as the module says: dw is multiplied by `dge`. The recipe "fp4" of
-  `quantized_dot` and the layers is the same product.
+  The recipe "fp4" of `quantized_dot` and the layers is the same product.
 
   Args:
     clamp: the quantile at which a row of x is clamped, at both ends: of K values, (1 - clamp) K
-      at each end, rounded down. So rows of fewer than 100 values have none at 0.99. None: no clamp,
-      the recipe "fp4_dge".
+      at each end, rounded down. None: no clamp, the recipe "fp4_dge".
 
   Raises:
-    ValueError: operands that are not floating-point arrays of 16 bits or more, or do not match; a
-      clamp that is not above 0.5 and at most 1.
+    ValueError: those of `quantized_dot`, or a clamp that is not above 0.5 and at most 1.
 
   >>> fp4_dot(jnp.full((2, 128), 6.0), jnp.full((128, 3), -6.0))
   Array([[-4608., -4608., -4608.],
