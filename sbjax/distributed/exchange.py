@@ -30,6 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sbjax.ops.matmul import at_least_float32
 from sbjax.ops.partition import Axes, check_axes
 from sbjax.quantize import E4M3, INT8, Quantized, Spec, as_floating, dequantize, quantize
 
@@ -100,11 +101,8 @@ def quantized_psum_scatter(
   Args:
     x: floating point, this device's gradient of the whole parameter.
     axis_name: n devices of a mesh axis, or of several.
-    axis: of x, counted from 0, which is split into n parts.
+    axis: of x, counted from 0, which is split into n parts: that of this device is returned.
     format, tile, min_size: see `quantized_pmean`.
-
-  Returns:
-    The sum's part of this device in x's dtype; `axis` is shorter by n.
 
   Raises:
     ValueError: as `quantized_pmean`, or n does not divide that axis of x.
@@ -124,7 +122,7 @@ def quantized_psum_scatter(
   if n == 1:
     return x
   if _is_small(x, n, format, tile, min_size):
-    wide = x.astype(_sum_dtype(x))
+    wide = at_least_float32(x)
     total = jax.lax.psum_scatter(wide, axis_name, scatter_dimension=axis, tiled=True)
     return total.astype(x.dtype)
   whole = jnp.moveaxis(x, axis, 0)
@@ -146,7 +144,7 @@ def _all_reduce(tree, axis_name, format, tile, min_size, mean: bool):
   large = [i for i in range(len(leaves)) if i not in set(small)]
   totals: dict[int, jax.Array] = {}
   if small:
-    sums = jax.lax.psum([leaves[i].astype(_sum_dtype(leaves[i])) for i in small], axis_name)
+    sums = jax.lax.psum([at_least_float32(leaves[i]) for i in small], axis_name)
     totals.update(zip(small, [x / n for x in sums] if mean else sums, strict=True))
   for bucket in _buckets(large, [x.size for x in leaves]):
     parts = [_parts(leaves[i], n, tile) for i in bucket]
@@ -178,10 +176,6 @@ def _check(axis_name: Axes, format: str, tile: int, min_size: int) -> int:
 def _is_small(x, n: int, format: str, tile: int, min_size: int) -> bool:
   """Whether x is summed in float32. With less than a tile a device, padding would be sent."""
   return format == "float32" or x.size < max(min_size, n * tile)
-
-
-def _sum_dtype(x):
-  return x.dtype if x.dtype.itemsize > 4 else jnp.float32
 
 
 def _buckets(indices: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:

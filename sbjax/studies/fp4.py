@@ -26,11 +26,10 @@ import jax.numpy as jnp
 from sbjax.linear.quantized_dot import quantized_dot
 from sbjax.ops.matmul import at_least_float32, full_dot
 from sbjax.ops.split_k import split_k_matmul
-from sbjax.quantize import E4M3, Spec, absmax_of, as_floating
+from sbjax.quantize import abs_or_inf, as_floating
 from sbjax.recipes import FULL, SIMULATED
 
 LARGEST = 6.0
-_ROW = Spec(E4M3, "rowwise")  # `absmax_of` reads only which values share a scale.
 
 
 def fp4_round(x: jax.Array) -> jax.Array:
@@ -157,11 +156,12 @@ def _quantize(x, clamped, axis) -> tuple[jax.Array, jax.Array]:
 
 
 def _scale(x, clamped, axis) -> jax.Array:
-  absmax = absmax_of(clamped if axis else clamped.T, _ROW)
-  if clamped is not x:
-    absmax = jnp.where(jnp.isfinite(absmax_of(x, _ROW)), absmax, jnp.nan)
-  scale = jnp.where(jnp.isfinite(absmax), absmax * (1 / LARGEST), jnp.nan)
-  return scale if axis else scale.T
+  scale = _absmax(clamped, axis) * (1 / LARGEST)
+  return jnp.where(jnp.isfinite(_absmax(x, axis)), scale, jnp.nan)
+
+
+def _absmax(x, axis) -> jax.Array:
+  return jnp.max(abs_or_inf(x.astype(jnp.float32)), axis, keepdims=True, initial=0.0)
 
 
 def _scaled(x, scale) -> jax.Array:
