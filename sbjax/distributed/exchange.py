@@ -9,15 +9,8 @@ An all-reduce in two phases. Each of n devices splits its gradient into n parts:
 Nothing is added in 8 bits, so nothing overflows and devices need share no scale, unlike FP8-LM's
 (Peng et al. 2023, https://arxiv.org/abs/2310.18313). All devices end with the same bits.
 
-  format      bytes sent a value and phase    a number is sent as
-  "float32"   4 (JAX's own psum)              itself
-  "bfloat16"  2                               bfloat16
-  "e4m3"      1 + 4 / tile                    e4m3, times the float32 scale of its tile
-  "int8"      1 + 4 / tile                    int8, times the float32 scale of its tile
-
-A tile is `tile` neighbouring values of a part. A NaN or an infinity makes its whole tile NaN on
-every device (in bfloat16 it stays alone, as it is).
-
+In 8 bits a value takes 1 + 4 / tile bytes a phase: `tile` neighbours in a part share a float32
+scale. A NaN or an infinity makes its whole tile NaN on every device (in bfloat16 it stays alone).
 Arrays are sent as uint8: XLA for CPUs sends fp8 as float16. A leaf of S values in 8 bits takes 2 S
 bytes beside the gradient and the result, and 4 S / n for the device's own part in float32.
 """
@@ -34,7 +27,7 @@ from sbjax.ops.matmul import at_least_float32
 from sbjax.ops.partition import Axes, check_axes
 from sbjax.quantize import E4M3, INT8, Quantized, Spec, as_floating, dequantize, quantize
 
-# How a format rounds a tile; None: it has no tiles.
+# How a format rounds a tile; None: it has no tiles. "float32" is JAX's own psum.
 EXCHANGES = {
   "float32": None,
   "bfloat16": None,
@@ -106,12 +99,6 @@ def quantized_psum_scatter(
 
   Raises:
     ValueError: as `quantized_pmean`, or n does not divide that axis of x.
-
-  >>> mesh = jax.make_mesh((1,), ("fsdp",), (jax.sharding.AxisType.Auto,))
-  >>> specs = {"in_specs": P(), "out_specs": P("fsdp"), "check_vma": False}
-  >>> scatter = lambda g: quantized_psum_scatter(g, "fsdp", format="int8")
-  >>> jax.shard_map(scatter, mesh=mesh, **specs)(jnp.ones((8, 4))).shape
-  (8, 4)
   """
   x = as_floating("x", x)
   n = _check(axis_name, format, tile, min_size)

@@ -90,11 +90,6 @@ def gather(
     axis_name: the mesh axis over which `axis` of x is split; None if each device has all of x.
     axis: of x.
     reduce_axes, gradient_dtype, gradient_exchange: see `gather_weight`.
-
-  >>> mesh = jax.make_mesh((1,), ("fsdp",), (jax.sharding.AxisType.Auto,))
-  >>> specs = {"in_specs": P("fsdp"), "out_specs": P(), "check_vma": False}
-  >>> jax.shard_map(lambda x: gather(x, "fsdp"), mesh=mesh, **specs)(jnp.ones(8)).shape
-  (8,)
   """
   x = as_floating("x", x)
   _check_axes(axis_name, reduce_axes)

@@ -143,8 +143,8 @@ def split_parameters(values, params, opt_state):
   >>> values, optimizer = jnp.float32([1.001]), compensated(optax.sgd(1e-4))
   >>> params = values.astype(jnp.bfloat16)
   >>> params, state = split_parameters(values, params, optimizer.init(params))
-  >>> params, state.residual, summed_parameters(params, state).round(5)
-  (Array([1], dtype=bfloat16), Array([0.000999451], dtype=bfloat16), Array([1.001], dtype=float32))
+  >>> params, state.residual
+  (Array([1], dtype=bfloat16), Array([0.000999451], dtype=bfloat16))
   """
 
   def halves(low, value, p):
