@@ -85,7 +85,6 @@ def _call(function: _Function, arrays) -> list[jax.Array]:
 
 def _map(axis, arrays, axes, *, function: _Function, jaxpr):
   """The rule of `jax.vmap`."""
-  del jaxpr
   is_mapped = tuple(a is not None for a in axes)
   arrays = [x if a is None else jnp.moveaxis(x, a, 0) for x, a in zip(arrays, axes, strict=True)]
   if not function.folds(arrays, is_mapped):
@@ -122,7 +121,6 @@ def _unfold(y: jax.Array, at: int, size: int, splits: list) -> jax.Array:
 
 def _tangent(primals, tangents, *, function: _Function, jaxpr):
   """The rule of `jax.jvp`, for those arrays that change: zeros would be saved for the backward."""
-  del jaxpr
   places = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
 
   def of_changing(*arrays):
@@ -134,7 +132,6 @@ def _tangent(primals, tangents, *, function: _Function, jaxpr):
 
 
 def _evaluate(*arrays, function: _Function, jaxpr):
-  del jaxpr
   return function(*arrays)
 
 
