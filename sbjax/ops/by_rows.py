@@ -1,9 +1,9 @@
 """Calls of functions of rows: under `jax.vmap` with a shared weight they get more rows.
 
-JAX maps a function that has a derivative rule by mapping the rule: each example has a small product
+JAX maps a function that has a derivative rule by mapping the rule: each example has a small matmul
 and a weight gradient [K, N] of its own, and only then are these summed. A call here stands around
 the rule. Where examples share all but their rows, it is one call with the rows of all examples, and
-the rule is that of one large product. The vmap of a gradient differentiates first, within: there
+the rule is that of one large matmul. The vmap of a gradient differentiates first, within: there
 each example has a weight gradient of its own, as it must.
 """
 
@@ -23,7 +23,7 @@ from sbjax.ops.partition import merge_splits, reshape, splits_of, unmerge_splits
 def by_rows(function: Callable, operands: tuple, rows: tuple, most: int | None = None) -> Any:
   """function(*operands), whose results are all [rows, ...]; a row of them depends on no other row.
 
-  In a jaxpr it is one equation, so policies of `jax.checkpoint` do not see the products within.
+  In a jaxpr it is one equation, so policies of `jax.checkpoint` do not see the matmuls within.
 
   Args:
     rows: for each operand, or each array of one, whether it is [rows, ...]; the rows share the
@@ -73,7 +73,7 @@ class _Function:
     first = self.has_rows.index(True)
     if any(m and not r for m, r in zip(is_mapped, self.has_rows, strict=True)):
       return False
-    if not is_mapped[first]:  # Only what is added to the products has it.
+    if not is_mapped[first]:  # Only what is added to the matmul's result has it.
       return False
     count = arrays[first].shape[0] * arrays[first].shape[1 + self.row_axis(first)]
     return self.most is None or (isinstance(count, int) and count <= self.most)

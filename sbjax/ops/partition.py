@@ -1,7 +1,8 @@
-"""A kernel on a mesh: each device runs it on its shard, and reduces where a split axis asks for it.
+"""Any function of kernels on a mesh, by the names of its operands' axes: `partitioned`.
 
 XLA cannot look into a kernel. By itself it would gather sharded operands and run the whole kernel
-on every device. So operands' axes have names here.
+on every device. Here operands' axes have names, so that each device runs the kernel on its shard,
+and reduces where a split axis asks for it. shards.py says how each operation reduces.
 """
 
 import functools
@@ -98,7 +99,7 @@ def merge_splits(splits) -> tuple[str, ...]:
 
 
 def unmerge_splits(merged, splits):
-  """The mesh axes of axes that were one; none where a product did not keep them."""
+  """The mesh axes of axes that were one; none where an operation did not keep them."""
   return splits if merge_splits(splits) == merged else [()] * len(splits)
 
 

@@ -225,7 +225,7 @@ _XLA = Backend(name="xla", **_DEFINITIONS | {"scaled_matmul": _scaled_matmul})
 
 @functools.cache
 def warn_of_inexact_int8() -> None:
-  """Warns once where XLA may get int8 products wrong.
+  """Warns once where XLA may get int8 matmuls wrong.
 
   On an NVIDIA GPU XLA may give an int8 matmul of some hundred rows to a Triton kernel whose
   contracted tile is 16, and the sum comes out twice as large (jax 0.11.2 on an H200).

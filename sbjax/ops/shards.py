@@ -1,4 +1,4 @@
-"""An operation by its kernel on a mesh: each device computes on its shards."""
+"""An operation on a mesh by its kernel: which sums and maxima devices share on split axes."""
 
 import functools
 from collections.abc import Callable, Sequence

@@ -1,6 +1,6 @@
 """FP4 training, simulated: no speed on Hopper, whose tensor cores have no 4-bit formats.
 
-The recipes "fp4_direct", "fp4_dge" and "fp4" show how a model trains if the forward product takes
+The recipes "fp4_direct", "fp4_dge" and "fp4" show how a model trains if the forward matmul takes
 4-bit operands (Wang et al. 2025, https://arxiv.org/abs/2501.17116). E2M1 holds 0, 0.5, 1, 1.5, 2,
 3, 4, 6 and their negatives. Each row of x and each column of w has a scale, absmax / 6:
 
@@ -11,9 +11,9 @@ The recipes "fp4_direct", "fp4_dge" and "fp4" show how a model trains if the for
 - dge: a rounding to E2M1 has no useful derivative. `dge` is that of a smooth curve near the steps
   (section 3.1). Without it the gradient passes straight through.
 - rest: the largest and the smallest values of a row are clamped to those next to them, so that the
-  others get a finer scale. A product in 16 bits multiplies what the clamp took away (section 3.2).
+  others get a finer scale. A matmul in 16 bits multiplies what the clamp took away (section 3.2).
 
-The paper's code (MS-AMP) differs from its equations: it rounds dy and the backward products to 8
+The paper's code (MS-AMP) differs from its equations: it rounds dy and the backward matmuls to 8
 bits, takes powers of two as scales, and drops the rest. All is plain jnp on every backend. E2M1
 values are exact in 16 bits, and the float32 sum of their products is exact up to K of 116,508.
 """
@@ -80,7 +80,7 @@ def dge(x: jax.Array, k: float = 5.0, top: float = 3.0) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Fp4:
-  """The forward product in 4 bits; a `Simulation` of `sbjax.recipes`.
+  """The forward matmul in 4 bits; a `Simulation` of `sbjax.recipes`.
 
   dge: whether `dge` multiplies the weight gradient.
   clamp: the quantile at which rows of x are clamped, with compensation; None: not.
@@ -130,7 +130,7 @@ SIMULATED |= {
 def fp4_dot(x: jax.Array, w: jax.Array, clamp: float | None = 0.99) -> jax.Array:
   """x @ w [..., N] with operands in simulated FP4, for x [..., K] and w [K, N], in x's dtype.
 
-  The recipe "fp4" of `quantized_dot` and the layers is the same product.
+  The recipe "fp4" of `quantized_dot` and the layers is the same matmul.
 
   Args:
     clamp: the quantile at which a row of x is clamped, at both ends: of K values, (1 - clamp) K
