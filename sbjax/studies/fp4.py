@@ -138,6 +138,10 @@ def fp4_dot(x: jax.Array, w: jax.Array, clamp: float | None = 0.99) -> jax.Array
 
   Raises:
     ValueError: those of `quantized_dot`, or a clamp that is not above 0.5 and at most 1.
+
+  >>> fp4_dot(jnp.full((2, 128), 6.0), jnp.full((128, 3), -6.0))
+  Array([[-4608., -4608., -4608.],
+         [-4608., -4608., -4608.]], dtype=float32)
   """
   return quantized_dot(x, w, dataclasses.replace(FULL, simulated=Fp4(clamp=clamp)))
 
