@@ -3,9 +3,9 @@
 Each device keeps a shard of every weight and gathers the rest when it needs it (Rajbhandari et
 al. 2020, https://arxiv.org/abs/1910.02054, stage 3). Two facts make int8 cheap here. The maximum
 of a maximum is exact, so that shards quantized with the global absmax are the shards of the
-quantized weight. And SwitchBack gives a weight one scale, which serves w and w.T: one gather of
-one byte a parameter feeds the forward pass and the input gradient. The gradient goes the other way:
-devices sum their shares and keep their shard.
+quantized weight. And SwitchBack gives a weight one scale, or one for each column, which serves w
+and w.T: one gather of one byte a parameter feeds the forward pass and the input gradient. The
+gradient goes the other way: devices sum their shares and keep their shard.
 """
 
 import functools
@@ -133,9 +133,8 @@ def _gather_weight(how, recipe, backend, w):
     return quantize_weight(w, recipe, backend=backend)
   (_, fwd), (_, dgrad) = recipe.fwd, recipe.dgrad
   values = _quantize_shards(w, dgrad, axis_name, contracted=1)
-  if fwd == dgrad and not fwd.is_rowwise:
-    transposed = None  # The layer makes it of `values`, again for a backward pass that repeats it.
-  else:
+  transposed = None  # The layer makes it of `values`, again for a backward pass that repeats it.
+  if not recipe.shares_w:
     transposed = _quantize_shards(w, fwd, axis_name, contracted=0)
   rows = jax.lax.axis_size(axis_name) * w.shape[0]
   master = jnp.zeros((rows, w.shape[1]), w.dtype)
@@ -154,14 +153,14 @@ def _quantize_shards(w, spec: Spec, axis_name, contracted: int) -> Quantized:
 
   `contracted` is the axis of w along which a row-wise scale is shared: 0 is K, which is split.
   """
-  x = w if contracted else w.T
+  x, split = (w, 0) if contracted else (w.T, 1)
   absmax = absmax_of(x, spec)
-  if spec.takes_absmax and (not spec.is_rowwise or contracted == 0):
+  if spec.takes_absmax and spec.axis in (split, None):
     absmax = jax.lax.pmax(absmax, axis_name)
   rounded = round_to(x, absmax, spec)
   values, scale = rounded.values, rounded.scale
-  if spec.is_rowwise and contracted == 1:
-    scale = _all_gather(scale, axis_name, 0)
+  if spec.axis == 1 - split:
+    scale = _all_gather(scale, axis_name, split)
   values = _all_gather(values if contracted else values.T, axis_name, 0)
   return Quantized(values if contracted else values.T, scale, spec)
 

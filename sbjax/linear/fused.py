@@ -172,8 +172,9 @@ def _layer_norm_dense_bwd(how, saved, gradients):
   x, norm, w, bias = saved
   dx, dys = gradients
   x = restored(x, dx.dtype)
-  dy, dy_q, d_bias = dot.quantize_output_grad(ops, recipe, dys, bias, w)
-  dn = dot.input_gradient(ops, recipe, dy_q, w, dy.dtype, jax.typeof(x).sharding)
+  w_q = dot.dgrad_weight(ops, recipe, w, dys[0].dtype)
+  dy, dy_q, d_bias = dot.quantize_output_grad(ops, recipe, dys, bias, w_q)
+  dn = dot.input_gradient(ops, recipe, dy_q, w_q, dy.dtype, jax.typeof(x).sharding)
   dx, d_norm, n = ops.norm_backward(x, norm, dn, dx, epsilon=epsilon)
   dw = dot.weight_gradient(ops, recipe, n, dy, w)
   d_norm = jax.tree.map(dot.cotangent_like, norm, d_norm)
@@ -210,13 +211,14 @@ def _layer_norm_mlp_bwd(how, saved, gradients):
   x, h = restored(x, dy.dtype), restored(h, dy.dtype)
   dx = dot.cotangent_like(x, dy) if add_residual else dx
   h_sharding = jax.typeof(jax.tree.leaves(h)[0]).sharding
-  dy, dy_q, db2 = dot.quantize_output_grad(ops, second, (dy,), b2, w2)
-  dg = dot.input_gradient(ops, second, dy_q, w2, dy.dtype, h_sharding)
-  spec = dot.output_grad_spec(first, w1)
-  dh, dh_q, db1, g = ops.gelu_backward(h, dg, spec, activation=activation)
+  w1_q, w2_q = (dot.dgrad_weight(ops, r, w, dy.dtype) for r, w in ((first, w1), (second, w2)))
+  dy, dy_q, db2 = dot.quantize_output_grad(ops, second, (dy,), b2, w2_q)
+  dg = dot.input_gradient(ops, second, dy_q, w2_q, dy.dtype, h_sharding)
+  spec, fold = dot.output_grad_rounding(first, w1_q)
+  dh, dh_q, db1, g = ops.gelu_backward(h, dg, spec, activation=activation, fold=fold)
   dw2 = dot.weight_gradient(ops, second, g, dy, w2)
   dh_q = dh if dh_q is None else dh_q
-  dn = dot.input_gradient(ops, first, dh_q, w1, dy.dtype, jax.typeof(x).sharding)
+  dn = dot.input_gradient(ops, first, dh_q, w1_q, dy.dtype, jax.typeof(x).sharding)
   dx, d_norm, n = ops.norm_backward(x, norm, dn, dx, epsilon=epsilon)
   dw1 = dot.weight_gradient(ops, first, n, dh, w1)
   dw1, dw2 = cotangent(w1, dw1), cotangent(w2, dw2)

@@ -24,15 +24,15 @@ from sbjax.ops.device import compute_capability, target
 from sbjax.ops.operation import Operation
 from sbjax.ops.partition import arrays_of, is_explicit
 from sbjax.ops.shards import on_shards
-from sbjax.quantize import E4M3, E5M2, FORMATS, INT8, Spec, quantize
+from sbjax.quantize import E4M3, E5M2, FORMATS, INT8, Spec, folded, quantize
 
 _log = logging.getLogger("sbjax")
 
 _TRITON_GEMM = "--xla_gpu_enable_triton_gemm"  # See warn_of_inexact_int8.
 
 
-def _quantize(x, spec, *, quantize=quantize):
-  return quantize(x, spec)
+def _quantize(x, spec, *, fold=None, quantize=quantize):
+  return quantize(folded(x, fold), spec)
 
 
 def _quantize_transposed(x, spec, *, quantize=quantize):

@@ -101,7 +101,8 @@ def _reduced(inputs: Sequence[Names], results) -> list[str]:
   reduced = names - set(jax.tree.leaves(results))
   for node in jax.tree.leaves(results, is_leaf=lambda a: isinstance(a, Quantized)):
     if isinstance(node, Quantized) and node.spec.takes_absmax:
-      reduced |= set(node.values[1:] if node.spec.is_rowwise else node.values)
+      axis = node.spec.axis
+      reduced |= set(node.values if axis is None else [node.values[axis]])
   return sorted(reduced & names)
 
 
@@ -113,6 +114,6 @@ def _multiply_parts(run, kernel, over, lhs, rhs, out_dtype, *, bias=None, residu
 
 def _quantize_parts(run, quantizer, over, x, spec) -> Quantized:
   """`quantize` where values that share a scale are on several devices."""
-  absmax = jax.lax.pmax(run(quantizer.absmax, x, 1 if spec.is_rowwise else None), over)
+  absmax = jax.lax.pmax(run(quantizer.absmax, x, spec.axis), over)
   values = run(quantizer.cast_scaled, x, absmax, spec)
   return Quantized(values, factor_and_scale(absmax, spec)[1], spec)
