@@ -108,9 +108,9 @@ def compensated(
 def descent_quality(opt_state) -> dict[str, jax.Array]:
   """{"edq", "lost"} of the last update, float32 []; empty if none in `opt_state` is measured.
 
-  edq: the paper's effective descent quality, `<D, change of hi + lo> / <D, D>` over all parameters;
-    1 if nothing is lost, and before the first update. The authors' code has the change of hi.
-  lost: the share of the numbers whose update is not zero and changed nothing.
+  edq is the paper's effective descent quality, `<D, change of hi + lo> / <D, D>` over all
+  parameters; 1 if nothing is lost, and before the first update. The authors' code has the change of
+  hi. lost is the share of the numbers whose update is not zero and changed nothing.
 
   Raises:
     ValueError: several are measured.
