@@ -87,7 +87,7 @@ class Slurm:
         user=os.environ.get("USER") or subprocess.check_output(["id", "-un"], text=True).strip(),
         nodes=NODES,
         folder=folder,
-        first=os.getpid(),  # Runs of two clusters on a machine meet at ports of their own.
+        first=16 * os.getpid(),  # Runs of two clusters on a machine meet at ports of their own.
       )
     )
     self.env = {
