@@ -1,7 +1,8 @@
 """The batch file of docs/clusters.md on a real Slurm of two nodes, which the test starts here.
 
 Slurm's events (a time limit, a preemption, scancel, a requeue, ...) lose no step: the run saves,
-and goes on with the bits of a run that nothing disturbed.
+and goes on with the bits of a run that nothing disturbed. PATIENCE_SECONDS is for busy machines;
+SUSPEND_SECONDS=600 suspends a job for longer.
 """
 
 import contextlib
