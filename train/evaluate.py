@@ -197,7 +197,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     if field.name in _LIMITS:
       kind, words = argument(field.type, *about(field).limits), f"by default {field.default:,}"
       parser.add_argument(
-        f"--{field.name}", type=kind, default=field.default, help=f"of a picture; {words}"
+        f"--{field.name}", type=kind, default=field.default, help=f"of an image; {words}"
       )
   parser.add_argument("--debug", action="store_true", help="show tracebacks")
 

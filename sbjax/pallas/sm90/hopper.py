@@ -46,7 +46,7 @@ def persistent_kernel(body, out_type, *, name: str, blocks: int, interpret) -> A
 
 
 def sums(rows, columns):
-  """A product's sums [rows, columns], in registers."""
+  """A matmul's sums [rows, columns], in registers."""
   return plgpu.ACC((rows, columns), jnp.float32)  # pyright: ignore
 
 

@@ -14,6 +14,7 @@ from sbjax.pallas.triton.call import compute_capability, triton_call
 from sbjax.pallas.triton.rounding import (
   Config,
   cast,
+  folded_row,
   larger,
   load_row,
   pieces,
@@ -22,7 +23,7 @@ from sbjax.pallas.triton.rounding import (
   rounding_factor,
   to_float32,
 )
-from sbjax.quantize import Quantized, Spec, check_quantizable, factor_and_scale
+from sbjax.quantize import Quantized, Spec, check_quantizable, factor_and_scale, folded
 
 _struct = jax.ShapeDtypeStruct
 ONE_PASS_WIDTH = 16384
@@ -37,20 +38,25 @@ def config_for(rows: int, k: int, itemsize: int) -> Config:
   )
 
 
-def quantize(x: jax.Array, spec: Spec, *, config: Config | None = None) -> Quantized:
+def quantize(
+  x: jax.Array, spec: Spec, *, fold: jax.Array | None = None, config: Config | None = None
+) -> Quantized:
   """`sbjax.quantize.quantize`, bit for bit, for bfloat16, float16 and float32 x [rows, K].
 
   Where the scale is NaN, only int8 values are equal: the bits of an fp8 NaN depend on the device.
+
+  fold: [K] float32, what multiplies x first (`sbjax.quantize.folded`).
   """
   check_quantizable(x)
   rows, k = x.shape
   if not spec.is_rowwise or k > ONE_PASS_WIDTH:
-    return Quantized(*_two_passes(x, spec, 1, transpose=False), spec)
+    return Quantized(*_two_passes(folded(x, fold), spec, spec.axis, transpose=False), spec)
   if x.size == 0:
     return Quantized(jnp.zeros(x.shape, spec.dtype), jnp.zeros((rows, 1), jnp.float32), spec)
   config = config_for(rows, k, x.dtype.itemsize) if config is None else config
   values, scale = triton_call(
     x,
+    x if fold is None else fold,
     kernel=_rowwise_kernel,
     name="sbjax_quantize_rowwise",
     grid=triton.cdiv(rows, config.rows),
@@ -60,6 +66,7 @@ def quantize(x: jax.Array, spec: Spec, *, config: Config | None = None) -> Quant
     THREADS=32 * config.warps,
     LIMIT=spec.format.max,
     VIA_FLOAT16=compute_capability() < 90,
+    FOLD=fold is not None,
   )
   return Quantized(values, scale, spec)
 
@@ -67,27 +74,24 @@ def quantize(x: jax.Array, spec: Spec, *, config: Config | None = None) -> Quant
 def quantize_transposed(x: jax.Array, spec: Spec) -> Quantized:
   """`quantize(x.T, spec)` without writing x.T; a rowwise scale belongs to a column of x."""
   check_quantizable(x)
-  values, scale = _two_passes(x, spec, 0, transpose=True)
+  values, scale = _two_passes(x, spec, spec.T.axis, transpose=True)
   return Quantized(values, scale.T, spec)
 
 
 def quantize_both(x: jax.Array, spec: Spec) -> tuple[Quantized, Quantized]:
-  """`(quantize(x, spec), quantize(x.T, spec))` if they share a scale, from two reads of x."""
+  """`quantize(x, spec)` and its transpose, from two reads of x."""
   check_quantizable(x)
-  if spec.is_rowwise:
-    raise ValueError("The rows of x and of x.T do not share scales: use 'tensorwise' or 'static'.")
-  (values, transposed), scale = _two_passes(x, spec, None, transpose="both")
-  return Quantized(values, scale, spec), Quantized(transposed, scale, spec)
+  (values, transposed), scale = _two_passes(x, spec, spec.axis, transpose="both")
+  return Quantized(values, scale, spec), Quantized(transposed, scale.T, spec.T)
 
 
 def _two_passes(x, spec, axis, transpose):
-  """(values, scale), from an absmax along `axis` (rowwise) or of all of x; then the cast."""
-  if not (spec.is_rowwise or spec.is_static) and x.size:
+  """(values, scale), from an absmax along `axis` of x, or of all of x (None); then the cast."""
+  if axis is None and not spec.is_static and x.size:
     # The cast itself reduces the partial maxima, which saves a kernel.
     partial = _partial_absmax(x.reshape(1, x.size), 1)
     *arrays, scale = _cast_call(x, partial, spec, transpose)
     return _select(*arrays, transpose), scale
-  axis = axis if spec.is_rowwise else None
   largest = absmax(x, axis) if spec.takes_absmax else jnp.zeros((1, 1), jnp.float32)
   return cast_scaled(x, largest, spec, transpose=transpose), factor_and_scale(largest, spec)[1]
 
@@ -197,6 +201,7 @@ def _cast_blocks(k, transpose):
 @triton.jit
 def _rowwise_kernel(
   x_ptr,
+  fold_ptr,
   values_ptr,
   scale_ptr,
   ROWS: tl.constexpr,
@@ -207,6 +212,7 @@ def _rowwise_kernel(
   THREADS: tl.constexpr,
   LIMIT: tl.constexpr,
   VIA_FLOAT16: tl.constexpr,
+  FOLD: tl.constexpr,
 ):
   """Makes values [BLOCK_ROWS, K] and scale [BLOCK_ROWS, 1]; PIECES are (first, lanes) of a row."""
   first_row = tl.program_id(0) * BLOCK_ROWS
@@ -216,8 +222,11 @@ def _rowwise_kernel(
     rows += (load_row(x_ptr, first_row + r, ROWS, RAGGED, K, PIECES, VECTOR),)
 
   for r in tl.static_range(BLOCK_ROWS):
+    xs = to_float32(rows[r])
+    if FOLD:
+      xs = folded_row(xs, fold_ptr, K, PIECES, VECTOR)
     quantize_row(
-      *(values_ptr, scale_ptr, to_float32(rows[r])),
+      *(values_ptr, scale_ptr, xs),
       *(first_row + r, ROWS, RAGGED, K, PIECES, VECTOR, THREADS, LIMIT, VIA_FLOAT16),
     )
 
