@@ -1,7 +1,8 @@
 """The batch file of docs/clusters.md on a real Slurm of two nodes, which the test starts here.
 
 Slurm's events (a time limit, a preemption, scancel, a requeue, ...) lose no step: the run saves,
-and goes on with the bits of a run that nothing disturbed.
+and goes on with the bits of a run that nothing disturbed. PATIENCE_SECONDS is for busy machines;
+SUSPEND_SECONDS=600 suspends a job for longer.
 """
 
 import contextlib
@@ -87,7 +88,7 @@ class Slurm:
         user=os.environ.get("USER") or subprocess.check_output(["id", "-un"], text=True).strip(),
         nodes=NODES,
         folder=folder,
-        first=os.getpid(),  # Runs of two clusters on a machine meet at ports of their own.
+        first=16 * os.getpid(),  # Runs of two clusters on a machine meet at ports of their own.
       )
     )
     self.env = {

@@ -104,6 +104,7 @@ def job(config, workdir):
     return real_evaluate(run, params)
 
   Run.evaluate = evaluate
+  stop._listener.signum = 0  # That of the run before.
   raise report("compilation", eval_every=2, log_every=1000)
 
 cli.run(job)
