@@ -168,7 +168,7 @@ def test_absmax_is_the_largest_magnitude_and_infinite_for_nan(kernels, shape, ax
   np.testing.assert_array_equal(largest, np.max(expected, axis=axis, keepdims=True))
 
 
-@pytest.mark.parametrize("shape", [(70, 40), (3, 130)], ids=str)
+@pytest.mark.parametrize("shape", [(70, 40), (3, 130), (3, 1)], ids=str)
 @pytest.mark.parametrize("scaling", ["rowwise", "columnwise", "tensorwise", "static"])
 def test_quantize_transposed_is_quantize_of_the_transpose(kernels, shape, scaling):
   x, spec = normal(*shape).at[1, 2].set(jnp.nan), Spec(INT8, scaling)
@@ -182,6 +182,13 @@ def test_quantize_both_is_quantize_of_x_and_of_its_transpose(kernels, fmt, scali
   q, transposed = kernels.quantize_both(x, spec)
   assert_same(q, quantize(x, spec))
   assert_same(transposed, quantize(x.T, spec.T))
+
+
+@pytest.mark.parametrize("most", [600, 599])
+def test_columns_of_several_partial_maxima_have_their_scales(kernels, monkeypatch, most):
+  monkeypatch.setattr(kernels, "MANY_ROWS", most)  # The cast reduces them, or XLA.
+  x = normal(600, 130).at[599, 2].set(1e4).at[300, 7].set(jnp.nan).at[:, 9].set(0.0)
+  assert_same(kernels.quantize_transposed(x, INT8_ROW), quantize(x.T, INT8_ROW))
 
 
 @pytest.mark.parametrize("shape", [(70, 1), (1, 40), (1, 1)], ids=str)

@@ -27,6 +27,7 @@ from sbjax.quantize import Quantized, Spec, check_quantizable, factor_and_scale,
 
 _struct = jax.ShapeDtypeStruct
 ONE_PASS_WIDTH = 16384
+MANY_ROWS = 8192  # Those of a column have 32 partial maxima, which a block of the cast reads.
 
 
 def config_for(rows: int, k: int, itemsize: int) -> Config:
@@ -87,10 +88,12 @@ def quantize_both(x: jax.Array, spec: Spec) -> tuple[Quantized, Quantized]:
 
 def _two_passes(x, spec, axis, transpose):
   """(values, scale), from an absmax along `axis` of x, or of all of x (None); then the cast."""
-  if axis is None and not spec.is_static and x.size:
-    # The cast itself reduces the partial maxima, which saves a kernel.
-    partial = _partial_absmax(x.reshape(1, x.size), 1)
-    *arrays, scale = _cast_call(x, partial, spec, transpose)
+  is_few = axis is None or (axis == 0 and transpose and len(x) <= MANY_ROWS)
+  if is_few and not spec.is_static and x.size:
+    # The cast itself reduces the partial maxima, which saves kernels.
+    partial = _partial_absmax(x.reshape(1, x.size), 1) if axis is None else _partial_absmax(x, 0)
+    shape = (0, 0) if axis is None else (0, x.shape[1])
+    *arrays, scale = _cast_call(x, partial, spec, transpose, shape)
     return _select(*arrays, transpose), scale
   largest = absmax(x, axis) if spec.takes_absmax else jnp.zeros((1, 1), jnp.float32)
   return cast_scaled(x, largest, spec, transpose=transpose), factor_and_scale(largest, spec)[1]
@@ -150,11 +153,15 @@ def _select(values, transposed, transpose):
   return (values, transposed) if transpose == "both" else transposed if transpose else values
 
 
-def _cast_call(x, absmax, spec, transpose, shape=(0, 0)):
-  """(values, transposed, scale); without a shape, absmax is partial maxima, which it reduces."""
+def _cast_call(x, absmax, spec, transpose, shape):
+  """(values, transposed, scale) for absmax of that shape.
+
+  Without rows it is partial maxima, which the kernel reduces: of all of x (0, 0) or of its columns.
+  """
   rows, k = x.shape
   block_rows, block_k = _cast_blocks(k, transpose)
   has_values, has_transposed = transpose in (False, "both"), transpose in (True, "both")
+  parts = len(absmax) if shape[1] else absmax.size
   # An output that is not needed has one element, which is not written.
   values = _struct((rows, k) if has_values else (1, 1), spec.dtype)
   transposed = _struct((k, rows) if has_transposed else (1, 1), spec.dtype)
@@ -164,12 +171,12 @@ def _cast_call(x, absmax, spec, transpose, shape=(0, 0)):
     kernel=_cast_kernel,
     name="sbjax_cast_scaled",
     grid=triton.cdiv(rows, block_rows) * triton.cdiv(k, block_k),
-    out=(values, transposed, _struct((1, 1), jnp.float32)),
+    out=(values, transposed, _struct((1, max(1, shape[1])), jnp.float32)),
     num_warps=block_rows * block_k // 1024,
     **dict(ROWS=rows, K=k, BLOCK_ROWS=block_rows, BLOCK_K=block_k),
     **dict(ABSMAX_ROWS=shape[0], ABSMAX_K=shape[1]),
-    PARTS=0 if shape[0] else absmax.size,
-    PARTS_BLOCK=triton.next_power_of_2(absmax.size),
+    PARTS=0 if shape[0] else parts,
+    PARTS_BLOCK=triton.next_power_of_2(parts),
     LIMIT=spec.format.max,
     POWER_OF_TWO=spec.scaling == "tensorwise_pow2",
     STATIC_FACTOR=2.0**spec.exponent if spec.is_static else 0.0,
@@ -291,7 +298,12 @@ def _cast_kernel(
   row, column = row.to(tl.int64)[:, None], column.to(tl.int64)[None, :]
   mask = (row < ROWS) & (column < K)
   x = tl.load(x_ptr + row * K + column, mask=mask, other=0.0).to(tl.float32)
-  if PARTS > 0:
+  if PARTS > 0 and ABSMAX_K > 1:
+    part = tl.arange(0, PARTS_BLOCK)[:, None]
+    in_parts = (part < PARTS) & (column < K)
+    absmax = tl.load(absmax_ptr + part * K + column, mask=in_parts, other=0.0)
+    absmax = tl.reduce(absmax, 0, larger)[None, :]
+  elif PARTS > 0:
     part = tl.arange(0, PARTS_BLOCK)
     absmax = tl.reduce(tl.load(absmax_ptr + part, mask=part < PARTS, other=0.0), 0, larger)
   elif ABSMAX_ROWS > 1:
@@ -307,7 +319,9 @@ def _cast_kernel(
     factor, scale = rounding_factor(absmax, LIMIT)
   if STATIC_FACTOR > 0:  # 0: the factor follows from absmax.
     factor = STATIC_FACTOR
-  if PARTS > 0:
+  if PARTS > 0 and ABSMAX_K > 1:
+    tl.store(scale_ptr + column, scale, mask=(column < K) & (tl.program_id(0) < k_blocks))
+  elif PARTS > 0:
     tl.store(scale_ptr, scale, mask=tl.program_id(0) == 0)
   y = tl.clamp(x * factor, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
   if STATIC_FACTOR > 0 and values_ptr.dtype.element_ty != tl.int8:
