@@ -151,6 +151,7 @@ def test_help_lists_the_flags_and_the_fields(flag):
     ("train.embed", "--texts"),
     ("train.export", "--format"),
     ("train.spikes", "--window"),
+    ("train.rounding", "--group"),
     ("tests.faults", "--draws"),
   ],
 )

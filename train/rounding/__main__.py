@@ -97,7 +97,7 @@ def run(options: argparse.Namespace, overrides: dict[str, list[str]]) -> None:
   print(f"The numbers are in {file}, the plot is {out / 'rounding.png'}.")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(
     "python -m train.rounding", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
   )
@@ -110,11 +110,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument("--config", default="", help="a file of configs/, for weights")
   parser.add_argument("--out", default="", help="a folder; default: the run's")
   parser.add_argument("--debug", action="store_true", help="show tracebacks")
+  return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
   try:
     overrides, rest = cli.split_flags(sys.argv[1:] if arguments is None else arguments)
   except ValueError as error:
     sys.exit(str(error))
-  options = parser.parse_args(rest)
+  options = parser().parse_args(rest)
   with cli.report_errors(options.debug):
     run(options, overrides)
 

@@ -24,7 +24,7 @@ from sbjax.convert.rounding import Group, Rounding, roundings, sum_group
 from sbjax.convert.switches import Forward, forward_rounding
 from sbjax.models.flax_block import PlainBlock
 from sbjax.models.transformer import is_block_kernel, unstack_blocks
-from sbjax.recipes import RecipeRules, parse_recipe, recipes_of
+from sbjax.recipes import Recipe, parse_recipe, recipes_of
 from train.data.preprocessing import normalize
 from train.errors import RunError
 from train.optimizer import STACK
@@ -90,6 +90,8 @@ def measure(
 
   The file is written after each group and each recipe.
   """
+  for name in names:
+    _by_layer(name, subject.params)
   key, run = about(subject, group), subject.run
   measured = read(path, key, say)
   gradients = _Gradients(subject, names)
@@ -130,14 +132,13 @@ def read(path: Path, key: dict, say: Callable[[str], None]) -> Measured:
   return empty
 
 
-def _write(path: Path, measured: Measured, **more) -> None:
+def _write(path: Path, measured: Measured) -> None:
   write_json(
     path,
     {
       "about": measured.about,
       "groups": [group._asdict() for group in measured.groups],
       "forward": {name: forward._asdict() for name, forward in measured.forward.items()},
-      **more,
     },
   )
 
@@ -198,6 +199,16 @@ def _kernels(tree) -> dict[str, jax.Array]:
   return found
 
 
+def _by_layer(recipe: str, params) -> dict[str, Recipe]:
+  """The recipe of each layer; a ValueError for rules that fit none."""
+  own, layers = parse_recipe(recipe), [*jax.eval_shape(_kernels, params)]
+  if isinstance(own, Recipe):
+    return dict.fromkeys(layers, own)
+  stack = (lambda x: x) if unrolled(recipe) else lambda x: re.sub(r"/block_\d+/", f"/{STACK}/", x)
+  own.check(dict.fromkeys(map(stack, layers)))
+  return {layer: own.at(stack(layer)) for layer in layers}
+
+
 def _forward(subject: Subject, recipe: str, batch: dict) -> Forward:
   """The errors of features and logits of a batch, on one device."""
   device = jax.devices()[0]
@@ -214,10 +225,7 @@ def _forward(subject: Subject, recipe: str, batch: dict) -> Forward:
     # A constant in all logits changes no loss.
     return {"image": image, "text": text, "logits": logits - jnp.mean(logits)}
 
-  own, rules = parse_recipe(recipe), []
-  for layer in _kernels(params):
-    name = layer if unrolled(recipe) else re.sub(r"/block_\d+/", f"/{STACK}/", layer)
-    rules.append((f"{layer}/kernel", own.at(name) if isinstance(own, RecipeRules) else own))
+  rules = [(f"{layer}/kernel", own) for layer, own in _by_layer(recipe, params).items()]
   found = forward_rounding(outputs, params, [batch], [*rules, ("*", None)])
   return found._replace(
     **{
