@@ -12,6 +12,7 @@ import pytest
 from sbjax.convert.rounding import ALL, sum_group
 from sbjax.convert.switches import Forward
 from sbjax.interop.weights import save_weights
+from sbjax.recipes import recipes_of
 from train import inference
 from train.rounding import __main__ as program
 from train.rounding import measure, report
@@ -55,11 +56,11 @@ def drawn(monkeypatch, devices):
 
   def make(task, *_, **__):
     recipe = task.model.options.recipe
+    error = 0.1 if any(each.rounds for each in recipes_of(recipe)) else 0.0
 
     def differentiate(params, batch, key, scale):
-      jax.debug.callback(lambda _: calls.append(recipe), key[0] if key.ndim else 0)
+      jax.debug.callback(lambda: calls.append(recipe))
       leaves, tree = jax.tree.flatten(params)
-      error = 0.1 if recipe.rounds else 0.0
       keys = jax.random.split(key, len(leaves))
       noise = [jax.random.normal(k, x.shape) + 1 + error for k, x in zip(keys, leaves, strict=True)]
       return None, tree.unflatten(noise)
@@ -76,9 +77,10 @@ def drawn(monkeypatch, devices):
   return calls
 
 
-def run(workdir, *arguments):
-  program.main([str(workdir), "--group=2", "--batches=6", "--debug", *map(str, arguments)])
-  return read(workdir)
+def run(workdir, *arguments, out=None):
+  out = out or workdir
+  program.main([str(workdir), "--group=2", "--batches=6", f"--out={out}", *arguments])
+  return read(out)
 
 
 def read(folder):
@@ -128,7 +130,7 @@ def test_the_names_of_layers_do_not_depend_on_the_layout(trained, devices):
 
 
 def test_a_stopped_measurement_continues_to_the_same_numbers(workdir, tmp_path, drawn, monkeypatch):
-  whole = run(workdir, f"--out={tmp_path / 'whole'}")
+  whole = run(workdir, out=tmp_path / "whole")
   jax.effects_barrier()
   assert len(drawn) == 2 * 6
   write = measure._write
@@ -181,7 +183,7 @@ def test_a_critical_batch_that_is_not_measurable_is_at_least_its_bound():
 def test_weights_are_measured_on_the_data_of_a_config(trained, tmp_path, drawn):
   model = inference.load(trained)
   weights, config = tmp_path / "weights.safetensors", tmp_path / "config.py"
-  save_weights(weights, model.params, model.task.model.config)
+  save_weights(model.params, weights, model.task.model.config)
   config.write_text(
     "from configs import quickstart\n"
     "def get_config():\n"
@@ -191,9 +193,7 @@ def test_weights_are_measured_on_the_data_of_a_config(trained, tmp_path, drawn):
     "  return config\n"
   )
   out = tmp_path / "out"
-  program.main([str(weights), f"--config={config}", f"--out={out}", "--group=2", "--batches=6",
-                "--debug"])  # fmt: skip
-  found = read(out)
+  found = run(weights, f"--config={config}", out=out)
   assert found["about"]["step"] is None and {*found["results"]["switchback"]} == {*LAYERS, ALL}
 
 
