@@ -10,7 +10,7 @@ tiles (train/tiled_loss.py): train/task.py takes one of `LOSSES`.
 import jax
 import jax.numpy as jnp
 
-from train.tiled_loss import tiled_siglip, tiled_softmax
+from train.parallel.tiled_loss import tiled_siglip, tiled_softmax
 
 
 def softmax_contrastive(

@@ -72,7 +72,7 @@ def quantize_model(
   """
   activations = None if activations is None else as_recipe(activations)
   check_name(backend)
-  conversion = Conversion(_pairs(rules), activations, backend, verbose)
+  conversion = Conversion(pairs_of(rules), activations, backend, verbose)
   if isinstance(model, nnx.Module):
     model = nnx.clone(model)
     model.__class__ = _nnx_class(type(model), conversion)
@@ -89,7 +89,7 @@ def quantize_model(
   return _function(model, conversion)
 
 
-def _pairs(rules: Rules) -> tuple[tuple[str, Recipe | None], ...]:
+def pairs_of(rules: Rules) -> tuple[tuple[str, Recipe | None], ...]:
   if isinstance(rules, Recipe | str):
     return (("*", as_recipe(rules)),)
   if isinstance(rules, RecipeRules):

@@ -32,7 +32,7 @@ def tiled_softmax(
   image_features, text_features: [b, E], this device's rows of the batch.
   axes: inside `jax.shard_map(..., check_vma=False)`, the mesh axes that the batch is split over, in
     the order of `jax.lax.all_gather`. () if the features are the whole batch.
-  products: a key of PRODUCTS in train/tiled_loss.py. None takes "float16" on an NVIDIA GPU and
+  products: a key of PRODUCTS in this file. None takes "float16" on an NVIDIA GPU and
     "float32" elsewhere. In float16 every |element| must be below 8.
 
   Returns the loss and metrics, the same on all devices. The features' gradients are those of the
