@@ -26,7 +26,7 @@ X, W, V = normal((B, T, K)), normal((K, N), seed=1), normal((N, K), seed=2)
 X *= np.exp(2 * normal((B, 1, 1), seed=3))
 NORM = LayerNormParams(np.ones(K, np.float32), np.zeros(K, np.float32))
 BIAS, BACK = normal(N, seed=4), normal(K, seed=5)
-ROWWISE = ["full", "switchback", "switchback_m", "switchback_q", "llm_int8", "fp4"]
+ROWWISE = ["full", "switchback", "switchback_m", "switchback_q", "switchback_c", "llm_int8", "fp4"]
 ROWWISE += ["fp8_switchback", "fp8_dinov3", "fp8_static", "switchback_fp8_wgrad"]
 ONE_SCALE = ["fp8_tensorwise", "fp8_amax"]
 

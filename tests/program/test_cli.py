@@ -150,6 +150,7 @@ OWN_WORDS = {
   "train.embed": "--texts",
   "train.export": "--format",
   "train.spikes": "--window",
+  "train.rounding": "--group",
   "tests.faults": "--draws",
 }
 
