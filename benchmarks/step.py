@@ -66,6 +66,7 @@ CONTENDERS = {
   "switchback_cudnn": Contender("switchback", attention="cudnn"),
   "switchback_m": Contender("switchback_m"),
   "switchback_q": Contender("switchback_q"),
+  "switchback_c": Contender("switchback_c"),
   "switchback_fp8_wgrad": Contender("switchback_fp8_wgrad"),
   "switchback_e4m3_wgrad": Contender("switchback_e4m3_wgrad"),
   "llm_int8": Contender("llm_int8"),

@@ -3,7 +3,9 @@
 An operand is [rows, K], contracted along its last axis. A scale must factor out of that sum,
 so it is shared by a row at least: one scale for each row (rowwise) or one for the operand
 (tensorwise, or the power of two next to it: tensorwise_pow2). A static scale is a constant, a power
-of two. At 1 the values are rounded as they come (unit scaling).
+of two. At 1 the values are rounded as they come (unit scaling). A scale for each column
+(columnwise) does not factor out: the other operand is `folded` with these scales before it is
+rounded.
 
 These functions are the definition; whatever computes faster must give the same numbers.
 """
@@ -17,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-SCALINGS = ("rowwise", "tensorwise", "tensorwise_pow2", "static")
+SCALINGS = ("rowwise", "columnwise", "tensorwise", "tensorwise_pow2", "static")
 # The product of two scales of 2**-63 is still a normal float32.
 MAX_EXPONENT = 63
 _LARGEST = float(np.finfo(np.float32).max)
@@ -103,7 +105,7 @@ class Spec:
   """
 
   dtype: jnp.dtype  # INT8, E4M3 or E5M2; `jnp.int8` and the like are made one of these.
-  scaling: Literal["rowwise", "tensorwise", "tensorwise_pow2", "static"]
+  scaling: Literal["rowwise", "columnwise", "tensorwise", "tensorwise_pow2", "static"]
   exponent: int = 0
 
   def __post_init__(self):
@@ -126,8 +128,23 @@ class Spec:
     return self.scaling == "rowwise"
 
   @property
+  def is_columnwise(self) -> bool:
+    return self.scaling == "columnwise"
+
+  @property
   def is_static(self) -> bool:
     return self.scaling == "static"
+
+  @property
+  def axis(self) -> int | None:
+    """The axis along which values share a scale; None: both."""
+    return {"rowwise": 1, "columnwise": 0}.get(self.scaling)
+
+  @property
+  def T(self) -> "Spec":
+    """The Spec of the transpose, whose rows are the columns."""
+    other = {"rowwise": "columnwise", "columnwise": "rowwise"}
+    return dataclasses.replace(self, scaling=other.get(self.scaling, self.scaling))
 
   @property
   def takes_absmax(self) -> bool:
@@ -147,23 +164,17 @@ def share_accumulator(lhs: Spec, rhs: Spec) -> bool:
 class Quantized:
   """An operand in 8 bits; `scale` always multiplies to dequantize.
 
-  >>> quantize(jnp.ones((2, 3)), Spec(INT8, "tensorwise")).T.values.shape
-  (3, 2)
+  >>> quantize(jnp.ones((2, 3)), Spec(INT8, "rowwise")).T.scale.shape
+  (1, 2)
   """
 
   values: jax.Array  # [rows, K] of spec.dtype
-  scale: jax.Array  # float32 [rows, 1] if spec is rowwise, else [1, 1]
+  scale: jax.Array  # float32 [rows, 1] if spec is rowwise, [1, K] if columnwise, else [1, 1]
   spec: Spec
 
   @property
   def T(self) -> "Quantized":
-    """The transpose, which exists when one scale serves the whole operand."""
-    if self.spec.is_rowwise:
-      raise ValueError(
-        f"The transpose of a rowwise operand (scale {self.scale.shape}) has no row scales;"
-        " quantize the transpose instead, or use 'tensorwise'."
-      )
-    return Quantized(self.values.T, self.scale, self.spec)
+    return Quantized(self.values.T, self.scale.T, self.spec.T)
 
 
 def quantize(x: jax.Array, spec: Spec) -> Quantized:
@@ -193,19 +204,26 @@ def quantize(x: jax.Array, spec: Spec) -> Quantized:
 
 
 def absmax_of(x: jax.Array, spec: Spec) -> jax.Array:
-  """max |x| under each scale, [rows, 1] or [1, 1] float32, infinite where there is a NaN.
+  """max |x| under each scale, float32 of the scale's shape, infinite where there is a NaN.
 
   0 if `spec` takes none.
   """
   if not spec.takes_absmax:
     return jnp.zeros((1, 1), jnp.float32)
-  axis = 1 if spec.is_rowwise else (0, 1)
-  return jnp.max(abs_or_inf(x.astype(jnp.float32)), axis=axis, keepdims=True, initial=0.0)
+  return jnp.max(abs_or_inf(x.astype(jnp.float32)), axis=spec.axis, keepdims=True, initial=0.0)
 
 
 def abs_or_inf(x: jax.Array) -> jax.Array:
   """|x|, infinite for a NaN: XLA's maximum on a CPU may drop a NaN, but not infinity."""
   return jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x))
+
+
+def folded(x: jax.Array, fold: jax.Array | None) -> jax.Array:
+  """x [rows, K] times fold [K] in float32, the scales of a columnwise operand that x meets.
+
+  sum over k of x[k] * (values[k] * scale[k]) is that of (x * scale)[k] * values[k].
+  """
+  return x if fold is None else x.astype(jnp.float32) * fold[None, :]
 
 
 def group_size(width: int, most: int) -> int:

@@ -69,10 +69,11 @@ class Recipe:
     if self.saved == "quantized":
       if self.fwd is None or self.dgrad is None:
         raise ValueError("saved='quantized' needs a quantized fwd and dgrad to share them.")
-      if self.fwd[1] != self.dgrad[1] or self.fwd[1].is_rowwise:
+      if not self.shares_w:
         raise ValueError(
           "saved='quantized' reuses the forward's w, transposed, in dgrad: both need the same"
-          f" 'tensorwise' or 'static' Spec, not fwd={self.fwd[1]} and dgrad={self.dgrad[1]}."
+          " 'tensorwise' or 'static' Spec, or 'rowwise' in fwd and 'columnwise' in dgrad, not"
+          f" fwd={self.fwd[1]} and dgrad={self.dgrad[1]}."
         )
     if self.simulated is not None and (self.fwd, self.dgrad, self.wgrad) != (None, None, None):
       raise ValueError("simulated is for all three matmuls: fwd, dgrad and wgrad must be None.")
@@ -81,6 +82,11 @@ class Recipe:
   def rounds(self) -> bool:
     """Whether any matmul's operands are rounded."""
     return any((self.fwd, self.dgrad, self.wgrad, self.simulated))
+
+  @property
+  def shares_w(self) -> bool:
+    """Whether `dgrad` takes the same 8 bits of w as `fwd`, transposed."""
+    return bool(self.fwd and self.dgrad and self.dgrad[1] == self.fwd[1].T)
 
   @property
   def rounds_w(self) -> bool:
@@ -94,11 +100,16 @@ def _check_pair(name: str, pair) -> None:
   if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(s, Spec) for s in pair)):
     raise ValueError(f"{name}={pair!r} must be None or a pair of Specs: (lhs, rhs).")
   lhs, rhs = pair
+  if lhs.is_columnwise or (rhs.is_columnwise and name != "dgrad"):
+    raise ValueError(
+      f"{name}: only w in dgrad may be 'columnwise'; elsewhere its scales are summed over."
+    )
   if not share_accumulator(lhs, rhs):
     raise ValueError(f"{name}: no matmul takes {lhs.dtype.name} with {rhs.dtype.name}.")
 
 
 int8_row, int8_tensor = Spec(INT8, "rowwise"), Spec(INT8, "tensorwise")
+int8_column = int8_row.T
 e4m3_row, e4m3_tensor = Spec(E4M3, "rowwise"), Spec(E4M3, "tensorwise")
 e5m2_row, e5m2_tensor = Spec(E5M2, "rowwise"), Spec(E5M2, "tensorwise")
 
@@ -110,6 +121,10 @@ FULL = Recipe(fwd=None, dgrad=None, wgrad=None)
 SWITCHBACK = Recipe(fwd=(int8_row, int8_tensor), dgrad=(int8_row, int8_tensor), wgrad=None)
 SWITCHBACK_M = dataclasses.replace(SWITCHBACK, saved="quantized")
 SWITCHBACK_Q = Recipe(fwd=(int8_row, int8_row), dgrad=(int8_row, int8_row), wgrad=None)
+# One int8 w with a scale for each output, as in Q's forward pass, serves both matmuls: dgrad sums
+# over outputs, so dy is multiplied by these scales before it is rounded (`sbjax.quantize.folded`).
+SWITCHBACK_C = Recipe(fwd=(int8_row, int8_row), dgrad=(int8_row, int8_column), wgrad=None)
+SWITCHBACK_CM = dataclasses.replace(SWITCHBACK_C, saved="quantized")
 LLM_INT8 = dataclasses.replace(SWITCHBACK_Q, wgrad=(int8_row, int8_row))
 
 # fp8 after the paper's section 2.3: e4m3 for inputs and weights, e5m2 for gradients. True
@@ -165,6 +180,8 @@ RECIPES = {
   "switchback": SWITCHBACK,
   "switchback_m": SWITCHBACK_M,
   "switchback_q": SWITCHBACK_Q,
+  "switchback_c": SWITCHBACK_C,
+  "switchback_cm": SWITCHBACK_CM,
   "llm_int8": LLM_INT8,
   "fp8_tensorwise": FP8_TENSORWISE,
   "fp8_switchback": FP8_SWITCHBACK,
@@ -204,7 +221,6 @@ class RecipeRules:
 
   rules: pairs of a pattern and a recipe. A pattern is that of a shell, for the path of the layer's
     parameters: "*/fc1", "image/*", "text/block_0/*". `RecipeRules.of` makes them from a mapping.
-
 
   >>> rules = RecipeRules.of({"*/fc1": "full", "*": "switchback"})
   >>> rules.at("image/blocks/fc1") == RECIPES["full"]

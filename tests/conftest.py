@@ -18,6 +18,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if os.environ["JAX_PLATFORMS"] == "cpu":
   # Compilation takes most of the time, and programs run only a few times.
   os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+# Nobody reads from which lines an operation came, and writing them takes a seventh of lowering.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 
 import jax
 import pytest

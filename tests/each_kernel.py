@@ -65,7 +65,8 @@ def matmuls(ops: Backend, dtype):
   added = {"bias": jnp.ones(208), "residual": jnp.ones((333, 208), jnp.bfloat16)}
   options = [{}, {"bias": added["bias"]}, added]
   products = [ops.scaled_matmul(x_q, k, jnp.bfloat16, **o) for k in kernels for o in options]
-  return products, ops.quantize_both(w, tensor), ops.quantize(w, tensor)
+  both = [ops.quantize_both(w, spec) for spec in (row.T, tensor)]
+  return products, both, ops.quantize(w, tensor), ops.quantize(x, row, fold=jnp.ones(464))
 
 
 def row_operations(ops: Backend, dtype):
@@ -76,8 +77,10 @@ def row_operations(ops: Backend, dtype):
   forward = [ops.norm_quantize(x, norm, s) for s in (None, spec)]
   backward = [ops.norm_backward(x, norm, dy, d) for d in (None, dx)]
   sums = [ops.quantize_sum(parts, spec) for parts in ((dy,), (dy, dx, x))]
+  fold = {"fold": jnp.ones(464)}
+  folded = ops.quantize_sum((dy,), spec, **fold), ops.gelu_backward(x, dy, spec, **fold)
   saved = [ops.gelu_quantize(x, s, k)[1] for s, k in ((None, None), (spec, None), (spec, spec))]
-  return forward, backward, sums, [ops.gelu_backward(h, dy, spec) for h in saved[1:]]
+  return forward, backward, sums, folded, [ops.gelu_backward(h, dy, spec) for h in saved[1:]]
 
 
 def attentions(ops: Backend):

@@ -288,10 +288,12 @@ def _for_activations(run: Run) -> list[str]:
       f"--config.accumulate={more}: as many microbatches, the loss over all of them (now"
       f" {config.accumulate})"
     )
-  if config.model.recipe in ("full", "switchback", "switchback_q"):
+  saving = dict.fromkeys(("full", "switchback", "switchback_q"), "switchback_m")
+  saving["switchback_c"] = "switchback_cm"
+  if (recipe := config.model.recipe) in saving:
     choices.append(
-      "--config.model.recipe=switchback_m: keeps 8-bit operands for the backward pass (now"
-      f" {config.model.recipe}; a new run)"
+      f"--config.model.recipe={saving[recipe]}: keeps 8-bit operands for the backward pass (now"
+      f" {recipe}; a new run)"
     )
   choices.append(f"--config.batch_size: smaller than {config.batch_size} (a new run)")
   return choices

@@ -112,25 +112,37 @@ def times(x, multiplier: float) -> Any:
   return (at_least_float32(x) * multiplier).astype(x.dtype)
 
 
-def output_grad_spec(recipe: Recipe, w) -> Spec | None:
-  """How dy is rounded before `dgrad`; None: not, or there, once it has the scales of a frozen w."""
-  if recipe.dgrad is None or (is_frozen(w) and not _shares_scale(recipe, w)):
-    return None
-  return recipe.dgrad[0]
+def dgrad_weight(ops: Backend, recipe: Recipe, w, dtype) -> Quantized | jax.Array:
+  """w [K, N], a `saved_weight`, as `dgrad` takes it: in 8 bits, or in dy's dtype."""
+  if is_frozen(w):  # It has the 8 bits of the forward pass, which are not rounded again.
+    if recipe.dgrad is not None and share_accumulator(recipe.dgrad[0], w.fwd.spec):
+      return w.fwd.T
+    return dequantize(w.fwd, dtype).T
+  if recipe.dgrad is not None:
+    return w.dgrad if isinstance(w, QuantizedWeight) else ops.quantize(w, recipe.dgrad[1])
+  w, simulated = master_weight(w), recipe.simulated
+  return simulated.rounded_weight(w, dtype) if simulated else w.astype(dtype)
 
 
-def _shares_scale(recipe: Recipe, w: QuantizedWeight) -> bool:
-  """Whether the 8 bits of a frozen w for the forward pass, transposed, are those for `dgrad`."""
-  assert recipe.dgrad is not None and w.fwd is not None
-  spec = w.fwd.spec
-  return not spec.is_rowwise and share_accumulator(recipe.dgrad[1], spec)
+def output_grad_rounding(recipe: Recipe, w: Quantized | jax.Array) -> tuple:
+  """The Spec of dy for `dgrad` with w, its `dgrad_weight`, and the fold [N]; or None for each.
+
+  dgrad sums over outputs, so w's scale of an output multiplies dy before dy is rounded.
+  """
+  if not isinstance(w, Quantized):
+    return None, None
+  assert recipe.dgrad is not None
+  return recipe.dgrad[0], w.scale[0] if w.spec.is_columnwise else None
 
 
 def quantize_output_grad(ops: Backend, recipe: Recipe, dys, bias, w):
-  """dy [M, N], of parts `dys`; dy as `dgrad` takes it; and the gradient of bias [N] or None."""
-  spec = output_grad_spec(recipe, w)
+  """dy [M, N], of parts `dys`; dy as `dgrad` takes it; and the gradient of bias [N] or None.
+
+  w is its `dgrad_weight`.
+  """
+  spec, fold = output_grad_rounding(recipe, w)
   if bias is not None and spec is not None:
-    dy, dy_q, summed = ops.quantize_sum(dys, spec)
+    dy, dy_q, summed = ops.quantize_sum(dys, spec, fold=fold)
     return dy, dy_q, cotangent_like(bias, summed)
   dy = jnp.concatenate(dys, axis=1)
   d_bias = None
@@ -152,34 +164,16 @@ def split_as(sharding, gradient):
 def input_gradient(ops: Backend, recipe: Recipe, dy, w, dtype, out_sharding, multiplier=1.0):
   """`multiplier * dy @ w.T` [M, K] in `dtype`.
 
-  dy may be quantized already, w is its `saved_weight`.
+  dy may be quantized already, w is its `dgrad_weight`.
   """
-  if is_frozen(w):
-    return _frozen_input_gradient(ops, recipe, dy, w, dtype, out_sharding, multiplier)
-  if recipe.dgrad is None:
-    w = master_weight(w)
-    simulated = recipe.simulated
-    w = simulated.rounded_weight(w, dy.dtype) if simulated else w.astype(dy.dtype)
+  if not isinstance(w, Quantized):
     return times(full_dot(dy, w, ((1,), (1,)), dtype, out_sharding), multiplier)
-  dy_spec, w_spec = recipe.dgrad
-  dy_q = dy if isinstance(dy, Quantized) else ops.quantize(dy, dy_spec)
-  w_q = w.dgrad if isinstance(w, QuantizedWeight) else ops.quantize(w, w_spec)
-  return _scaled_matmul(ops, dy_q, times(w_q, multiplier), dtype, out_sharding)
-
-
-def _frozen_input_gradient(ops: Backend, recipe: Recipe, dy, w, dtype, out_sharding, multiplier):
-  """`dgrad` by the 8 bits [N, K] of the forward pass, which are not rounded again."""
-  w_q = w.fwd
-  if recipe.dgrad is None or not share_accumulator(recipe.dgrad[0], w_q.spec):
-    kernel = dequantize(w_q, dy.dtype)
-    return times(full_dot(dy, kernel, ((1,), (0,)), dtype, out_sharding), multiplier)
-  if _shares_scale(recipe, w):
-    dy_q = dy if isinstance(dy, Quantized) else ops.quantize(dy, recipe.dgrad[0])
-    return _scaled_matmul(ops, dy_q, times(w_q.T, multiplier), dtype, out_sharding)
-  # The scale of an output is summed over here, so dy takes it before it is rounded.
-  dy_q = ops.quantize(at_least_float32(dy) * w_q.scale.T, recipe.dgrad[0])
-  ones = Quantized(w_q.values.T, jnp.ones((1, 1)), Spec(w_q.spec.dtype, "tensorwise"))
-  return _scaled_matmul(ops, dy_q, times(ones, multiplier), dtype, out_sharding)
+  if not isinstance(dy, Quantized):
+    spec, fold = output_grad_rounding(recipe, w)
+    dy = ops.quantize(dy, spec, fold=fold)
+  if w.spec.is_columnwise:  # dy has its scales.
+    w = Quantized(w.values, jnp.ones((1, 1)), Spec(w.spec.dtype, "static"))
+  return _scaled_matmul(ops, dy, times(w, multiplier), dtype, out_sharding)
 
 
 def weight_gradient(ops: Backend, recipe: Recipe, x, dy, w, multiplier=1.0):
@@ -327,8 +321,7 @@ def prepared(name: str, w, x_shape, recipe: Recipe, backend: str | None):
 
 def _with_transpose(kernel: QuantizedWeight, recipe: Recipe) -> QuantizedWeight:
   """The kernel with what `fwd` multiplies by, where that is the transpose of what dgrad does."""
-  shares = recipe.fwd and recipe.dgrad and recipe.fwd[1] == recipe.dgrad[1]
-  if not shares or kernel.fwd is not None or kernel.dgrad is None or kernel.dgrad.spec.is_rowwise:
+  if not recipe.shares_w or kernel.fwd is not None or kernel.dgrad is None:
     return kernel
   return kernel._replace(fwd=kernel.dgrad.T)
 
@@ -375,8 +368,9 @@ def _dot_bwd(recipe, backend, dtype, residual_sharding, multiplier, saved, dy):
   x_sharding = jax.typeof(x.values if isinstance(x, Quantized) else x).sharding
   x = dequantize(x, dtype) if isinstance(x, Quantized) else x
   d_residual = None if residual_sharding is None else split_as(residual_sharding, dy)
-  dy, dy_q, d_bias = quantize_output_grad(ops, recipe, (dy,), bias, w)
-  dx = input_gradient(ops, recipe, dy_q, w, dtype, x_sharding, multiplier)
+  w_q = dgrad_weight(ops, recipe, w, dy.dtype)
+  dy, dy_q, d_bias = quantize_output_grad(ops, recipe, (dy,), bias, w_q)
+  dx = input_gradient(ops, recipe, dy_q, w_q, dtype, x_sharding, multiplier)
   dw = weight_gradient(ops, recipe, x, dy, w, multiplier)
   return forbid_second_derivatives((dx, cotangent(w, dw), d_bias, d_residual), recipe)
 

@@ -48,8 +48,8 @@ def quantize_weight(
     return w
   constant = jax.lax.stop_gradient(w)
   fwd, dgrad = (pair and pair[1] for pair in (recipe.fwd, recipe.dgrad))
-  if fwd is not None and fwd == dgrad and not fwd.is_rowwise:
-    values, transposed = ops.quantize_both(constant, fwd)
+  if recipe.shares_w:
+    values, transposed = ops.quantize_both(constant, dgrad)
     return QuantizedWeight(w, transposed, values)
   transposed = None if fwd is None else ops.quantize_transposed(constant, fwd)
   return QuantizedWeight(w, transposed, None if dgrad is None else ops.quantize(constant, dgrad))

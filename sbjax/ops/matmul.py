@@ -27,8 +27,8 @@ def scaled_matmul(
   is jax.lax.dot_general's.
 
   Raises:
-    ValueError: the contracted sizes differ, int8 meets fp8, K > 131,072 in int8, or a residual of
-      another shape or dtype than the result's.
+    ValueError: the contracted sizes differ, int8 meets fp8, K > 131,072 in int8, an operand is
+      columnwise, or a residual of another shape or dtype than the result's.
 
   >>> lhs = quantize(jnp.ones((2, 16)), Spec(INT8, "rowwise"))
   >>> scaled_matmul(lhs, lhs, jnp.bfloat16)
@@ -38,6 +38,11 @@ def scaled_matmul(
   check_quantized("lhs", lhs)
   check_quantized("rhs", rhs)
   out_dtype = floating_dtype("out_dtype", out_dtype)
+  for name, operand in (("lhs", lhs), ("rhs", rhs)):
+    if operand.spec.is_columnwise:
+      raise ValueError(
+        f"{name} is columnwise: its scales are summed over. Fold the other operand with them."
+      )
   check_operands(lhs.values, rhs.values)
   check_residual(residual, (lhs.values.shape[0], rhs.values.shape[0]), out_dtype)
   own = format_of(lhs.values.dtype)

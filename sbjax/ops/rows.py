@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from sbjax.ops.operation import Operation
-from sbjax.quantize import Quantized, Spec, dequantize, quantize
+from sbjax.quantize import Quantized, Spec, dequantize, folded, quantize
 
 NORM_EPSILON = 1e-5
 ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu")
@@ -104,6 +104,7 @@ def gelu_backward(
   spec: Spec | None,
   *,
   activation: str = "gelu",
+  fold: jax.Array | None = None,
   quantize=quantize,
 ) -> tuple[jax.Array, Quantized | None, jax.Array, jax.Array]:
   """The gradient of GELU, and its output again for the weight gradient.
@@ -113,28 +114,32 @@ def gelu_backward(
     dg: [M, K], the gradient of what came out.
     spec: the format that the gradient is quantized to, or None.
     activation: as in gelu_quantize.
+    fold: [K] float32 or None, what multiplies the gradient before it is quantized.
 
   Returns:
-    h's gradient in dg's dtype; quantized; summed over the rows, [K] float32: a bias's gradient; and
-    GELU's output in dg's dtype.
+    h's gradient in dg's dtype; folded and quantized; summed over the rows, [K] float32: a bias's
+    gradient; and GELU's output in dg's dtype.
   """
   h = dequantize(h) if isinstance(h, Quantized) else h.astype(jnp.float32)
   g, slope = _ACTIVATIONS[activation](h)
   dh = dg.astype(jnp.float32) * slope
-  dh_q = None if spec is None else quantize(dh, spec)
+  dh_q = None if spec is None else quantize(folded(dh, fold), spec)
   return dh.astype(dg.dtype), dh_q, jnp.sum(dh, axis=0), g.astype(dg.dtype)
 
 
 def quantize_sum(
-  parts: tuple[jax.Array, ...], spec: Spec, *, quantize=quantize
+  parts: tuple[jax.Array, ...], spec: Spec, *, fold: jax.Array | None = None, quantize=quantize
 ) -> tuple[jax.Array, Quantized, jax.Array]:
   """A gradient dy [M, K], of `parts` side by side, [M, K / P] each.
 
+  Args:
+    fold: [K] float32 or None, what multiplies dy before it is quantized.
+
   Returns:
-    dy; quantized; and summed over its rows, [K] float32: a bias's gradient.
+    dy; folded and quantized; and summed over its rows, [K] float32: a bias's gradient.
   """
   dy = jnp.concatenate(parts, axis=1)
-  return dy, quantize(dy, spec), jnp.sum(dy.astype(jnp.float32), axis=0)
+  return dy, quantize(folded(dy, fold), spec), jnp.sum(dy.astype(jnp.float32), axis=0)
 
 
 def _standardize(x, epsilon):

@@ -1,4 +1,4 @@
-"""An operation by its kernel on a mesh: each device computes on its shards."""
+"""An operation on a mesh by its kernel: which sums and maxima devices share on split axes."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -67,10 +67,11 @@ def _names(axes: str, arrays: Sequence, results: Sequence) -> tuple[list[Names],
   An axis of another size than the first of its name gets None: a scale's 1. Where that is a
   result's, and not 1, the operands side by side make the result: nothing of that name is split.
   """
-  sides = [
-    [_entry(entries.split(), i, array.ndim) for i, array in enumerate(side)]
-    for entries, side in zip(axes.split("->"), (arrays, results), strict=True)
-  ]
+  sides = []
+  for text, side in zip(axes.split("->"), (arrays, results), strict=True):
+    entries = text.split()
+    last = len(entries) - 1
+    sides.append([entries[min(i, last)][-array.ndim :] for i, array in enumerate(side)])
   sizes: dict[str, int] = {}
   for names, array in zip(sides[0], arrays, strict=True):
     for name, size in zip(names, array.shape, strict=True):
@@ -91,10 +92,6 @@ def _names(axes: str, arrays: Sequence, results: Sequence) -> tuple[list[Names],
   return inputs, outputs
 
 
-def _entry(entries: list[str], i: int, ndim: int) -> str:
-  return entries[min(i, len(entries) - 1)][-ndim:]
-
-
 def _reduced(inputs: Sequence[Names], results) -> list[str]:
   """The names over which the operation sums products, or shares a scale.
 
@@ -104,7 +101,8 @@ def _reduced(inputs: Sequence[Names], results) -> list[str]:
   reduced = names - set(jax.tree.leaves(results))
   for node in jax.tree.leaves(results, is_leaf=lambda a: isinstance(a, Quantized)):
     if isinstance(node, Quantized) and node.spec.takes_absmax:
-      reduced |= set(node.values[1:] if node.spec.is_rowwise else node.values)
+      axis = node.spec.axis
+      reduced |= set(node.values if axis is None else [node.values[axis]])
   return sorted(reduced & names)
 
 
@@ -116,6 +114,6 @@ def _multiply_parts(run, kernel, over, lhs, rhs, out_dtype, *, bias=None, residu
 
 def _quantize_parts(run, quantizer, over, x, spec) -> Quantized:
   """`quantize` where values that share a scale are on several devices."""
-  absmax = jax.lax.pmax(run(quantizer.absmax, x, 1 if spec.is_rowwise else None), over)
+  absmax = jax.lax.pmax(run(quantizer.absmax, x, spec.axis), over)
   values = run(quantizer.cast_scaled, x, absmax, spec)
   return Quantized(values, factor_and_scale(absmax, spec)[1], spec)

@@ -81,6 +81,7 @@ CASES = list(itertools.product(PIECES, RECIPES))
 MAIN = [  # Recipes whose kernels differ most; llm_int8's are also compiled by other tests.
   *(("linear", name) for name in ("full", "switchback", "switchback_m", "fp8_tensorwise")),
   *(("mlp", name) for name in ("full", "switchback", "switchback_m", "fp8_tensorwise")),
+  ("mlp", "switchback_c"),
   ("qkv", "switchback"),
 ]
 SPLIT = [  # Layer norm takes whole rows, and layer_norm_dense returns whole outputs.

@@ -14,6 +14,8 @@ INT8_SUMS = (
   "switchback",
   "switchback_m",
   "switchback_q",
+  "switchback_c",
+  "switchback_cm",
   "llm_int8",
   "switchback_fp8_wgrad",
   "switchback_e4m3_wgrad",

@@ -4,6 +4,7 @@ Wortsman et al. 2023, https://arxiv.org/abs/2304.13013. The last two recipes lea
 weight gradient, which it keeps in 16 bits. Nothing here is imported from sbjax, so that agreement
 is evidence. Matrices are multiplied as `a [m, k] @ b [k, n]`; a "row" scale is shared along k, a
 "tensor" scale by the whole operand, a "power" scale too, which is a power of two. "one" is 1.
+"folded" are scales of b, one for each k, that multiply a before it is rounded.
 """
 
 import math
@@ -32,12 +33,16 @@ class Method(NamedTuple):
 
 
 _INT8_ROW, _INT8_TENSOR = ("int8", "row"), ("int8", "tensor")
+_INT8_FOLDED = ("int8", "folded")
 _SWITCHBACK = Method((_INT8_ROW, _INT8_TENSOR), (_INT8_ROW, _INT8_TENSOR), None)
+_SWITCHBACK_C = Method((_INT8_ROW, _INT8_ROW), (_INT8_ROW, _INT8_FOLDED), None)
 METHODS = {
   "full": Method(None, None, None),
   "switchback": _SWITCHBACK,
   "switchback_m": _SWITCHBACK._replace(saves_rounded_x=True),
   "switchback_q": Method((_INT8_ROW, _INT8_ROW), (_INT8_ROW, _INT8_ROW), None),
+  "switchback_c": _SWITCHBACK_C,
+  "switchback_cm": _SWITCHBACK_C._replace(saves_rounded_x=True),
   "llm_int8": Method(*[(_INT8_ROW, _INT8_ROW)] * 3),
   "fp8_tensorwise": Method(
     (("e4m3", "tensor"), ("e4m3", "tensor")),
@@ -89,8 +94,12 @@ def product(a, b, formats):
   a_scale, b_scale = 1, 1
   if formats is not None:
     (a_format, a_shares), (b_format, b_shares) = formats
+    if b_shares == "folded":
+      b, b_scale = rounded(b, b_format, 1)
+      a, b_scale = np.asarray(a).astype(np.float32) * b_scale.T.astype(np.float32), 1
+    else:
+      b, b_scale = rounded(b, b_format, 0 if b_shares == "row" else None, b_shares)
     a, a_scale = rounded(a, a_format, 1 if a_shares == "row" else None, a_shares)
-    b, b_scale = rounded(b, b_format, 0 if b_shares == "row" else None, b_shares)
   a, b = _float64(a), _float64(b)
   value = (a @ b) * a_scale * b_scale
   # int8 sums are exact in int32. Others are summed in float32, in an order that the machine

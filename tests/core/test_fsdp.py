@@ -61,7 +61,7 @@ def test_gather_weight_equals_quantize_weight(name):
   run = on_devices(lambda w: gather_weight(w, name, "fsdp")[1:], P("fsdp"), P(), check_vma=False)
   fwd, dgrad = run(w)
   _, *expected = jax.jit(functools.partial(quantize_weight, recipe=name))(w)
-  shared = RECIPES[name].fwd[1] == RECIPES[name].dgrad[1] and dgrad.scale.size == 1
+  shared = RECIPES[name].shares_w
   assert (fwd is None) == shared
   jax.tree.map(np.testing.assert_array_equal, [dgrad.T if shared else fwd, dgrad], expected)
 
@@ -72,18 +72,21 @@ def test_a_recipe_that_rounds_w_in_one_matmul_has_the_gradients_of_one_device():
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["full", "switchback", "switchback_m", "switchback_q"])
+@pytest.mark.parametrize(
+  "name", ["full", "switchback", "switchback_m", "switchback_q", "switchback_c"]
+)
 def test_gradients_of_eight_devices_equal_those_of_one(name):
   one, many, text = gradients(name)
   for a, b in zip(many, one, strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
   gathered = re.findall(r'"stablehlo.all_gather".*? -> tensor<(\w+)>', text)
-  # A single scale serves w and w.T. Row scales need two gathers of values and one of scales.
+  # A single scale serves w and w.T, as do scales of columns, which all devices have. Scales of rows
+  # need two gathers of values and one of scales.
   expected = {"full": [f"{K}x{N}xf32"], "switchback_q": [f"{K}x1xf32", *[f"{K}x{N}xi8"] * 2]}
   assert sorted(gathered) == expected.get(name, [f"{K}x{N}xi8"])
 
 
-@pytest.mark.parametrize("name", ["full", "switchback", "switchback_q"])
+@pytest.mark.parametrize("name", ["full", "switchback", "switchback_q", "switchback_c"])
 def test_gradients_equal_one_device_s_with_check_vma(name):
   one, many, _ = gradients(name, check_vma=True)
   for a, b in zip(many, one, strict=True):

@@ -56,7 +56,9 @@ def make_mlp(monkeypatch, name, backend):
 @pytest.mark.parametrize("layout", MLP_LAYOUTS)
 @pytest.mark.parametrize(
   "name",
-  mainly(["switchback_m"], ["full", "switchback", "switchback_m", "fp8_switchback"]),
+  mainly(
+    ["switchback_cm"], ["full", "switchback", "switchback_m", "switchback_cm", "fp8_switchback"]
+  ),
 )
 def test_a_sharded_mlp_equals_one_device_and_gathers_no_activation(monkeypatch, name, layout):
   case = mlp_case()

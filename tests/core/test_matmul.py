@@ -123,6 +123,14 @@ def test_different_contractions_are_refused():
     scaled_matmul(operand(0, 4, 16), operand(1, 3, 8), jnp.float32)
 
 
+@pytest.mark.parametrize("side", ["lhs", "rhs"])
+def test_scales_that_are_summed_over_are_refused(side):
+  operands = {"lhs": operand(0, 16, 16), "rhs": operand(1, 16, 16)}
+  operands[side] = operands[side].T
+  with pytest.raises(ValueError, match=f"{side} is columnwise.*Fold the other operand"):
+    scaled_matmul(**operands, out_dtype=jnp.float32)
+
+
 def test_int8_with_fp8_is_refused():
   with pytest.raises(ValueError, match=r"int8 with float8_e4m3fn"):
     scaled_matmul(operand(0, 4, 16), operand(1, 3, 16, "e4m3"), jnp.float32)

@@ -95,7 +95,7 @@ def test_each_device_multiplies_its_shards_and_gathers_no_activation(kind, layou
   ("form", "scaling"),
   [
     *itertools.product(["quantize", "quantize_transposed"], ["rowwise", "tensorwise"]),
-    ("quantize_both", "tensorwise"),
+    *itertools.product(["quantize_both"], ["tensorwise", "columnwise"]),
   ],
 )
 @pytest.mark.parametrize("spec", [P("data"), P(None, "fsdp"), P("fsdp", "data")], ids=str)
@@ -147,7 +147,7 @@ def compare(name, split, alone):
   ("name", "layout"),
   mainly(
     [
-      *(("llm_int8", "batch"), ("switchback_m", "K")),
+      *(("llm_int8", "batch"), ("switchback_m", "K"), ("switchback_c", "N")),
       *(("fp8_tensorwise", "fsdp"), ("fp8_switchback", "N")),
     ],
     itertools.product([name for name in RECIPES if name != "full"], LAYOUTS),
@@ -172,6 +172,7 @@ def test_a_sharded_layer_equals_one_device(monkeypatch, name, layout):
     ("switchback_m", "batch"),
     ("switchback_m", "N"),
     ("switchback_m", "fsdp"),
+    ("switchback_c", "N"),
     ("llm_int8", "fsdp"),
   ],
 )

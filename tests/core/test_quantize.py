@@ -161,16 +161,13 @@ def test_dequantize_multiplies_in_float32_and_casts_once(x):
   np.testing.assert_array_equal(half, jnp.asarray(expected).astype(jnp.bfloat16))
 
 
-def test_the_transpose_of_the_quantized_is_the_quantized_transpose(x):
-  transposed = jitted(x, INT8_TENSOR).T
-  expected = jitted(x.T, INT8_TENSOR)
-  np.testing.assert_array_equal(transposed.values, expected.values)
+@pytest.mark.parametrize("spec", [*SPECS, Spec(INT8, "columnwise")], ids=str)
+def test_the_transpose_of_the_quantized_is_the_quantized_transpose(x, spec):
+  x[7, 20] = np.nan
+  transposed, expected = jitted(x, spec).T, jitted(x.T, spec.T)
+  assert transposed.spec == expected.spec
+  np.testing.assert_array_equal(bits(transposed.values), bits(expected.values))
   np.testing.assert_array_equal(transposed.scale, expected.scale)
-
-
-def test_a_rowwise_operand_has_no_transpose(x):
-  with pytest.raises(ValueError, match=r"scale \(33, 1\).*quantize the transpose.*'tensorwise'"):
-    _ = jitted(x, INT8_ROW).T
 
 
 def test_quantize_accepts_a_spec_with_a_scalar_type_or_a_string(x):
@@ -195,7 +192,7 @@ def test_specs_of_one_dtype_in_any_form_are_equal():
   [
     (jnp.float16, "rowwise", r"float16.*int8, float8_e4m3fn, float8_e5m2"),
     ("int7", "rowwise", r"int7.*int8, float8_e4m3fn, float8_e5m2"),
-    (INT8, "columnwise", r"columnwise.*rowwise, tensorwise, tensorwise_pow2, static"),
+    (INT8, "blockwise", r"blockwise.*rowwise, columnwise, tensorwise, tensorwise_pow2, static"),
   ],
 )
 def test_an_impossible_spec_is_refused(dtype, scaling, message):

@@ -125,13 +125,20 @@ def test_each_product_of_an_nnx_weight_is_in_int8_forward_and_backward(name):
   assert int8_products(jax.grad(lambda p: sum_of_sines(call(p))), params) == 2 * products
 
 
-def test_a_layer_of_ones_own_has_the_numbers_of_quantized_dot():
+@pytest.mark.parametrize("name", ["switchback_q", "switchback_c"])
+def test_a_layer_of_ones_own_has_the_numbers_of_quantized_dot(name):
   model, x = Conv1D(8), normal((4, 16))
   params = variables(model, x)
   kernel, bias = params["params"]["kernel"], params["params"]["bias"]
-  expected = jax.jit(quantized_dot, static_argnums=2)(x, kernel.T, "switchback_q") + bias
-  actual = jax.jit(quantize_model(model, "switchback_q").apply)(params, x)
-  np.testing.assert_array_equal(actual, expected)
+
+  def by_hand(x):
+    return quantized_dot(x, kernel.T, name) + bias
+
+  def converted(x):
+    return quantize_model(model, name).apply(params, x)
+
+  for of in (lambda f: f, lambda f: jax.grad(lambda x: jnp.sum(jnp.sin(f(x))))):
+    np.testing.assert_array_equal(jax.jit(of(converted))(x), jax.jit(of(by_hand))(x))
 
 
 def test_an_nn_dense_has_the_numbers_of_its_dot_general():

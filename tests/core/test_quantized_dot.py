@@ -40,16 +40,21 @@ def test_forward_and_gradients_equal_the_reference(name, dtype):
     reference.assert_within(actual, expected)
 
 
-@pytest.mark.parametrize("name", ["switchback", "switchback_q", "fp8_switchback", "fp8_dinov3"])
+@pytest.mark.parametrize(
+  "name", ["switchback", "switchback_q", "switchback_c", "fp8_switchback", "fp8_dinov3"]
+)
 @every_dtype
 def test_switchback_wgrad_is_full_precision(name, dtype):
   case = make_case(dtype)
   assert_same(apply(*case, RECIPES[name]).dw, apply(*case, FULL).dw)
 
 
-def test_switchback_m_differs_from_switchback_only_in_dw():
+@pytest.mark.parametrize(
+  ("name", "saving"), [("switchback", "switchback_m"), ("switchback_c", "switchback_cm")]
+)
+def test_saving_8_bits_changes_only_dw(name, saving):
   case = make_case()
-  result, expected = apply(*case, SWITCHBACK_M), apply(*case, SWITCHBACK)
+  result, expected = apply(*case, RECIPES[saving]), apply(*case, RECIPES[name])
   assert_same((result.y, result.dx), (expected.y, expected.dx))
   assert np.any(result.dw != expected.dw)
 
@@ -84,6 +89,16 @@ def test_scaling_by_powers_of_two_is_exact(name):
   scaled = apply(x * np.float32(2**9), w * np.float32(2**-3), dy * np.float32(2**5), RECIPES[name])
   expected = [a * np.float32(2**power) for a, power in zip(result, (6, 2, 14), strict=True)]
   assert_same(scaled, Result(*expected))
+
+
+@pytest.mark.parametrize("name", ["full", "switchback_c", "switchback_cm"])
+def test_powers_of_two_of_outputs_move_through_exactly(name):
+  # Columns of w that differ 2**20 times keep their relative precision, and so do those of dy.
+  x, w, dy = make_case()
+  power = np.exp2(np.random.default_rng(1).integers(-10, 11, w.shape[1])).astype(np.float32)
+  result, scaled = (apply(x, *a, RECIPES[name]) for a in ((w, dy), (w * power, dy / power)))
+  y, dx, dw = result
+  assert_same(scaled, Result(y * power, dx, dw / power))
 
 
 @every_recipe
@@ -185,6 +200,8 @@ PRODUCTS = {
   "switchback": {INT8: 2, BF16: 1},
   "switchback_m": {INT8: 2, BF16: 1},
   "switchback_q": {INT8: 2, BF16: 1},
+  "switchback_c": {INT8: 2, BF16: 1},
+  "switchback_cm": {INT8: 2, BF16: 1},
   "llm_int8": {INT8: 3},
   "fp8_tensorwise": {FP8: 3},
   "fp8_switchback": {FP8: 2, BF16: 1},
@@ -211,8 +228,9 @@ def test_bytes_saved_for_backward_are_those_of_the_recipe(name):
     lambda x, w: jax.vjp(lambda x, w: quantized_dot(x, w, RECIPES[name]), x, w)[1], x, w
   )
   bytes_saved = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(saved))
-  quantized = m * k + 4 * m + k * n + 4  # int8 with float32 scales: m for x, one for w
-  assert bytes_saved == (quantized if name == "switchback_m" else 2 * m * k + 4 * k * n)
+  int8 = m * k + 4 * m + k * n  # With float32 scales of x.
+  quantized = {"switchback_m": int8 + 4, "switchback_cm": int8 + 4 * n}
+  assert bytes_saved == quantized.get(name, 2 * m * k + 4 * k * n)
 
 
 # ---- Transformations and shapes

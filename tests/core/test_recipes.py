@@ -18,6 +18,7 @@ def test_each_named_recipe_equals_the_reference_method(name):
   formats = {"int8": INT8, "e4m3": E4M3, "e5m2": E5M2}
   scalings = {
     "row": "rowwise",
+    "folded": "columnwise",
     "tensor": "tensorwise",
     "power": "tensorwise_pow2",
     "one": "static",
@@ -37,7 +38,7 @@ def test_each_named_recipe_equals_the_reference_method(name):
 
 def test_the_recipes_are_distinct():
   assert list(RECIPES) == list(reference.METHODS)
-  assert len(set(RECIPES.values())) == 12
+  assert len(set(RECIPES.values())) == 14
 
 
 def test_recipes_compare_by_value():
@@ -100,6 +101,8 @@ ROWS = (INT8_ROW, INT8_ROW)
     ({"fwd": None, "saved": "quantized"}, r"'quantized' needs a quantized fwd and dgrad"),
     ({"dgrad": None, "saved": "quantized"}, r"'quantized' needs a quantized fwd and dgrad"),
     ({"fwd": ROWS, "dgrad": ROWS, "saved": "quantized"}, r"'tensorwise'.*rowwise"),
+    ({"fwd": (INT8_ROW, INT8_ROW.T)}, r"fwd: only w in dgrad may be 'columnwise'"),
+    ({"dgrad": (INT8_ROW.T, INT8_ROW)}, r"dgrad: only w in dgrad may be 'columnwise'"),
     ({"dgrad": (INT8_ROW, Spec(INT8, "static")), "saved": "quantized"}, r"same.*static"),
   ],
 )

@@ -53,7 +53,13 @@ def with_rounded_table(params, served):
   ("recipe", "scan"),
   mainly(
     [(INT8_FORWARD, True)],
-    [("switchback", True), ("switchback_q", False), ("fp8_switchback", True), (INT8_FORWARD, True)],
+    [
+      ("switchback", True),
+      ("switchback_q", False),
+      ("switchback_c", True),
+      ("fp8_switchback", True),
+      (INT8_FORWARD, True),
+    ],
   ),
 )
 def test_serving_features_are_those_of_the_float_parameters(recipe, scan):
@@ -122,10 +128,11 @@ def input_gradient(w, recipe):
 @pytest.mark.parametrize(
   "name",
   mainly(
-    ["switchback", "fp8_static"], ["switchback", "switchback_m", "fp8_switchback", "fp8_static"]
+    ["switchback", "switchback_c", "fp8_static"],
+    ["switchback", "switchback_m", "switchback_c", "fp8_switchback", "fp8_static"],
   ),
 )
-def test_a_frozen_kernel_of_one_scale_gives_the_input_gradient_of_its_floats(name):
+def test_a_frozen_kernel_that_serves_both_matmuls_gives_the_input_gradient_of_its_floats(name):
   recipe = RECIPES[name]
   expected = input_gradient(jnp.asarray(W), recipe)
   np.testing.assert_array_equal(input_gradient(frozen(recipe), recipe), expected)
@@ -148,7 +155,9 @@ def test_a_frozen_kernel_with_a_scale_for_each_output_is_not_rounded_again(recip
   assert np.linalg.norm(actual - expected) < bound * np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize("name", mainly(["switchback_q"], ["switchback", "switchback_q"]))
+@pytest.mark.parametrize(
+  "name", mainly(["switchback_c"], ["switchback", "switchback_q", "switchback_c"])
+)
 def test_the_fused_layers_have_input_gradients_on_frozen_kernels(name):
   kernels = W, W.T.copy()
   bits = [serving_weight(quantize(jnp.asarray(w.T), RECIPES[name].fwd[1])) for w in kernels]

@@ -178,7 +178,10 @@ def image_gradient_of(model, once):
 
 @pytest.mark.parametrize("scan", mainly([True], [True, False]))
 @pytest.mark.parametrize(
-  "recipe", mainly(["switchback", "switchback_q"], ["switchback", "switchback_m", "switchback_q"])
+  "recipe",
+  mainly(
+    ["switchback", "switchback_q"], ["switchback", "switchback_m", "switchback_q", "switchback_c"]
+  ),
 )
 def test_weights_quantized_once_a_step_are_rounded_less_often(recipe, scan):
   model, params = with_params(scan, recipe=RECIPES[recipe], remat="block")
@@ -193,7 +196,10 @@ def test_weights_quantized_once_a_step_are_rounded_less_often(recipe, scan):
 
 @pytest.mark.parametrize(
   ("recipe", "scan"),
-  mainly([("switchback_m", True)], [("switchback_m", True), ("switchback_q", False)]),
+  mainly(
+    [("switchback_cm", True)],
+    [("switchback_m", True), ("switchback_cm", True), ("switchback_q", False)],
+  ),
 )
 def test_weights_quantized_once_a_step_give_the_same_gradient(recipe, scan):
   model, params = with_params(scan, recipe=RECIPES[recipe], remat="block")

@@ -129,9 +129,8 @@ def scales(numbers, rows, exact):
 def test_kernels_quantize_as_the_definition_does(backend, form, shape):
   rows, k = shape[0], shape[2]
   x = jax.random.normal(jax.random.key(k), (rows, k), jnp.bfloat16).at[rows // 2].set(0)
-  for spec in (Spec(INT8, "rowwise"), Spec(INT8, "tensorwise"), Spec(E5M2, "tensorwise")):
-    if form == "quantize_both" and spec.scaling == "rowwise":
-      continue
+  specs = [Spec(INT8, scaling) for scaling in ("rowwise", "columnwise", "tensorwise")]
+  for spec in (*specs, Spec(E5M2, "tensorwise")):
     actual = jax.jit(getattr(backend, form), static_argnums=1)(x, spec)
     expected = on_cpu(lambda x: getattr(get_backend("xla"), form)(x, spec), x)  # noqa: B023
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
@@ -158,7 +157,7 @@ def test_adam_s_step_on_coded_moments_is_the_definition_s_to_rounding(backend, b
 def row_operations(x, dy, dx, norm):
   """The operations of sbjax.ops.rows on these operands: {name: (function, arrays)}."""
   int8, e5m2 = Spec(INT8, "rowwise"), Spec(E5M2, "rowwise")
-  kept = quantize(x, int8)
+  kept, fold = quantize(x, int8), jnp.exp2(norm.scale)
   return {
     "norm": (lambda ops, x, norm: ops.norm_quantize(x, norm, None), (x, norm)),
     "norm int8": (lambda ops, x, norm: ops.norm_quantize(x, norm, int8), (x, norm)),
@@ -169,6 +168,9 @@ def row_operations(x, dy, dx, norm):
     "gelu back": (lambda ops, h, dg: ops.gelu_backward(h, dg, None), (x, dy)),
     "gelu back int8": (lambda ops, h, dg: ops.gelu_backward(h, dg, int8), (kept, dy)),
     "gelu back e5m2": (lambda ops, h, dg: ops.gelu_backward(h, dg, e5m2), (x, dy)),
+    "gelu back, fold": (lambda ops, *a: ops.gelu_backward(*a, int8, fold=fold), (x, dy)),
+    "quantize, fold": (lambda ops, dy: ops.quantize(dy, int8, fold=fold), (dy,)),
+    "sum, fold": (lambda ops, *dys: ops.quantize_sum(dys, int8, fold=fold), (dy,)),
     "sum": (lambda ops, *dys: ops.quantize_sum(dys, int8), (dy,)),
     "sum of parts": (lambda ops, *dys: ops.quantize_sum(dys, int8), (dy, x, dx)),
   }
@@ -215,7 +217,9 @@ def test_the_longest_int8_sum_is_exact(backend):
   assert (y == np.float32(127 * 127 * k)).all()
 
 
-@pytest.mark.parametrize("recipe", ["switchback", "switchback_m", "switchback_q", "llm_int8"])
+@pytest.mark.parametrize(
+  "recipe", ["switchback", "switchback_m", "switchback_q", "switchback_c", "llm_int8"]
+)
 def test_int8_matmuls_are_the_same_bits_on_a_gpu_and_a_cpu(recipe):
   x = jax.random.normal(jax.random.key(0), (96, 256), jnp.float32)
   w = jax.random.normal(jax.random.key(1), (256, 160), jnp.float32)

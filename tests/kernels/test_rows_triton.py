@@ -50,7 +50,13 @@ OPERATIONS = {
   "gelu_backward, kept": lambda f, x, dy, spec, **how: f.gelu_backward(
     quantize(x, spec or INT8_ROW), dy, spec, **how
   ),
+  "gelu_backward, fold": lambda f, x, dy, spec, **how: f.gelu_backward(
+    x, dy, spec, fold=_norm(x).scale, **how
+  ),
   "quantize_sum": lambda f, x, dy, spec, **how: f.quantize_sum((dy,), spec, **how),
+  "quantize_sum, fold": lambda f, x, dy, spec, **how: f.quantize_sum(
+    (dy,), spec, fold=_norm(dy).scale, **how
+  ),
   "quantize_sum, parts": lambda f, x, dy, spec, **how: f.quantize_sum(
     (dy, x, dy[:, ::-1]), spec, **how
   ),
@@ -188,6 +194,7 @@ def test_columns_are_summed_over_all_programs(operation):
     "norm_backward": [sign * total, total],  # Of the scale, of the bias.
     "gelu_backward": [(sign > 0) * total],
     "quantize_sum": [total],
+    "quantize_sum, fold": [total],
     "quantize_sum, parts": [np.concatenate([total, 23 * 2**20 * sign, total[::-1]])],
   }[operation if "sum" in operation else operation.split(",")[0]]
   sums = [a for a in jax.tree.leaves(actual) if a.ndim == 1]
@@ -216,7 +223,7 @@ def test_a_nan_or_infinity_reaches_only_its_row_and_columns(operation, place, bi
   actual, expected = run(operation, jnp.asarray(x), jnp.asarray(dy), INT8_ROW)
   assert_near(actual, expected, operation)
   takes_one = {"norm_quantize": "x", "gelu_quantize": "x", "gelu_quantize, keep": "x"}
-  takes_one |= {"quantize_sum": "dy"}
+  takes_one |= {"quantize_sum": "dy", "quantize_sum, fold": "dy"}
   row = 2 if place in takes_one.get(operation, ["x", "dy"]) else None
   for a in jax.tree.leaves(actual):
     if a.shape == (4, 1):  # Scales.
@@ -354,7 +361,9 @@ LOADED = {
   "gelu_quantize, keep": (1, 0, 0),
   "gelu_backward": (4, 0, 0),
   "gelu_backward, kept": (2, 2, 0),
+  "gelu_backward, fold": (4, 0, 1),
   "quantize_sum": (2, 0, 0),
+  "quantize_sum, fold": (2, 0, 1),
   "quantize_sum, parts": (2, 0, 0),
 }
 

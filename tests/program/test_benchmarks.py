@@ -143,7 +143,7 @@ def test_each_kernel_benchmark_calls_every_operation(dtype):
   def watched(name, operation):
     return lambda *args, **kwargs: called.add(name) or operation(*args, **kwargs)
 
-  ops = Backend("xla", {name: watched(name, getattr(ops, name)) for name in OPERATIONS})
+  ops = Backend(name="xla", **{name: watched(name, getattr(ops, name)) for name in OPERATIONS})
   each_kernel.matmuls(ops, dtype)
   each_kernel.row_operations(ops, dtype)
   each_kernel.attentions(ops)

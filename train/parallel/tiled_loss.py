@@ -56,7 +56,7 @@ def tiled_siglip(
   """`siglip` of the global batch, and its gradient, in tiles; arguments as in `tiled_softmax`.
 
   A logit's gradient does not depend on other logits, so it is computed together with the loss. That
-  takes three products over the batch instead of four.
+  takes three matmuls over the batch instead of four.
   """
   image, text = image_features.astype(jnp.float32), text_features.astype(jnp.float32)
   loss, accuracy = _siglip(image, text, logit_scale, logit_bias, tuple(axes), products)

@@ -25,6 +25,7 @@ from sbjax.ops import rows as fused_ops
 from sbjax.pallas.triton.call import compute_capability, triton_call
 from sbjax.pallas.triton.rounding import (
   Config,
+  folded_row,
   load_row,
   quantize_row,
   row_constants,
@@ -112,15 +113,18 @@ def gelu_backward(
   spec: Spec | None,
   *,
   activation: str = "gelu",
+  fold: jax.Array | None = None,
   config: Config | None = None,
 ) -> tuple[jax.Array, Quantized | None, jax.Array, jax.Array]:
   """`sbjax.ops.rows.gelu_backward`, with the error of `_tail_and_density` in GELU."""
   if dg.size == 0:
-    return fused_ops.gelu_backward(h, dg, spec, activation=activation)
+    return fused_ops.gelu_backward(h, dg, spec, activation=activation, fold=fold)
   config = backward_config(*dg.shape, dg.dtype.itemsize) if config is None else config
+  h_values, h_scale = (
+    (h.values, h.scale) if isinstance(h, Quantized) else (h, jnp.zeros((1, 1), jnp.float32))
+  )
   dh, values, scale, sums, g = triton_call(
-    *((h.values, h.scale) if isinstance(h, Quantized) else (h, jnp.zeros((1, 1), jnp.float32))),
-    dg,
+    *(h_values, h_scale, dg, h_scale if fold is None else fold),
     kernel=_gelu_backward_kernel,
     name="sbjax_gelu_backward",
     grid=triton.cdiv(len(dg), config.rows),
@@ -135,6 +139,7 @@ def gelu_backward(
     **row_constants(*dg.shape, config),
     VIA_FLOAT16=compute_capability() < 90,
     **dict(LIMIT=_limit(spec), DEQUANTIZE=isinstance(h, Quantized), ACTIVATION=activation),
+    FOLD=fold is not None,
   )
   return dh, None if spec is None else Quantized(values, scale, spec), jnp.sum(sums, axis=0), g
 
@@ -244,6 +249,7 @@ def _gelu_backward_kernel(
   h_ptr,
   h_scale_ptr,
   dg_ptr,
+  fold_ptr,
   dh_ptr,
   values_ptr,
   scale_ptr,
@@ -259,6 +265,7 @@ def _gelu_backward_kernel(
   LIMIT: tl.constexpr,
   DEQUANTIZE: tl.constexpr,
   ACTIVATION: tl.constexpr,
+  FOLD: tl.constexpr,
 ):
   """Makes dh and g [ROWS, K], with LIMIT also dh quantized, and the sum of dh over ROWS."""
   if dh_ptr is None:
@@ -293,6 +300,8 @@ def _gelu_backward_kernel(
     sums = sums_next
     store_row(g_ptr, gs, row, M, RAGGED, K, PIECES, VECTOR)
     store_row(dh_ptr, dhs, row, M, RAGGED, K, PIECES, VECTOR)
+    if FOLD:
+      dhs = folded_row(dhs, fold_ptr, K, PIECES, VECTOR)
     if LIMIT is not None:
       quantize_row(
         values_ptr, scale_ptr, dhs, row, M, RAGGED, K, PIECES, VECTOR, THREADS, LIMIT, VIA_FLOAT16

@@ -14,6 +14,7 @@ from sbjax.pallas.triton.call import compute_capability, triton_call
 from sbjax.pallas.triton.rounding import (
   Config,
   cast,
+  folded_row,
   larger,
   load_row,
   pieces,
@@ -22,10 +23,11 @@ from sbjax.pallas.triton.rounding import (
   rounding_factor,
   to_float32,
 )
-from sbjax.quantize import Quantized, Spec, check_quantizable, factor_and_scale
+from sbjax.quantize import Quantized, Spec, check_quantizable, factor_and_scale, folded
 
 _struct = jax.ShapeDtypeStruct
 ONE_PASS_WIDTH = 16384
+MANY_ROWS = 8192  # Those of a column have 32 partial maxima, which a block of the cast reads.
 
 
 def config_for(rows: int, k: int, itemsize: int) -> Config:
@@ -37,20 +39,25 @@ def config_for(rows: int, k: int, itemsize: int) -> Config:
   )
 
 
-def quantize(x: jax.Array, spec: Spec, *, config: Config | None = None) -> Quantized:
+def quantize(
+  x: jax.Array, spec: Spec, *, fold: jax.Array | None = None, config: Config | None = None
+) -> Quantized:
   """`sbjax.quantize.quantize`, bit for bit, for bfloat16, float16 and float32 x [rows, K].
 
   Where the scale is NaN, only int8 values are equal: the bits of an fp8 NaN depend on the device.
+
+  fold: [K] float32, what multiplies x first (`sbjax.quantize.folded`).
   """
   check_quantizable(x)
   rows, k = x.shape
   if not spec.is_rowwise or k > ONE_PASS_WIDTH:
-    return Quantized(*_two_passes(x, spec, 1, transpose=False), spec)
+    return Quantized(*_two_passes(folded(x, fold), spec, spec.axis, transpose=False), spec)
   if x.size == 0:
     return Quantized(jnp.zeros(x.shape, spec.dtype), jnp.zeros((rows, 1), jnp.float32), spec)
   config = config_for(rows, k, x.dtype.itemsize) if config is None else config
   values, scale = triton_call(
     x,
+    x if fold is None else fold,
     kernel=_rowwise_kernel,
     name="sbjax_quantize_rowwise",
     grid=triton.cdiv(rows, config.rows),
@@ -60,6 +67,7 @@ def quantize(x: jax.Array, spec: Spec, *, config: Config | None = None) -> Quant
     THREADS=32 * config.warps,
     LIMIT=spec.format.max,
     VIA_FLOAT16=compute_capability() < 90,
+    FOLD=fold is not None,
   )
   return Quantized(values, scale, spec)
 
@@ -67,27 +75,26 @@ def quantize(x: jax.Array, spec: Spec, *, config: Config | None = None) -> Quant
 def quantize_transposed(x: jax.Array, spec: Spec) -> Quantized:
   """`quantize(x.T, spec)` without writing x.T; a rowwise scale belongs to a column of x."""
   check_quantizable(x)
-  values, scale = _two_passes(x, spec, 0, transpose=True)
+  values, scale = _two_passes(x, spec, spec.T.axis, transpose=True)
   return Quantized(values, scale.T, spec)
 
 
 def quantize_both(x: jax.Array, spec: Spec) -> tuple[Quantized, Quantized]:
-  """`(quantize(x, spec), quantize(x.T, spec))` if they share a scale, from two reads of x."""
+  """`quantize(x, spec)` and its transpose, from two reads of x."""
   check_quantizable(x)
-  if spec.is_rowwise:
-    raise ValueError("The rows of x and of x.T do not share scales: use 'tensorwise' or 'static'.")
-  (values, transposed), scale = _two_passes(x, spec, None, transpose="both")
-  return Quantized(values, scale, spec), Quantized(transposed, scale, spec)
+  (values, transposed), scale = _two_passes(x, spec, spec.axis, transpose="both")
+  return Quantized(values, scale, spec), Quantized(transposed, scale.T, spec.T)
 
 
 def _two_passes(x, spec, axis, transpose):
-  """(values, scale), from an absmax along `axis` (rowwise) or of all of x; then the cast."""
-  if not (spec.is_rowwise or spec.is_static) and x.size:
-    # The cast itself reduces the partial maxima, which saves a kernel.
-    partial = _partial_absmax(x.reshape(1, x.size), 1)
-    *arrays, scale = _cast_call(x, partial, spec, transpose)
+  """(values, scale), from an absmax along `axis` of x, or of all of x (None); then the cast."""
+  is_few = axis is None or (axis == 0 and transpose and len(x) <= MANY_ROWS)
+  if is_few and not spec.is_static and x.size:
+    # The cast itself reduces the partial maxima, which saves kernels.
+    partial = _partial_absmax(x.reshape(1, x.size), 1) if axis is None else _partial_absmax(x, 0)
+    shape = (0, 0) if axis is None else (0, x.shape[1])
+    *arrays, scale = _cast_call(x, partial, spec, transpose, shape)
     return _select(*arrays, transpose), scale
-  axis = axis if spec.is_rowwise else None
   largest = absmax(x, axis) if spec.takes_absmax else jnp.zeros((1, 1), jnp.float32)
   return cast_scaled(x, largest, spec, transpose=transpose), factor_and_scale(largest, spec)[1]
 
@@ -146,11 +153,15 @@ def _select(values, transposed, transpose):
   return (values, transposed) if transpose == "both" else transposed if transpose else values
 
 
-def _cast_call(x, absmax, spec, transpose, shape=(0, 0)):
-  """(values, transposed, scale); without a shape, absmax is partial maxima, which it reduces."""
+def _cast_call(x, absmax, spec, transpose, shape):
+  """(values, transposed, scale) for absmax of that shape.
+
+  Without rows it is partial maxima, which the kernel reduces: of all of x (0, 0) or of its columns.
+  """
   rows, k = x.shape
   block_rows, block_k = _cast_blocks(k, transpose)
   has_values, has_transposed = transpose in (False, "both"), transpose in (True, "both")
+  parts = len(absmax) if shape[1] else absmax.size
   # An output that is not needed has one element, which is not written.
   values = _struct((rows, k) if has_values else (1, 1), spec.dtype)
   transposed = _struct((k, rows) if has_transposed else (1, 1), spec.dtype)
@@ -160,12 +171,12 @@ def _cast_call(x, absmax, spec, transpose, shape=(0, 0)):
     kernel=_cast_kernel,
     name="sbjax_cast_scaled",
     grid=triton.cdiv(rows, block_rows) * triton.cdiv(k, block_k),
-    out=(values, transposed, _struct((1, 1), jnp.float32)),
+    out=(values, transposed, _struct((1, max(1, shape[1])), jnp.float32)),
     num_warps=block_rows * block_k // 1024,
     **dict(ROWS=rows, K=k, BLOCK_ROWS=block_rows, BLOCK_K=block_k),
     **dict(ABSMAX_ROWS=shape[0], ABSMAX_K=shape[1]),
-    PARTS=0 if shape[0] else absmax.size,
-    PARTS_BLOCK=triton.next_power_of_2(absmax.size),
+    PARTS=0 if shape[0] else parts,
+    PARTS_BLOCK=triton.next_power_of_2(parts),
     LIMIT=spec.format.max,
     POWER_OF_TWO=spec.scaling == "tensorwise_pow2",
     STATIC_FACTOR=2.0**spec.exponent if spec.is_static else 0.0,
@@ -197,6 +208,7 @@ def _cast_blocks(k, transpose):
 @triton.jit
 def _rowwise_kernel(
   x_ptr,
+  fold_ptr,
   values_ptr,
   scale_ptr,
   ROWS: tl.constexpr,
@@ -207,6 +219,7 @@ def _rowwise_kernel(
   THREADS: tl.constexpr,
   LIMIT: tl.constexpr,
   VIA_FLOAT16: tl.constexpr,
+  FOLD: tl.constexpr,
 ):
   """Makes values [BLOCK_ROWS, K] and scale [BLOCK_ROWS, 1]; PIECES are (first, lanes) of a row."""
   first_row = tl.program_id(0) * BLOCK_ROWS
@@ -216,8 +229,11 @@ def _rowwise_kernel(
     rows += (load_row(x_ptr, first_row + r, ROWS, RAGGED, K, PIECES, VECTOR),)
 
   for r in tl.static_range(BLOCK_ROWS):
+    xs = to_float32(rows[r])
+    if FOLD:
+      xs = folded_row(xs, fold_ptr, K, PIECES, VECTOR)
     quantize_row(
-      *(values_ptr, scale_ptr, to_float32(rows[r])),
+      *(values_ptr, scale_ptr, xs),
       *(first_row + r, ROWS, RAGGED, K, PIECES, VECTOR, THREADS, LIMIT, VIA_FLOAT16),
     )
 
@@ -282,7 +298,12 @@ def _cast_kernel(
   row, column = row.to(tl.int64)[:, None], column.to(tl.int64)[None, :]
   mask = (row < ROWS) & (column < K)
   x = tl.load(x_ptr + row * K + column, mask=mask, other=0.0).to(tl.float32)
-  if PARTS > 0:
+  if PARTS > 0 and ABSMAX_K > 1:
+    part = tl.arange(0, PARTS_BLOCK)[:, None]
+    in_parts = (part < PARTS) & (column < K)
+    absmax = tl.load(absmax_ptr + part * K + column, mask=in_parts, other=0.0)
+    absmax = tl.reduce(absmax, 0, larger)[None, :]
+  elif PARTS > 0:
     part = tl.arange(0, PARTS_BLOCK)
     absmax = tl.reduce(tl.load(absmax_ptr + part, mask=part < PARTS, other=0.0), 0, larger)
   elif ABSMAX_ROWS > 1:
@@ -298,7 +319,9 @@ def _cast_kernel(
     factor, scale = rounding_factor(absmax, LIMIT)
   if STATIC_FACTOR > 0:  # 0: the factor follows from absmax.
     factor = STATIC_FACTOR
-  if PARTS > 0:
+  if PARTS > 0 and ABSMAX_K > 1:
+    tl.store(scale_ptr + column, scale, mask=(column < K) & (tl.program_id(0) < k_blocks))
+  elif PARTS > 0:
     tl.store(scale_ptr, scale, mask=tl.program_id(0) == 0)
   y = tl.clamp(x * factor, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
   if STATIC_FACTOR > 0 and values_ptr.dtype.element_ty != tl.int8:

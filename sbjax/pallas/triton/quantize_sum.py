@@ -11,6 +11,7 @@ from sbjax.pallas.triton.call import compute_capability, triton_call
 from sbjax.pallas.triton.quantize import quantize
 from sbjax.pallas.triton.rounding import (
   Config,
+  folded_row,
   piece,
   quantize_row,
   row_constants,
@@ -33,7 +34,11 @@ def sum_config(m: int, k: int, itemsize: int) -> Config:
 
 
 def quantize_sum(
-  parts: tuple[jax.Array, ...], spec: Spec, *, config: Config | None = None
+  parts: tuple[jax.Array, ...],
+  spec: Spec,
+  *,
+  fold: jax.Array | None = None,
+  config: Config | None = None,
 ) -> tuple[jax.Array, Quantized, jax.Array]:
   """`sbjax.ops.rows.quantize_sum`: finite rows are equal bit for bit, sums but for rounding.
 
@@ -41,18 +46,19 @@ def quantize_sum(
   Where rows share a scale or do not fit in registers, the quantizer's kernel follows XLA's sum.
   """
   if not spec.is_rowwise or sum(part.shape[1] for part in parts) > MAX_WIDTH_IN_REGISTERS:
-    return rows.quantize_sum(parts, spec, quantize=quantize)
+    return rows.quantize_sum(parts, spec, fold=fold, quantize=quantize)
   if len(parts) not in (1, 3):
     parts = (jnp.concatenate(parts, axis=1),)
   ((m, width),) = {part.shape for part in parts}
   dy = _struct((m, width * len(parts)), parts[0].dtype)
   if dy.size == 0:
-    return rows.quantize_sum(parts, spec)
+    return rows.quantize_sum(parts, spec, fold=fold)
   config = sum_config(*dy.shape, dy.dtype.itemsize) if config is None else config
   quantized = _struct(dy.shape, spec.dtype), _struct((m, 1), jnp.float32)
   sums = _struct((triton.cdiv(m, config.rows), dy.shape[1]), jnp.float32)
   joined, values, scale, sums = triton_call(
     *(parts if len(parts) == 3 else 3 * parts),
+    parts[0] if fold is None else fold,
     kernel=_quantize_sum_kernel,
     name="sbjax_quantize_sum",
     grid=triton.cdiv(len(dy), config.rows),
@@ -60,7 +66,7 @@ def quantize_sum(
     num_warps=config.warps,
     **row_constants(*dy.shape, config, len(parts)),
     VIA_FLOAT16=compute_capability() < 90,
-    **dict(LIMIT=spec.format.max, PARTS=len(parts)),
+    **dict(LIMIT=spec.format.max, PARTS=len(parts), FOLD=fold is not None),
   )
   dy = joined if len(parts) == 3 else parts[0]
   return dy, Quantized(values, scale, spec), jnp.sum(sums, axis=0)
@@ -83,6 +89,7 @@ def _quantize_sum_kernel(
   first_ptr,
   second_ptr,
   third_ptr,
+  fold_ptr,
   dy_ptr,
   values_ptr,
   scale_ptr,
@@ -96,6 +103,7 @@ def _quantize_sum_kernel(
   VIA_FLOAT16: tl.constexpr,
   LIMIT: tl.constexpr,
   PARTS: tl.constexpr,
+  FOLD: tl.constexpr,
 ):
   """Makes values [ROWS, K], scale [ROWS, 1] and the sum over ROWS; for three PARTS also dy."""
   parts = (first_ptr, second_ptr, third_ptr) if PARTS == 3 else (first_ptr,)
@@ -114,6 +122,8 @@ def _quantize_sum_kernel(
     for i in tl.static_range(len(PIECES)):
       sums_next += (sums[i] + dys[i],)
     sums = sums_next
+    if FOLD:
+      dys = folded_row(dys, fold_ptr, K, PIECES, VECTOR)
     quantize_row(
       values_ptr, scale_ptr, dys, row, M, RAGGED, K, PIECES, VECTOR, THREADS, LIMIT, VIA_FLOAT16
     )
