@@ -219,7 +219,7 @@ def roundings(groups: list[Group], recipe: str, batch_size: int) -> dict[str, Ro
   if not any(x[:, 3].any() for x in sums.values()):
     raise ValueError(f"{recipe} rounds nothing: its gradients are those of the reference.")
   sums = {layer: x for layer, x in sums.items() if x[:, 1].any()}  # Not those that are frozen.
-  whole = sum(sums.values())
+  whole = np.sum([*sums.values()], axis=0)
   if not (whole[:, 1] * n > whole[:, 0]).all():
     raise ValueError("The batches have one gradient: its noise is a difference between batches.")
   return {layer: _rounding(x, n, batch_size) for layer, x in {**sums, ALL: whole}.items()}

@@ -5,6 +5,7 @@ result to the compute dtype. Usage: `CLIP(config, options, block=FlaxBlock)`.
 """
 
 import functools
+from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -51,7 +52,8 @@ class PlainBlock(FlaxBlock):
     linear = super()._linear(name, fan_in, features)
 
     def apply(x_BLD):
-      kernel, bias = linear.parameters(fan_in)
+      parameters: Any = linear.parameters(fan_in)
+      kernel, bias = parameters
       return x_BLD @ kernel.astype(x_BLD.dtype) + bias.astype(x_BLD.dtype)[None, None]
 
     return apply

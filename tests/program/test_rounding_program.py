@@ -121,6 +121,17 @@ def test_gradients_on_a_mesh_are_those_of_one_device(workdir, devices, monkeypat
     np.testing.assert_allclose(together[layer], alone[layer], rtol=1e-3)
 
 
+def test_batches_are_those_that_training_takes_after_the_checkpoint(workdir, devices):
+  subject = program.subject_of(program.parser().parse_args([str(workdir)]), {}, workdir)
+  gradients, source = measure._Gradients(subject, []), subject.run.source
+  iterator = source.train_iterator(subject.run.tokenizer, **subject.run.task.example_sizes)
+  stream = [next(iterator)["text"] for _ in range(6)]
+  for first in (0, 2):
+    for i, (batch, step) in enumerate(gradients.batches(first, 2)):
+      assert step == 2 + first + i  # The run has taken two steps.
+      np.testing.assert_array_equal(batch["text"], stream[2 + first + i])
+
+
 def test_the_names_of_layers_do_not_depend_on_the_layout(trained, devices):
   params = inference.load(trained).params
   stacked, unrolled = (measure._kernels(p) for p in (params, measure.unstack_blocks(params)))
