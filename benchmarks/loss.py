@@ -2,7 +2,7 @@
 
   XLA_FLAGS=--xla_gpu_enable_triton_gemm=false python -m benchmarks.loss [--devices 2]
 
-Times forward and backward in tiles (train/tiled_loss.py), with two kinds of products, and plain
+Times forward and backward in tiles (tiled_loss.py), with two kinds of products, and plain
 (train/loss.py), with the logits [B, B] in memory and products in float32. Adds a line to the
 results with the errors relative to float64 at a batch of 2,048, and one for each batch and width.
 """
@@ -16,10 +16,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.timing import Contender, append, parser_of, provenance, race
-from train import tiled_loss
 from train.loss import siglip, softmax_contrastive
+from train.parallel import tiled_loss
+from train.parallel.tiled_loss import tiled_siglip, tiled_softmax
 from train.task import BF16_PEAK
-from train.tiled_loss import tiled_siglip, tiled_softmax
 
 LOSSES = {  # name: (plain loss, tiled loss, (scale, bias))
   "softmax": (softmax_contrastive, tiled_softmax, (100.0,)),

@@ -5,7 +5,7 @@
 
 For each seed, all variants start from the same parameters and see the same batches, crops and
 dropped patches. Another seed has other parameters and another order of batches. A variant is a
-recipe by its name, and after it may have "unfused", which uses benchmarks/flax_block.py, a value of
+recipe by its name, and after it may have "unfused", which uses FlaxBlock, a value of
 optimizer.states, one of model.attention_backend, or "grouped", which is model.keep: "switchback
 coat", "switchback cudnn", "switchback grouped". For simulated FP4 use
 --variants=full,fp4_direct,fp4_dge,fp4. Adds a line for each variant to
@@ -22,9 +22,9 @@ import jax
 import numpy as np
 from absl import flags
 
-from benchmarks.flax_block import FlaxBlock
 from benchmarks.timing import append, provenance
 from sbjax.attention import BACKENDS
+from sbjax.models.flax_block import FlaxBlock
 from train import cli
 from train.config import Config
 from train.loop import jit_train_step

@@ -224,7 +224,7 @@ def table(matmul, elsewhere, raced, quantize, linear) -> list[str]:
     f" {len(raced)} of these sizes ({tokens_of(raced)} tokens, widths {widths_of(raced)}) |"
     f" {ratio(raced, 'xla_int8', 'xla_int8_triton')} |",
     f"| over our own kernel in fp8 (e4m3): the {len(large)} sizes | {ratio(large, 'ours_fp8')} |",
-    f"| over our own kernel for one large product (32,768 x 8,192 x 8,192) in the same run, in"
+    f"| over our own kernel for one large matmul (32,768 x 8,192 x 8,192) in the same run, in"
     f" operations a second: the {len(large)} sizes |"
     f" {mean_and_range(row['tops']['ours_int8'] / row['int8_ceiling'] for row in large)} |",
     *(

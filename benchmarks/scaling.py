@@ -3,7 +3,7 @@
   python -m benchmarks.scaling --gpus 4
 
 Times whole training steps as train.main compiles them, in the cases of `cases_of`: on each GPU by
-itself, on `data` x `fsdp` GPUs, and plain Flax (recipe "full" in benchmarks/flax_block.py) on the
+itself, on `data` x `fsdp` GPUs, and plain Flax (recipe "full" in models/flax_block.py) on the
 same GPUs. Each case has its own process. The processes of a row compile at the same time, and each
 holds up to 3 GB of its GPUs from then on. They are timed in turns, cases on different GPUs in the
 same turn, while the others wait. Adds a line for each row to results/scaling.jsonl, also if it is
@@ -258,10 +258,10 @@ def measure(case: Case) -> None:
   import jax
 
   from benchmarks.collectives import collectives
-  from benchmarks.flax_block import FlaxBlock
   from benchmarks.kernels import exposed, grouped, idle, origins_of
   from benchmarks.step import draw, profile, race, rates
   from sbjax.models.clip import CLIP
+  from sbjax.models.flax_block import FlaxBlock
   from sbjax.models.sizes import SIZES
   from sbjax.models.transformer import Block, BlockOptions
   from train.config import MeshConfig, OptimizerConfig

@@ -6,7 +6,7 @@
   python -m benchmarks.serving --config configs/quickstart.py --workdir runs/quickstart
 
 With --sizes, times `encode_image` on random pixels for the contenders, in turns: `serving_params`
-by recipes, float32, plain Flax in bfloat16 (benchmarks/flax_block.py) with bfloat16 parameters, and
+by recipes, float32, plain Flax in bfloat16 (FlaxBlock) with bfloat16 parameters, and
 with --open_clip that package's model in bfloat16 under `torch.compile`. The int8 model computes in
 bfloat16 on a GPU and in float32 on a CPU. With --workdir, scores the newest
 checkpoint of a run in float32 without rounding, as it was trained, and from `serving_params`, and
@@ -25,10 +25,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from benchmarks.flax_block import FlaxBlock
 from benchmarks.timing import Contender, append, contender, parser_of, provenance, race
 from sbjax.interop.serving import serving_params, size_of
 from sbjax.models.clip import CLIP
+from sbjax.models.flax_block import FlaxBlock
 from sbjax.models.sizes import SIZES, open_clip_name
 from sbjax.models.transformer import Block, BlockOptions
 from train import cli

@@ -6,7 +6,7 @@
 Times a step as train.main compiles it, for each row of CASES: both towers, loss, backward, and
 StableAdamW on float32 parameters. All contenders of a row train the same parameters in turns, on
 one batch of random pixels and tokens. The baseline is recipe "full" in plain Flax
-(benchmarks/flax_block.py), compiled by XLA, with cuDNN's attention. Like all contenders it uses
+(sbjax/models/flax_block.py), compiled by XLA, with cuDNN's attention. Like all contenders it uses
 split_k_matmul. Its layers are in a loop or unrolled, whichever is faster. Adds a line for each row:
 time, images a second, memory, compile time, MFU, time by kernel groups, and who computes attention.
 A contender that does not fit the device's memory is listed apart, with the reason.
@@ -21,11 +21,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from benchmarks.flax_block import FlaxBlock
 from benchmarks.kernels import grouped, idle, kernels, origins_of
 from benchmarks.timing import append, parser_of, provenance, spread_of
 from sbjax.attention import fastest_backend
 from sbjax.models.clip import CLIP
+from sbjax.models.flax_block import FlaxBlock
 from sbjax.models.sizes import SIZES, CLIPConfig, kept_patches
 from sbjax.models.transformer import Block, BlockOptions
 from train.config import OptimizerConfig

@@ -2,7 +2,7 @@
 
   python -m train.main --config=configs/quickstart.py --workdir=runs/quickstart
 
-On 2 cores it takes 3 to 5 minutes and reaches at least 90 % zero-shot accuracy on held-out images
+On 2 cores it takes 4 to 8 minutes and reaches at least 90 % zero-shot accuracy on held-out images
 of 48 classes, "red circle" to "pink ring". --config.model.recipe=full trains without int8.
 """
 

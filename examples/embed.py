@@ -1,9 +1,9 @@
-"""Pictures beside texts: how well each text fits each picture, for a CLIP that you trained.
+"""Images beside texts: how well each text fits each image, for a CLIP that you trained.
 
   python examples/embed.py runs/quickstart cat.jpg dog.png -- "a red circle" "a blue ring"
 
 Run it from the root of this repository. It loads the newest checkpoint, and prints the cosine of
-each picture with each text; the largest cosine is the best fit.
+each image with each text; the largest cosine is the best fit.
 """
 
 import sys
@@ -16,12 +16,12 @@ from train.inference import load
 
 def main(workdir, *arguments):
   split = arguments.index("--")
-  pictures, texts = arguments[:split], arguments[split + 1 :]
+  images, texts = arguments[:split], arguments[split + 1 :]
   model = load(workdir)
-  similarities = model.embed_images(pictures) @ model.embed_texts(texts).T
+  similarities = model.embed_images(images) @ model.embed_texts(texts).T
   print(f"cosines, after step {model.step}")
-  for picture, row in zip(pictures, similarities, strict=True):
-    print(picture)
+  for image, row in zip(images, similarities, strict=True):
+    print(image)
     for text, cosine in sorted(zip(texts, row, strict=True), key=lambda pair: -pair[1]):
       print(f"  {cosine:6.3f}  {text}")
 

@@ -50,7 +50,4 @@ __all__ = [
 
 
 moved.install()
-
-
-def __getattr__(name: str):
-  return moved.attribute(name)
+__getattr__ = moved.attribute

@@ -1,7 +1,6 @@
 """Softmax attention: by cuDNN, by kernels for CLIP's lengths, or by XLA."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,10 +44,8 @@ def attention(
       padding gets no gradient. Its outputs are undefined.
     backend: "xla" computes in float32. "cudnn" takes 16 bits, and D up to 128. "triton" takes 16
       bits, and D in `sbjax.ops.attention.HEAD_DIMS`. "mosaic" (H100, H200) takes 16 bits, 65 to 257
-      tokens without padding, and D from 64 to 128. None: for each pass the faster one of "mosaic"
-      and "triton" where benchmarks/attention.py shows that they beat cuDNN; else cuDNN where it
-      runs, else XLA.
-      On an NVIDIA GPU the number of tokens must then be one that `length_for` returns.
+      tokens without padding, and D from 64 to 128. None takes the fastest for each pass; on an
+      NVIDIA GPU the number of tokens must then be one that `length_for` returns.
 
   Returns:
     [B, L, H, D] in q's dtype.
@@ -69,7 +66,7 @@ def attention(
         "backend='cudnn' needs an NVIDIA GPU from Ampere on, 16 bits, and heads of a multiple of 8"
         f" up to 128, not {dtype.name} and {head_dim}."
       )
-    return _by_cudnn(*split_qkv(qkv), causal=causal, length=length)
+    return _by_cudnn(split_qkv(qkv), causal, length)
   if name not in BACKENDS:
     raise ValueError(f"Unknown backend {name!r}; there are {', '.join(map(repr, BACKENDS))}.")
   if backend is None and name in ("mosaic", "triton"):
@@ -127,20 +124,17 @@ def _by_operations_bwd(backend, causal, length, saved, do):
 _by_operations.defvjp(_by_operations_fwd, _by_operations_bwd)
 
 
-def _by_cudnn(q_BLHD, k_BLHD, v_BLHD, *, causal, length):
-  batch, padded_length = q_BLHD.shape[:2]
+def _by_cudnn(qkv, causal, length):
+  """Attention of q, k and v [B, L, H, D]."""
+  batch, padded_length = qkv[0].shape[:2]
   lengths = None
   if length < padded_length:
     # cuDNN leaves gradients of padded tokens undefined; we zero them.
-    qkv: Any = [_without_gradient(x, length) for x in (q_BLHD, k_BLHD, v_BLHD)]
-    q_BLHD, k_BLHD, v_BLHD = qkv
+    qkv = [_without_gradient(x, length) for x in qkv]
     # For keys only: with a length for queries too, cuDNN leaves the outputs of padding undefined.
     lengths = None if causal else jnp.full((batch,), length, jnp.int32)
   return jax.nn.dot_product_attention(
-    *(q_BLHD, k_BLHD, v_BLHD),
-    is_causal=causal,
-    key_value_seq_lengths=lengths,
-    implementation="cudnn",
+    *qkv, is_causal=causal, key_value_seq_lengths=lengths, implementation="cudnn"
   )
 
 
@@ -160,10 +154,7 @@ _without_gradient.defvjp(lambda x, length: (x, None), _without_gradient_bwd)
 
 
 def length_for(length: int, dtype: jnp.dtype, head_dim: int, backend: str | None = None) -> int:
-  """The number of tokens to pad to: JAX trains with cuDNN's attention only for even numbers.
-
-  A class token makes the number odd. Padding once before the blocks costs less than in each block.
-  """
+  """The number of tokens to pad to: JAX trains with cuDNN's attention only for even numbers."""
   name = fastest_backend(dtype, length, head_dim) if backend is None else backend
   return length + length % 2 if name == "cudnn" else length
 

@@ -222,7 +222,6 @@ class RecipeRules:
   rules: pairs of a pattern and a recipe. A pattern is that of a shell, for the path of the layer's
     parameters: "*/fc1", "image/*", "text/block_0/*". `RecipeRules.of` makes them from a mapping.
 
-
   >>> rules = RecipeRules.of({"*/fc1": "full", "*": "switchback"})
   >>> rules.at("image/blocks/fc1") == RECIPES["full"]
   True

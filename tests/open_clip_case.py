@@ -1,4 +1,4 @@
-"""Imports open_clip for tests that compare with it (`@pytest.mark.interop`)."""
+"""Imports open_clip for tests that compare with it."""
 
 import warnings
 

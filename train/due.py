@@ -2,11 +2,12 @@
 
 Signals, clocks and a file named "stop" in the workdir differ between processes, so several agree on
 them: about every two seconds, since an agreement waits for the device, and at each batch of an
-evaluation, which waits for it anyway.
+evaluation, which waits for it anyway. While XLA compiles an evaluation, they agree each second.
 """
 
 import contextlib
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import NamedTuple, NoReturn
 import jax
 
 from train.config import Config
-from train.parallel import stop
+from train.parallel import agreement, stop
 from train.parallel.processes import largest_of_all
 from train.parallel.watchdog import EXIT_CODE
 
@@ -66,7 +67,7 @@ class Due:
   def abandoning(self, end: Callable[[int], NoReturn]) -> Iterator[None]:
     """An evaluation within the block raises `Abandoned` when the run is to end.
 
-    One process leaves it at once, several at the next batch, by `look`.
+    One process leaves it at once, several by `look`.
 
     end: saves, and raises `stop.Stopped`; called in another thread, with a reason, where XLA
       compiles or something else does not hear a signal.
@@ -78,10 +79,35 @@ class Due:
       self.end = stop.received()
       raise Abandoned from error
 
-  def look(self) -> None:
-    """Raises `Abandoned` if the run is to end; called for each batch of an evaluation."""
-    self.end = int(largest_of_all(self._reason())[0])
-    if self.end:
+  def look(self, compile: Callable[[], object] | None = None) -> None:
+    """Raises `Abandoned` if the run is to end; called for each batch of an evaluation.
+
+    compile: compiles what the batch needs. Several processes do so here, in a thread, and agree
+      meanwhile; an error is left to the computation of the batch.
+    """
+    if compile and jax.process_count() > 1:
+      self._look_while(compile)
+    self._abandon_for(int(largest_of_all(self._reason())[0]))
+
+  def _look_while(self, compile: Callable[[], object]) -> None:
+    def run():
+      with contextlib.suppress(Exception):
+        compile()
+
+    thread = threading.Thread(target=run, name="compiler", daemon=True)
+    thread.start()
+    busy = True
+    while busy:
+      thread.join(_LOOK_SECONDS)
+      # Not on the devices, where the compiler may measure.
+      mine = self._reason(), thread.is_alive()
+      reasons, busy = zip(*agreement.gather("the compiled evaluation", mine), strict=True)
+      self._abandon_for(max(reasons))
+      busy = any(busy)
+
+  def _abandon_for(self, reason: int) -> None:
+    self.end = reason
+    if reason:
       raise Abandoned
 
   def describe(self, reason: int) -> str:

@@ -1,13 +1,13 @@
-"""Embeds folders or shards of pictures, or lines of texts, into numbered .npy files.
+"""Embeds folders or shards of images, or lines of texts, into numbered .npy files.
 
   python -m train.embed --checkpoint=runs/quickstart --data=photos --out=embedded
   python -m train.embed --checkpoint=runs/quickstart --out=embedded --query "a red circle"
 
-images-00000.npy has the unit vectors, float32 [n, E], of the first --shard_size pictures, and
-images-00000.json their names (a path, or "shard.tar:key") and those of pictures that were skipped
+images-00000.npy has the unit vectors, float32 [n, E], of the first --shard_size images, and
+images-00000.json their names (a path, or "shard.tar:key") and those of images that were skipped
 because they cannot be decoded or are gone. The same command continues after the files that are
-there, and embeds pictures that have come since. --texts embeds a text a line, into texts-*; row i
-is that of line i. --query prints the pictures nearest to a text and draws them.
+there, and embeds images that have come since. --texts embeds a text a line, into texts-*; row i
+is that of line i. --query prints the images nearest to a text and draws them.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from train.inference import Model
 from train.paths import local_path
 from train.workdir import lock, write_json
 
-_PICTURES = tuple(f".{ending}" for ending in sample.IMAGES)
+_IMAGES = tuple(f".{ending}" for ending in sample.IMAGES)
 _TILE, _MARGIN = 128, 20  # pixels of a contact sheet
 _ANY = Limits(sys.maxsize, sys.maxsize, math.inf)
 _LIMITS = ("member_bytes", "image_pixels", "aspect_ratio")
@@ -48,12 +48,12 @@ _KEY = re.compile(r"(\.tar(?:\.gz)?):.*", re.DOTALL)
 
 
 def sources(patterns: Sequence[str], out: Path | None = None) -> tuple[list[str], list[str]]:
-  """The pictures and tar shards that folders, files and globs name, in order, and other files.
+  """The images and tar shards that folders, files and globs name, in order, and other files.
 
   None is in `out`.
 
   Raises:
-    RunError: one of them names no picture and no shard.
+    RunError: one of them names no image and no shard.
   """
   found, others = [], []
   for pattern in patterns:
@@ -61,11 +61,11 @@ def sources(patterns: Sequence[str], out: Path | None = None) -> tuple[list[str]
     given = [str(named)] if named.exists() else tar_shards.expand(str(named))
     paths = [path for one in given for path in (_files(one) if os.path.isdir(one) else [one])]
     paths = [path for path in paths if os.path.dirname(os.path.realpath(path)) != str(out)]
-    wanted = [path for path in paths if _is_shard(path) or _is_picture(path)]
+    wanted = [path for path in paths if _is_shard(path) or _is_image(path)]
     if not wanted:
-      raise RunError(f"--data={pattern} has no picture ({', '.join(_PICTURES)}) and no .tar shard.")
+      raise RunError(f"--data={pattern} has no image ({', '.join(_IMAGES)}) and no .tar shard.")
     found += wanted
-    others += [path for path in paths if not (_is_shard(path) or _is_picture(path))]
+    others += [path for path in paths if not (_is_shard(path) or _is_image(path))]
   return list(dict.fromkeys(found)), others
 
 
@@ -85,12 +85,12 @@ def _is_shard(path) -> bool:
   return str(path).endswith((".tar", ".tar.gz"))
 
 
-def _is_picture(path) -> bool:
-  return str(path).lower().endswith(_PICTURES)
+def _is_image(path) -> bool:
+  return str(path).lower().endswith(_IMAGES)
 
 
 class Source(NamedTuple):
-  """How much of a file is embedded: `count` pictures, whose names and bytes have a checksum.
+  """How much of a file is embedded: `count` images, whose names and bytes have a checksum.
 
   `whole`: it has no more. size, mtime and ctime are those of the file. A program can choose the
   mtime of what it writes, but not the ctime.
@@ -107,7 +107,7 @@ class Source(NamedTuple):
     return self.whole and self[3:] == _status(path)
 
   def after(self, example: dict[str, Any]) -> "Source":
-    """With one picture more."""
+    """With one image more."""
     image = b"" if isinstance(example["image"], Unusable) else example["image"]
     name = os.fsencode(example["where"])
     checksum = zlib.crc32(image, zlib.crc32(name, self.checksum))
@@ -120,7 +120,7 @@ def _status(path: str) -> tuple[int, int, int]:
 
 
 def examples(path: str, limits: Limits = DEFAULT_LIMITS) -> Iterator[dict[str, Any]]:
-  """{"where": a path or "shard:key", "image": bytes, ...} of a picture or of those of a shard.
+  """{"where": a path or "shard:key", "image": bytes, ...} of an image or of those of a shard.
 
   Unusable stands in place of the bytes of a file beyond the limit.
   """
@@ -130,7 +130,7 @@ def examples(path: str, limits: Limits = DEFAULT_LIMITS) -> Iterator[dict[str, A
     yield _example(path, Unusable(reason) if large else Path(path).read_bytes())
     return
   for key, files in tar_shards.checked_samples(path, limits.member_bytes):
-    kinds = [kind for kind in files if f".{kind}" in _PICTURES]
+    kinds = [kind for kind in files if f".{kind}" in _IMAGES]
     if kinds:
       yield _example(f"{path}:{key}", files[kinds[0]])
 
@@ -169,7 +169,7 @@ def _missing(paths: Sequence[str], out: Path, limits: Limits) -> Iterator[dict[s
   """The `examples` that `out` does not hold, each with the "source" up to it, or None.
 
   Raises:
-    RunError: a picture or a shard has changed since it was embedded.
+    RunError: an image or a shard has changed since it was embedded.
   """
   skipped: set[str] = set()
   sources: dict[str, Source] = {}
@@ -214,7 +214,7 @@ def _with_last(stream: Iterable) -> Iterator[tuple[Any, bool]]:
 def embed_images(
   model: Model, paths: Sequence[str], out: Path, shard_size: int, limits: Limits = DEFAULT_LIMITS
 ) -> int:
-  """Embeds the pictures of `sources` that `out` does not hold; returns how many were skipped."""
+  """Embeds the images of `sources` that `out` does not hold; returns how many were skipped."""
   crop = dataclasses.replace(model.crop, limits=limits)
 
   def pixels(example):
@@ -282,15 +282,15 @@ def _embed(model, out: Path, kind: str, shard_size: int, stream: Iterator, fill,
 
 
 def nearest(out: Path, queries: np.ndarray, count: int) -> list[list[tuple[float, str]]]:
-  """For each unit vector [Q, E] the `count` nearest pictures in `out`: (cosine, name)s.
+  """For each unit vector [Q, E] the `count` nearest images in `out`: (cosine, name)s.
 
   Raises:
-    RunError: `out` holds no embedded picture, or those of another model.
+    RunError: `out` holds no embedded image, or those of another model.
   """
   best: list[list[tuple[float, str]]] = [[] for _ in queries]
   files = sorted(out.glob("images-?????.npy"))
   if not files:
-    raise RunError(f"{out} holds no images-00000.npy: embed pictures first, with --data.")
+    raise RunError(f"{out} holds no images-00000.npy: embed images first, with --data.")
   for file in files:
     features = np.load(file)
     if features.shape[1] != queries.shape[1]:
@@ -305,16 +305,16 @@ def nearest(out: Path, queries: np.ndarray, count: int) -> list[list[tuple[float
       found = [(float(row[i]), names[i]) for i in np.argsort(-row, kind="stable")[:count]]
       best[query] = sorted(best[query] + found, key=lambda pair: -pair[0])[:count]
   if queries.size and not all(best):
-    raise RunError(f"{out} holds no vector of a picture: all were skipped, and its JSON says why.")
+    raise RunError(f"{out} holds no vector of an image: all were skipped, and its JSON says why.")
   return best
 
 
 def contact_sheet(
   rows: Sequence[tuple[str, Sequence[tuple[float, str]]]], out: Path
 ) -> Image.Image:
-  """A row of pictures for each (title, [(cosine, name), ...]); the cosine is below each.
+  """A row of images for each (title, [(cosine, name), ...]); the cosine is below each.
 
-  The place of a picture that is gone, or is another than the one embedded into `out`, is white.
+  The place of an image that is gone, or is another than the one embedded into `out`, is white.
   """
   height = _TILE + 2 * _MARGIN
   sheet = Image.new("RGB", (_TILE * max(len(row) for _, row in rows), height * len(rows)), "white")
@@ -334,9 +334,9 @@ def contact_sheet(
 
 
 def _contents(names: set[str], out: Path) -> dict[str, bytes]:
-  """The bytes of pictures by their names, of files that are as they were; a shard is read once."""
+  """The bytes of images by their names, of files that are as they were; a shard is read once."""
   # A key may hold a colon, too.
-  paths = {name if _is_picture(name) else re.sub(_KEY, r"\1", name) for name in names}
+  paths = {name if _is_image(name) else re.sub(_KEY, r"\1", name) for name in names}
   sources = {
     path: source for part in _parts(out, "images") for path, source in part["sources"].items()
   }
@@ -377,11 +377,11 @@ def embed(options: argparse.Namespace) -> None:
       limited = {f"max_{name}": getattr(limits, name) for name in _LIMITS}
       _check_same(out / "images.json", made_images | limited | {"data": options.data})
       skipped = embed_images(model, paths, out, options.shard_size, limits)
-      print(f"embedded pictures into {out}" + (f"; skipped {skipped}" if skipped else ""))
+      print(f"embedded images into {out}" + (f"; skipped {skipped}" if skipped else ""))
       if others:
         endings = collections.Counter(os.path.splitext(path)[1] or "no ending" for path in others)
         counted = ", ".join(f"{ending}: {n}" for ending, n in endings.most_common(8))
-        print(f"{len(others)} other files in --data are no pictures ({counted})")
+        print(f"{len(others)} other files in --data are no images ({counted})")
     if texts:
       _check_same(out / "texts.json", made)
       embed_texts(model, texts, out, options.shard_size)
@@ -437,12 +437,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
   add_model_arguments(parser)
   parser.add_argument("--out", required=True, help="folder of the results")
   parser.add_argument(
-    "--data", nargs="+", action="extend", default=[], help="folders, files or globs: pictures, .tar"
+    "--data", nargs="+", action="extend", default=[], help="folders, files or globs: images, .tar"
   )
   parser.add_argument("--texts", default="", help="a file with a text on each line")
   parser.add_argument("--shard_size", type=positive, default=10_000, help="vectors a file")
   parser.add_argument("--query", nargs="+", action="extend", default=[], help="texts to search for")
-  parser.add_argument("--nearest", type=positive, default=8, help="pictures for each query")
+  parser.add_argument("--nearest", type=positive, default=8, help="images for each query")
   options = parser.parse_args(arguments)
   with cli.report_errors(options.debug):
     embed(options)

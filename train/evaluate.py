@@ -8,9 +8,11 @@ Zero-shot classification and retrieval with CLIP_benchmark's names; --help after
 
 import argparse
 import csv
+import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,6 +24,7 @@ from train.config import Config, DataConfig
 from train.data.decode import DEFAULT_LIMITS, Limits
 from train.data.wds_folder import CLASSIFICATION, EVAL_SPLIT, WdsFolder, open_folder
 from train.errors import RunError
+from train.fields import AT_LEAST_1, KINDS, Limit, about
 from train.inference import Model
 from train.linear_probe import predict, train_probe
 from train.paths import local_path
@@ -190,11 +193,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument("--dtype", default="", choices=["", "float32", "bfloat16"])
   parser.add_argument("--int8", action="store_true", help="kernels and token table in 8 bits only")
   parser.add_argument("--batch_size", type=positive, default=256)
-  for name, kind in _LIMITS.items():
-    default = getattr(DataConfig, name)
-    parser.add_argument(
-      f"--{name}", type=kind, default=default, help=f"of a picture; by default {default:,}"
-    )
+  for field in dataclasses.fields(DataConfig):
+    if field.name in _LIMITS:
+      kind, words = argument(field.type, *about(field).limits), f"by default {field.default:,}"
+      parser.add_argument(
+        f"--{field.name}", type=kind, default=field.default, help=f"of an image; {words}"
+      )
   parser.add_argument("--debug", action="store_true", help="show tracebacks")
 
 
@@ -204,26 +208,24 @@ def limits_of(options: argparse.Namespace) -> Limits:
   return Limits.of(config)._replace(given_by="--")
 
 
-def positive(text: str) -> int:
-  """An argument that must be a whole number from 1 on."""
-  value = int(text)
-  if value < 1:
-    raise argparse.ArgumentTypeError(f"{value} must be at least 1.")
-  return value
+def argument(kind: type, *limits: Limit) -> Callable[[str], Any]:
+  """Reads an argument as a field of that type and with these limits."""
+
+  def read(text: str) -> Any:
+    try:
+      value = KINDS[kind].read(text)
+    except ValueError:
+      raise argparse.ArgumentTypeError(f"{text!r} must be {KINDS[kind].words}.") from None
+    for limit in limits:
+      if not limit.holds(value):
+        raise argparse.ArgumentTypeError(f"{text} must be {limit.words}.")
+    return value
+
+  return read
 
 
-def _ratio(text: str) -> float:
-  value = float(text)
-  if not value >= 1:
-    raise argparse.ArgumentTypeError(f"{value} must be at least 1.")
-  return value
-
-
-_LIMITS = {  # Fields of DataConfig that are flags, too.
-  "max_member_bytes": positive,
-  "max_image_pixels": positive,
-  "max_aspect_ratio": _ratio,
-}
+positive = argument(int, AT_LEAST_1)
+_LIMITS = ("max_member_bytes", "max_image_pixels", "max_aspect_ratio")  # fields of DataConfig
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""What a field of the config says of itself, beside its name and its type.
+"""How a field of the config is declared: its default, its --help, its values, its flag's text.
 
   steps: int = field(20_000, "batches to train on", AT_LEAST_1, MAY_CHANGE)
 

@@ -1,4 +1,4 @@
-"""Runs with `init`, fine-tuning: where parameters begin, which are frozen, how fast others learn.
+"""Fine-tuning, `config.init`: where parameters begin, which are frozen, how fast others learn.
 
 Patterns are regular expressions for the whole path of a parameter, such as "image/.*" or
 "text/blocks/fc1/kernel". A pattern that matches no parameter is an error.

@@ -1,4 +1,4 @@
-"""A trained CLIP for one's own pictures and texts: of a run's folder, or weights of open_clip.
+"""A trained CLIP for one's own images and texts: of a run's folder, or weights of open_clip.
 
 model = load("runs/quickstart")
 similarities = model.embed_images(["dog.jpg"]) @ model.embed_texts(["a dog", "a cat"]).T
@@ -40,7 +40,7 @@ _INT8 = "switchback_q"
 
 
 class Model(NamedTuple):
-  """Embeds pictures and texts as unit vectors, float32 [N, E]: a dot product is a cosine."""
+  """Embeds images and texts as unit vectors, float32 [N, E]: a dot product is a cosine."""
 
   size: str  # a key of SIZES
   step: int | None  # of the checkpoint; None for weights of open_clip
@@ -82,7 +82,7 @@ class Model(NamedTuple):
     return self._encode("text", self.tokenize(texts), texts)
 
   def fingerprint(self) -> dict[str, str]:
-    """Checksums of all that makes a vector of a text or of a picture's pixels."""
+    """Checksums of all that makes a vector of a text or of an image's pixels."""
     model = self.task.model
     computation = repr(
       (model.config, model.options.recipe, model.options.parametrization, model.options.tau)
@@ -125,7 +125,7 @@ def load(
   Args:
     path: a run's folder, or a .safetensors, .pt, .pth or .bin file of weights, or an index of such
       shards.
-    batch_size: pictures or texts at a time.
+    batch_size: images or texts at a time.
     size: of weights of open_clip: a key of SIZES, or open_clip's name, such as "ViT-B-32".
     tokenizer: of weights of open_clip: as in DataConfig; "" is "clip".
     dtype: of the computation; "": the run's, or float32 for weights of open_clip.

@@ -4,13 +4,13 @@ Both take L2-normalised features [B, E] of the *global* batch and the factor on 
 (not its logarithm). They return the mean loss of a pair and metrics, all float32. These are the
 definitions, in plain jnp: if the features are sharded over the batch, XLA gathers one side's
 [B, E], and each device holds its rows of the [B, B] logits. Training computes the same losses in
-tiles (`LOSSES`).
+tiles (train/tiled_loss.py): train/task.py takes one of `LOSSES`.
 """
 
 import jax
 import jax.numpy as jnp
 
-from train.tiled_loss import tiled_siglip, tiled_softmax
+from train.parallel.tiled_loss import tiled_siglip, tiled_softmax
 
 
 def softmax_contrastive(

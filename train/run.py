@@ -53,7 +53,7 @@ class Run(NamedTuple):
   schedule: optax.Schedule
   abstract_state: TrainState  # shapes and shardings
   checkpointer: Checkpointer
-  between_batches: Callable[[], None] = lambda: None  # called in an evaluation; may raise
+  between_batches: Callable[..., None] = lambda _: None  # See CLIPTask.evaluate.
 
   def new_state(self) -> TrainState:
     """The state at step 0, created in its shardings, with the parameters of `init` if given."""

@@ -74,15 +74,15 @@ def make_train_step(
   metrics: float32 scalars by name.
   finite: a bool for each of `tensor_names`; the first False is the first tensor not finite.
   """
-  mesh = None if mesh is None or mesh.size == 1 else mesh
   sums = {"gradient_dtype": gradient_dtype, "gradient_exchange": gradient_exchange}
-  differentiate = functools.partial(_differentiate, task, accumulate, mesh, sums, freeze)
+  differentiate = make_differentiate(task, accumulate, mesh, sums, freeze)
 
   def train_step(state: TrainState, batch):
     key = jax.random.fold_in(jax.random.key(seed), state.step)
-    run = differentiate if mesh is None else _on_each_device(differentiate, state.params, mesh)
     scale = loss_scale(state.opt_state)
-    (_, (value, features, statistics, metrics)), gradients = run(state.params, batch, key, scale)
+    (_, (value, features, statistics, metrics)), gradients = differentiate(
+      state.params, batch, key, scale
+    )
     blocks = statistics["block_outputs"]
     with jax.named_scope("optimizer"):
       # Barriers: XLA writes parameters in place only with a kernel that computes nothing else.
@@ -124,6 +124,21 @@ def make_train_step(
     return TrainState(state.step + 1, params, opt_state), metrics, finite
 
   return train_step
+
+
+def make_differentiate(
+  task: CLIPTask,
+  accumulate: int = 1,
+  mesh: Mesh | None = None,
+  sums: dict | None = None,
+  freeze: Sequence[str] = (),
+):
+  """`_differentiate` of the global batch, a function of (params, batch, key, scale)."""
+  mesh = None if mesh is None or mesh.size == 1 else mesh
+  differentiate = functools.partial(_differentiate, task, accumulate, mesh, sums or {}, freeze)
+  if mesh is None:
+    return differentiate
+  return lambda params, *args: _on_each_device(differentiate, params, mesh)(params, *args)
 
 
 def _differentiate(task, accumulate, mesh, sums, freeze, params, batch, key, scale):

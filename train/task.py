@@ -119,16 +119,21 @@ class CLIPTask(NamedTuple):
     return model_flops(self.model.config, batch_size, self.model.patch_dropout)
 
   def evaluate(
-    self, params, mesh: Mesh, between_batches: Callable[[], None], *args, **options
+    self, params, mesh: Mesh, between_batches: Callable[..., None], *args, **options
   ) -> dict[str, float]:
     """The scores of parameters on a mesh; the other arguments are train.zero_shot.evaluate's.
 
-    between_batches: is called before each batch of images or texts, and may raise.
+    between_batches: is called before each batch of images or texts, and may raise. It gets a
+      function that compiles for the batch, or None if that is done.
     """
 
     def calling(encode):
+      compiled = False
+
       def call(*args):
-        between_batches()
+        nonlocal compiled
+        between_batches(None if compiled else lambda: encode.lower(*args).compile())
+        compiled = True
         return encode(*args)
 
       return call

@@ -3,7 +3,8 @@
 Both ask whether a match of a query is among its k nearest candidates. In zero-shot
 classification (Radford et al. 2021, https://arxiv.org/abs/2103.00020) the queries are images and
 the candidates are the mean embeddings of each class's prompts. In retrieval the queries are images
-and the candidates captions, and the reverse.
+and the candidates captions, and the reverse. A run calls this as it trains (`Run.evaluate`), and so
+does the program train/evaluate.py afterwards.
 """
 
 import functools

@@ -29,7 +29,7 @@ from benchmarks.tables import read_file
 from benchmarks.timing import append
 
 RESULTS = Path(__file__).parent.parent / "results" / "figures"
-# Seconds of a step with 1,024 pictures on an H100: of scenes from results/scenes.jsonl, others from
+# Seconds of a step with 1,024 images on an H100: of scenes from results/scenes.jsonl, others from
 # runs that shared one, as are the seconds around a run, most of which compile.
 _SECONDS = {"ti": 0.0097, "s6": 0.017, "s12": 0.0234, "flickr8k": 0.06, "cifar10": 0.045}
 _AROUND = {"ti": 30, "s6": 45, "s12": 85, "flickr8k": 25, "cifar10": 25}

@@ -1,6 +1,6 @@
 """What each figure trains: an `Arm` is the main schedule with some fields of the Config changed.
 
-The main schedule is configs/scenes_s8.py on scenes/hard: pictures of 64 pixels, batches of 1,024,
+The main schedule is configs/scenes_s8.py on scenes/hard: images of 64 pixels, batches of 1,024,
 8,000 steps of which a quarter is warm-up, StableAdamW with b2 .98, weight decay .2, and half of the
 patches dropped. An arm of the size "flickr8k" or "cifar10" has that config of photos.py instead.
 Figures share arms, and an arm is trained once. The order of a figure's arms is by seed, so that
@@ -79,7 +79,7 @@ def series_of(arms: Sequence[Arm], label: Callable[[Arm], Hashable]) -> dict[Any
 
 
 def change_of(arm: Arm) -> int | None:
-  """The step at which an arm's pictures change: the first of a shift, the second of columns."""
+  """The step at which an arm's images change: the first of a shift, the second of columns."""
   from train.data.scenes.scenes import find_variant  # Imports JAX, which takes seconds.
 
   if not (variant := find_variant(arm.value("data.name"))):
@@ -201,7 +201,7 @@ def _schedules(size: str, seed: int) -> list[Arm]:
 
 
 def _changes(name: str, b2s: Sequence[float]) -> Callable[[str, int], list[Arm]]:
-  """AdamW by b2 on pictures that change at a step."""
+  """AdamW by b2 on images that change at a step."""
   watch = (_PATCHES, r"image/block_\d+/fc2/kernel")
   return lambda *a: _spikes(*a, b2s, data__name=name, watch=watch)
 

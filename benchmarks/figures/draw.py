@@ -100,7 +100,7 @@ def accuracy(figure, arms, rows) -> list[str]:
     xlabel="points; black: the mean of all pairs and its 95 % interval",
     title="zero-shot top-1 minus that of full with the same seed",
   )
-  legend(left)
+  legend(left, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1), frameon=False)
   scores = {"top-1, %": TOP1, "held out, %": HELD_OUT}
   return _accuracy_table(arms, rows, "size", scores, limit=0.5)
 

@@ -194,7 +194,7 @@ def _loss_and_rms(above, below, trace: dict, step: int, title: str) -> None:
 def _following(rows: Sequence[dict], change: int) -> list[str]:
   """How many loss spikes follow RMS spikes by 1 to 8 steps, against chance: a line for each tensor.
 
-  Loss spikes at the change of the data are left out, since the new pictures bring them. The same
+  Loss spikes at the change of the data are left out, since the new images bring them. The same
   tensor of all blocks has one line, with its least and largest numbers. Of the runs that had steps
   enough for it; an empty line if none had.
   """

@@ -20,7 +20,7 @@ from PIL import Image
 from configs import flickr8k_gpu
 from train.config import Config, DataConfig
 
-# Pictures of train and test. CIFAR-10 has 50,000 to train on; our shards have 30,000.
+# Images of train and test. CIFAR-10 has 50,000 to train on; our shards have 30,000.
 COUNTS = {"flickr8k": (6000, 1000), "cifar10": (30_000, 10_000)}
 _WORKERS = 7  # Two runs share 16 cores.
 
@@ -33,9 +33,9 @@ def flickr8k() -> Config:
 
 
 def cifar10() -> Config:
-  """The same model on CIFAR-10, 34 times through 30,000 pictures; captions are prompts.
+  """The same model on CIFAR-10, 34 times through 30,000 images; captions are prompts.
 
-  A batch has about 26 pictures of each class, so even a perfect model has a loss of log(26).
+  A batch has about 26 images of each class, so even a perfect model has a loss of log(26).
   """
   config = flickr8k_gpu.get_config()
   config.model.image_size, config.model.patch_size = 32, 4
@@ -75,7 +75,7 @@ def prepare(name: str, root: Path, runs: Path) -> None:
   """Imports a data set, unless it is there.
 
   Raises:
-    ValueError: shards are missing, or have another number of pictures.
+    ValueError: shards are missing, or have another number of images.
   """
   from train.data.builders import prepare  # Imports JAX, which takes seconds.
 
@@ -83,14 +83,14 @@ def prepare(name: str, root: Path, runs: Path) -> None:
   found = tuple(builder.info.splits[split].num_examples for split in ("train", "eval"))
   if found != COUNTS[name]:
     raise ValueError(
-      f"{root / name} has {found[0]:,} pictures to train on and {found[1]:,} to test, not"
+      f"{root / name} has {found[0]:,} images to train on and {found[1]:,} to test, not"
       f" {COUNTS[name][0]:,} and {COUNTS[name][1]:,}. Add what is missing and delete"
       f" {builder.data_dir}, the import."
     )
 
 
 def make_up(root: Path, name: str) -> None:
-  """Writes shards of a data set with noise for pictures: 32 to train on, 16 to test."""
+  """Writes shards of a data set with noise for images: 32 to train on, 16 to test."""
   folder, rng = root / name, np.random.default_rng(0)
   folder.mkdir(parents=True)
   (folder / "classnames.txt").write_text("".join(f"noise{label}\n" for label in range(10)))

@@ -2,7 +2,7 @@
 
   python docs/plots/weight_gradient.py
 
-The relative error of a product that sums over K, in int8 with one scale for each row and in
+The relative error of a matmul that sums over K, in int8 with one scale for each row and in
 bfloat16, for K from the width of a layer to the tokens of a batch. Random data, seconds on a CPU.
 """
 
@@ -36,12 +36,12 @@ def bfloat16(lhs, rhs):
   return lhs @ rhs.T
 
 
-def error(product, draw, length):
-  """The relative error of `product` for lhs and rhs [ROWS, length]."""
+def error(matmul, draw, length):
+  """The relative error of `matmul` for lhs and rhs [ROWS, length]."""
   keys = jax.random.split(jax.random.key(0))
   lhs, rhs = (draw(key, (ROWS, length)) for key in keys)
   exact = lhs @ rhs.T
-  return float(jnp.linalg.norm(product(lhs, rhs) - exact) / jnp.linalg.norm(exact))
+  return float(jnp.linalg.norm(matmul(lhs, rhs) - exact) / jnp.linalg.norm(exact))
 
 
 def main():
@@ -52,11 +52,11 @@ def main():
   ):
     axis.axvspan(low, high, color="gray", alpha=0.15, lw=0)
     axis.text((low * high) ** 0.5, 60, name, ha="center", va="top", fontsize=8)
-  for product, marker in ((int8, "o"), (bfloat16, "s")):
+  for matmul, marker in ((int8, "o"), (bfloat16, "s")):
     for (name, draw), line in zip(DRAWS.items(), ("--", "-"), strict=True):
-      errors = [100 * error(product, draw, length) for length in LENGTHS]
-      axis.loglog(LENGTHS, errors, marker + line, label=f"{product.__name__}, {name}")
-      print(product.__name__, name, [f"{value:.2f}" for value in errors])
+      errors = [100 * error(matmul, draw, length) for length in LENGTHS]
+      axis.loglog(LENGTHS, errors, marker + line, label=f"{matmul.__name__}, {name}")
+      print(matmul.__name__, name, [f"{value:.2f}" for value in errors])
   axis.set_ylim(0.02, 80)
   axis.set_xscale("log", base=2)
   axis.set_xticks(LENGTHS, [f"{length:,}" for length in LENGTHS])

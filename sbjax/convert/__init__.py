@@ -1,1 +1,1 @@
-"""Models as they are, in 8 bits: their matmuls, found in the jaxpr. Files: sbjax.interop."""
+"""`quantize_model`: a model's matmuls in 8 bits, its code as it is. Files: sbjax.interop."""

@@ -16,12 +16,7 @@ from sbjax.recipes import RECIPES, SIMULATED, Recipe
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:
-  """What `quantize_model` was asked for.
-
-  Attributes:
-    rules: pairs of a pattern for paths and a recipe, or None to leave a product.
-    activations: the recipe of products of two activations.
-  """
+  """What `quantize_model` was asked for."""
 
   rules: tuple[tuple[str, Recipe | None], ...]
   activations: Recipe | None = None
@@ -42,20 +37,13 @@ def fits(pattern: str, path: str) -> bool:
 
 
 class Row(NamedTuple):
-  """A product in the table.
+  """A product in the table."""
 
-  Attributes:
-    path: the weight's, or "" for a product of two activations.
-    lhs, rhs: shapes of x and the weight, or of the operands.
-    recipe: its recipe, or None.
-    why: the reason if there is none.
-  """
-
-  path: str
-  lhs: tuple[int, ...] | None
-  rhs: tuple[int, ...]
+  path: str  # the weight's, or "" for a product of two activations
+  lhs: tuple[int, ...] | None  # the shape of x
+  rhs: tuple[int, ...]  # the shape of the weight
   recipe: Recipe | None
-  why: str = ""
+  why: str = ""  # the reason if there is no recipe
 
 
 class Products:

@@ -6,6 +6,7 @@ The model's own code runs, under a trace; what it multiplies its parameters by b
 
 import contextlib
 import contextvars
+import dataclasses
 import difflib
 import functools
 import inspect
@@ -27,13 +28,8 @@ from sbjax.ops.registry import check_name
 from sbjax.quantize import as_floating
 from sbjax.recipes import Recipe, RecipeRules, as_recipe
 
-Rules = (
-  Recipe
-  | str
-  | RecipeRules
-  | Mapping[str, Recipe | str | None]
-  | Iterable[tuple[str, Recipe | str | None]]
-)
+_Choice = Recipe | str | None
+Rules = Recipe | str | RecipeRules | Mapping[str, _Choice] | Iterable[tuple[str, _Choice]]
 
 
 def quantize_model(
@@ -47,12 +43,9 @@ def quantize_model(
   """A model with the products of its parameters in the recipes that rules give them.
 
   Reaches every matmul of activations with a parameter as it is stored (cast, transposed, reshaped,
-  sliced): `nn.Dense`, attention's projections, `nn.Einsum`, `Embed.attend`, a layer of one's own
-  with `jnp.einsum` or `@`; and convolutions whose windows do not overlap, such as a patch
-  embedding. Leaves other convolutions, weights that are computed (weight normalisation), functions
-  with derivatives of their own (`jax.custom_vjp`, Pallas), and a product for which the model asks a
-  precision. Each gradient is the recipe's. A call is traced, as by `jax.jit`. It warns of a weight
-  with a recipe that may be multiplied within a function or a primitive that is left.
+  sliced), whatever layer or function multiplies, and convolutions whose windows do not overlap.
+  docs/convert_a_model.md says what it leaves; it warns of a weight with a recipe that may be
+  multiplied there. Each gradient is the recipe's. A call is traced, as by `jax.jit`.
 
   Args:
     model: a linen module or class of modules; an nnx module, of which a copy is returned with the
@@ -79,7 +72,7 @@ def quantize_model(
   """
   activations = None if activations is None else as_recipe(activations)
   check_name(backend)
-  conversion = Conversion(_pairs(rules), activations, backend, verbose)
+  conversion = Conversion(pairs_of(rules), activations, backend, verbose)
   if isinstance(model, nnx.Module):
     model = nnx.clone(model)
     model.__class__ = _nnx_class(type(model), conversion)
@@ -96,7 +89,7 @@ def quantize_model(
   return _function(model, conversion)
 
 
-def _pairs(rules: Rules) -> tuple[tuple[str, Recipe | None], ...]:
+def pairs_of(rules: Rules) -> tuple[tuple[str, Recipe | None], ...]:
   if isinstance(rules, Recipe | str):
     return (("*", as_recipe(rules)),)
   if isinstance(rules, RecipeRules):
@@ -126,6 +119,8 @@ def _convert(conversion: Conversion, function: Callable, tree, name_of: Callable
 
   name_of: the path of a parameter, by the keys of a leaf in the tree; None for other leaves.
   """
+  if _converting.get():
+    return function(tree)
   keyed, treedef = jax.tree.flatten_with_path(tree)
   leaves = [leaf for _, leaf in keyed]
   names = [name_of(keys) if isinstance(leaf, _ARRAYS) else None for keys, leaf in keyed]
@@ -165,8 +160,6 @@ def _joined(keys) -> str:
 def _function(function: Callable, conversion: Conversion) -> Callable:
   @functools.wraps(function)
   def run(params, *args, **kwargs):
-    if _converting.get():
-      return function(params, *args, **kwargs)
     return _convert(conversion, lambda p: function(p, *args, **kwargs), params, path)
 
   def path(keys):
@@ -178,9 +171,7 @@ def _function(function: Callable, conversion: Conversion) -> Callable:
 def _linen_module(module: nn.Module, conversion: Conversion) -> nn.Module:
   if module.scope is not None:
     raise ValueError("A bound module cannot be converted: convert it before `bind` or `apply`.")
-  fields = {
-    name: getattr(module, name) for name, f in module.__dataclass_fields__.items() if f.init
-  }
+  fields = {f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.init}
   return _linen_class(type(module), conversion)(**fields)
 
 
@@ -192,16 +183,18 @@ def _linen_class(cls: type[nn.Module], conversion: Conversion) -> type[nn.Module
   one, and a bound one.
   """
 
+  def convert(call, variables):
+    if not any(_linen_name(keys) for keys, _ in jax.tree.leaves_with_path(variables)):
+      return call(variables)  # The parameters are being initialised.
+    return _convert(conversion, call, variables, _linen_name)
+
   def transform(function):
     def inner(scope_fn, repack_fn, variables, rngs, *args, **kwargs):
       def call(variables):
         scopes = scope_fn(variables, rngs)
         return function(scopes, *args, **kwargs), repack_fn(scopes)
 
-      # Without parameters they are being initialised.
-      if _converting.get() or not _has_params(variables):
-        return call(variables)
-      return _convert(conversion, call, variables, _linen_name)
+      return convert(call, variables)
 
     return lift.pack(inner, (True,), (True,), (True,), enable_kwargs=True)
 
@@ -212,12 +205,7 @@ def _linen_class(cls: type[nn.Module], conversion: Conversion) -> type[nn.Module
 
   @functools.wraps(cls.apply)
   def apply(self, variables, *args, **kwargs):
-    def call(variables):
-      return cls.apply(self, variables, *args, **kwargs)
-
-    if _converting.get() or not _has_params(variables):
-      return call(variables)
-    return _convert(conversion, call, variables, _linen_name)
+    return convert(lambda variables: cls.apply(self, variables, *args, **kwargs), variables)
 
   lifted.apply = apply
   return _renamed(lifted, cls)
@@ -231,10 +219,6 @@ def _if_bound(lifted, method):
     return (method if plain else lifted)(self, *args, **kwargs)
 
   return run
-
-
-def _has_params(variables) -> bool:
-  return any(_linen_name(keys) for keys, _ in jax.tree.leaves_with_path(variables))
 
 
 def _linen_name(keys) -> str | None:
@@ -289,12 +273,8 @@ def _methods(cls, base) -> dict[str, Callable]:
   for parent in reversed(cls.__mro__):
     if parent not in base.__mro__:
       found.update((n, f) for n, f in vars(parent).items() if inspect.isfunction(f))
-  hidden = {n for n in found if n.startswith("__") or hasattr(base, n)} - {"__call__"}
-  return {
-    name: method
-    for name, method in found.items()
-    if name not in hidden and name != "setup" and not getattr(method, "nowrap", False)
-  }
+  hidden = {n for n in found if n.startswith("__") or hasattr(base, n)} - {"__call__"} | {"setup"}
+  return {n: f for n, f in found.items() if n not in hidden and not getattr(f, "nowrap", False)}
 
 
 def _renamed(new: type, cls: type) -> type:
@@ -304,12 +284,7 @@ def _renamed(new: type, cls: type) -> type:
 
 
 def quantized_einsum(
-  equation: str,
-  x: jax.Array,
-  w: jax.Array,
-  recipe: Recipe | str,
-  *,
-  backend: str | None = None,
+  equation: str, x: jax.Array, w: jax.Array, recipe: Recipe | str, *, backend: str | None = None
 ) -> jax.Array:
   """`jnp.einsum(equation, x, w)` with w as the weight, whatever the order of the letters.
 

@@ -17,25 +17,16 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, jaxprs_in_pa
 
 
 class Weight(NamedTuple):
-  """A parameter in the layout that an operand has.
-
-  Attributes:
-    path: where the parameter is.
-    master: the operand, without the casts to narrower dtypes that its values went through.
-  """
+  """A parameter in the layout that an operand has."""
 
   path: str
-  master: Any
+  master: Any  # the operand, without the casts to narrower dtypes that its values went through
 
 
 class Replace(Protocol):
-  """Decides about products.
+  """Decides about products."""
 
-  Attributes:
-    enters_all: whether products without a weight matter too.
-  """
-
-  enters_all: bool
+  enters_all: bool  # whether products without a weight matter too
 
   def __call__(self, eqn, operands: list, weights: list[Weight | None]) -> list | None:
     """The results of another computation of eqn, or None to leave it."""
@@ -68,18 +59,15 @@ def _traced(function, args):
 
   def arrays_of(*args):
     leaves, tree = jax.tree.flatten(function(*args))
-    is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
-    others = [None if array else leaf for leaf, array in zip(leaves, is_array, strict=True)]
-    found.append((tree, is_array, others))
-    return [leaf for leaf, array in zip(leaves, is_array, strict=True) if array]
+    found.append((tree, [None if isinstance(leaf, jax.Array) else leaf for leaf in leaves]))
+    return [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
 
   jaxpr = jax.make_jaxpr(arrays_of)(*args)
-  tree, is_array, others = found[-1]
+  tree, others = found[-1]
 
   def rebuild(arrays):
     arrays = iter(arrays)
-    pairs = zip(is_array, others, strict=True)
-    return jax.tree.unflatten(tree, [next(arrays) if array else other for array, other in pairs])
+    return tree.unflatten(next(arrays) if other is None else other for other in others)
 
   return jaxpr, rebuild
 
@@ -126,7 +114,8 @@ def _in_layout(eqn, operands, weights) -> tuple[list, list]:
   """The results of an equation that keeps values, and the weights that they are."""
   results, masters = _bind(eqn, operands), [w.master if w else None for w in weights]
   if eqn.primitive.name == "convert_element_type":
-    masters = [masters[0] if _narrows(eqn, masters[0]) else results[0]]
+    narrows = eqn.outvars[0].aval.dtype.itemsize < masters[0].dtype.itemsize
+    masters = masters if narrows else results
   elif any(m is not None and m is not x for m, x in zip(masters, operands, strict=True)):
     masters = _bind(eqn, [x if m is None else m for m, x in zip(masters, operands, strict=True)])
   else:
@@ -168,10 +157,6 @@ def _keeps_values(eqn) -> bool:
       return before == after
     case _:
       return _name(eqn) in _LAYOUT
-
-
-def _narrows(eqn, master) -> bool:
-  return eqn.outvars[0].aval.dtype.itemsize < master.dtype.itemsize
 
 
 # ---- Products where nobody looks
@@ -282,10 +267,7 @@ def _scan(eqn, operands, weights, replace):
 
 
 def _without_changing(eqn, body: ClosedJaxpr, weights, num_consts, num_carry, replace) -> list:
-  """The weights of a loop's body, without those in the carry that may be others in the next step.
-
-  weights: of the body's arguments: constants, the carry, and more.
-  """
+  """The weights of a loop's body, but for those in the carry that may change from step to step."""
   jaxpr, weights = body.jaxpr, list(weights)
   for i in range(num_consts, num_consts + num_carry):
     weight = weights[i]
@@ -321,11 +303,9 @@ def _cond(eqn, operands, weights, replace):
 def _shard_map(eqn, operands, weights, replace):
   params = eqn.params
   function = _inner(ClosedJaxpr(params["jaxpr"], ()), weights, replace)
-  options = {name: params[name] for name in ("mesh", "in_specs", "out_specs", "check_vma")}
-  names = params["newly_manual_axes"]
-  # A list of results has a list of specs.
-  options["out_specs"] = list(options["out_specs"])
-  return jax.shard_map(function, axis_names=set(names), **options)(*operands)
+  options = {name: params[name] for name in ("mesh", "in_specs", "check_vma")}
+  options["out_specs"] = list(params["out_specs"])  # As the results, a list.
+  return jax.shard_map(function, axis_names=set(params["newly_manual_axes"]), **options)(*operands)
 
 
 _ENTERED = {

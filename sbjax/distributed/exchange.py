@@ -6,35 +6,28 @@ An all-reduce in two phases. Each of n devices splits its gradient into n parts:
      float32. A reduce-scatter ends here.
   2. It rounds its sum and sends it to all devices (all-gather).
 
-Nothing is added in 8 bits, so nothing overflows and no scale has to be agreed on. FP8-LM (Peng et
-al. 2023, https://arxiv.org/abs/2310.18313) sums fp8 numbers with a scale that devices share. Each
-sum has one device, and all devices read its rounded values: they end with the same bits.
+Nothing is added in 8 bits, so nothing overflows and devices need share no scale, unlike FP8-LM's
+(Peng et al. 2023, https://arxiv.org/abs/2310.18313). All devices end with the same bits.
 
-  format      bytes sent a value and phase    a number is sent as
-  "float32"   4 (JAX's own psum)              itself
-  "bfloat16"  2                               bfloat16
-  "e4m3"      1 + 4 / tile                    e4m3, times the float32 scale of its tile
-  "int8"      1 + 4 / tile                    int8, times the float32 scale of its tile
-
-A tile is `tile` neighbouring values of a part. A NaN or an infinity makes its whole tile NaN on
-every device (in bfloat16 it stays alone, as it is).
-
+In 8 bits a value takes 1 + 4 / tile bytes a phase: `tile` neighbours in a part share a float32
+scale. A NaN or an infinity makes its whole tile NaN on every device (in bfloat16 it stays alone).
 Arrays are sent as uint8: XLA for CPUs sends fp8 as float16. A leaf of S values in 8 bits takes 2 S
-bytes beside the gradient and the result: the bytes to send and those that arrive. No float32 copy
-is made but of the device's own part, 4 S / n bytes.
+bytes beside the gradient and the result, and 4 S / n for the device's own part in float32.
 """
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from sbjax.ops.matmul import at_least_float32
 from sbjax.ops.partition import Axes, check_axes
 from sbjax.quantize import E4M3, INT8, Quantized, Spec, as_floating, dequantize, quantize
 
-# How a format rounds a tile; None: it has no tiles.
+# How a format rounds a tile; None: it has no tiles. "float32" is JAX's own psum.
 EXCHANGES = {
   "float32": None,
   "bfloat16": None,
@@ -79,14 +72,7 @@ def quantized_pmean(
 def quantized_psum(
   tree, axis_name: Axes, *, format: str = "e4m3", tile: int = 512, min_size: int = 4096
 ):
-  """The sum of a tree of arrays over devices, sent in few bits; see `quantized_pmean`.
-
-  >>> mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,))
-  >>> specs = {"in_specs": P("data"), "out_specs": P(), "check_vma": False}
-  >>> sums = jax.shard_map(lambda g: quantized_psum(g, "data"), mesh=mesh, **specs)
-  >>> sums(jnp.ones(4)).shape
-  (4,)
-  """
+  """The sum of a tree of arrays over devices, sent in few bits; see `quantized_pmean`."""
   return _all_reduce(tree, axis_name, format, tile, min_size, mean=False)
 
 
@@ -108,20 +94,11 @@ def quantized_psum_scatter(
   Args:
     x: floating point, this device's gradient of the whole parameter.
     axis_name: n devices of a mesh axis, or of several.
-    axis: of x, counted from 0, which is split into n parts.
+    axis: of x, counted from 0, which is split into n parts: that of this device is returned.
     format, tile, min_size: see `quantized_pmean`.
-
-  Returns:
-    The sum's part of this device in x's dtype; `axis` is shorter by n.
 
   Raises:
     ValueError: as `quantized_pmean`, or n does not divide that axis of x.
-
-  >>> mesh = jax.make_mesh((1,), ("fsdp",), (jax.sharding.AxisType.Auto,))
-  >>> specs = {"in_specs": P(), "out_specs": P("fsdp"), "check_vma": False}
-  >>> scatter = lambda g: quantized_psum_scatter(g, "fsdp", format="int8")
-  >>> jax.shard_map(scatter, mesh=mesh, **specs)(jnp.ones((8, 4))).shape
-  (8, 4)
   """
   x = as_floating("x", x)
   n = _check(axis_name, format, tile, min_size)
@@ -132,12 +109,14 @@ def quantized_psum_scatter(
   if n == 1:
     return x
   if _is_small(x, n, format, tile, min_size):
-    wide = x.astype(_sum_dtype(x))
+    wide = at_least_float32(x)
     total = jax.lax.psum_scatter(wide, axis_name, scatter_dimension=axis, tiled=True)
     return total.astype(x.dtype)
-  parts = jnp.moveaxis(x, axis, 0)
-  shape = (parts.shape[0] // n, *parts.shape[1:])
-  (total,) = _sums([_padded(parts.reshape(n, -1), tile)], axis_name, format, tile)
+  whole = jnp.moveaxis(x, axis, 0)
+  shape = (whole.shape[0] // n, *whole.shape[1:])
+  parts = whole.reshape(n, -1)
+  parts = jnp.pad(parts, ((0, 0), (0, -parts.shape[1] % tile)))
+  (total,) = _sums([parts], axis_name, format, tile)
   total = total[: math.prod(shape)].reshape(shape)
   return jnp.moveaxis(total, 0, axis).astype(x.dtype)
 
@@ -152,7 +131,7 @@ def _all_reduce(tree, axis_name, format, tile, min_size, mean: bool):
   large = [i for i in range(len(leaves)) if i not in set(small)]
   totals: dict[int, jax.Array] = {}
   if small:
-    sums = jax.lax.psum([leaves[i].astype(_sum_dtype(leaves[i])) for i in small], axis_name)
+    sums = jax.lax.psum([at_least_float32(leaves[i]) for i in small], axis_name)
     totals.update(zip(small, [x / n for x in sums] if mean else sums, strict=True))
   for bucket in _buckets(large, [x.size for x in leaves]):
     parts = [_parts(leaves[i], n, tile) for i in bucket]
@@ -186,10 +165,6 @@ def _is_small(x, n: int, format: str, tile: int, min_size: int) -> bool:
   return format == "float32" or x.size < max(min_size, n * tile)
 
 
-def _sum_dtype(x):
-  return x.dtype if x.dtype.itemsize > 4 else jnp.float32
-
-
 def _buckets(indices: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
   """The indices in groups of at most _BUCKET values, or of a single larger leaf."""
   buckets, filled = [], _BUCKET
@@ -208,39 +183,27 @@ def _parts(x, n: int, tile: int) -> jax.Array:
   return jnp.pad(x.reshape(-1), (0, n * size - x.size)).reshape(n, size)
 
 
-def _padded(parts, tile: int) -> jax.Array:
-  """Each row of parts [n, size] with zeros up to a multiple of `tile`."""
-  return jnp.pad(parts, ((0, 0), (0, -parts.shape[1] % tile)))
-
-
 def _sums(parts: Sequence[jax.Array], axis_name, format, tile) -> list[jax.Array]:
   """This device's parts [size], summed in float32, from all devices' [n, size]."""
-  sent = _packed(parts, format, tile)
-  arrived = jax.lax.all_to_all(sent, axis_name, split_axis=0, concat_axis=0, tiled=True)
-  sizes = [x.shape[1] for x in parts]
-  return [jnp.sum(x, axis=0) for x in _unpacked(arrived, sizes, format, tile)]
+  send = functools.partial(
+    jax.lax.all_to_all, axis_name=axis_name, split_axis=0, concat_axis=0, tiled=True
+  )
+  return [jnp.sum(x, axis=0) for x in _sent(send, parts, format, tile)]
 
 
 def _gathered(sums: Sequence[jax.Array], axis_name, format, tile) -> list[jax.Array]:
   """The sums [n, size] of all devices from this one's [size]."""
-  sent = _packed([x[None] for x in sums], format, tile)
-  arrived = jax.lax.all_gather(sent, axis_name, axis=0, tiled=True)
-  return _unpacked(arrived, [x.size for x in sums], format, tile)
+  send = functools.partial(jax.lax.all_gather, axis_name=axis_name, axis=0, tiled=True)
+  return _sent(send, [x[None] for x in sums], format, tile)
 
 
-def _packed(arrays: Sequence[jax.Array], format: str, tile: int) -> jax.Array:
-  """Arrays [n, size] as one of bytes [n, ...]."""
-  return jnp.concatenate([_encode(x, format, tile) for x in arrays], axis=1)
-
-
-def _unpacked(packed, sizes: Sequence[int], format: str, tile: int) -> list[jax.Array]:
-  """The inverse of `_packed`: float32 arrays [n, size]."""
-  arrays, start = [], 0
-  for size in sizes:
-    end = start + (2 * size if format == "bfloat16" else size + 4 * (size // tile))
-    arrays.append(_decode(packed[:, start:end], size, format, tile))
-    start = end
-  return arrays
+def _sent(send: Callable, arrays: Sequence[jax.Array], format, tile) -> list[jax.Array]:
+  """The float32 arrays [n, size] that arrive if all devices `send` theirs, in one message."""
+  encoded = [_encode(x, format, tile) for x in arrays]
+  arrived = send(jnp.concatenate(encoded, axis=1))
+  ends = np.cumsum([x.shape[1] for x in encoded])
+  each = jnp.split(arrived, ends[:-1], axis=1)
+  return [_decode(a, x.shape[1], format, tile) for a, x in zip(each, arrays, strict=True)]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
@@ -257,7 +220,6 @@ def _encode(x, format: str, tile: int) -> jax.Array:
 
 @_encode.defjvp
 def _encode_jvp(*_):
-  # Rounded numbers have a derivative of 0, which nobody wants.
   raise ValueError(
     "An exchange of gradients has no derivative: apply it to the result of jax.grad, or use"
     " jax.lax.psum within the loss."

@@ -4,10 +4,8 @@ Each device keeps a shard of every weight and gathers the rest when it needs it 
 al. 2020, https://arxiv.org/abs/1910.02054, stage 3). Two facts make int8 cheap here. The maximum
 of a maximum is exact, so that shards quantized with the global absmax are the shards of the
 quantized weight. And SwitchBack gives a weight one scale, or one for each column, which serves w
-and w.T: one gather of one byte a parameter feeds the forward pass and the input gradient.
-
-The gradient goes the other way: devices sum their shares and keep their shard. With a
-`gradient_exchange` the shares travel in few bits (sbjax/distributed/exchange.py).
+and w.T: one gather of one byte a parameter feeds the forward pass and the input gradient. The
+gradient goes the other way: devices sum their shares and keep their shard.
 """
 
 import functools
@@ -37,10 +35,9 @@ def gather_weight(
 
   The result goes wherever the kernel would (`quantized_dot`, `layer_norm_dense`,
   `layer_norm_mlp`, the collection "quantized" of SwitchBackDense) and gives the same numbers. A
-  recipe that rounds w in both products gathers 8-bit values; the float32 weight is never gathered,
-  and `master` of the QuantizedWeight is a placeholder of zeros that carries the gradient. A recipe
-  that leaves w in 16 bits gathers it in `dtype`; one that rounds it in a single product gathers all
-  of its float32.
+  recipe that rounds w in both products gathers 8-bit values, and `master` of the QuantizedWeight is
+  a placeholder of zeros that carries the gradient. A recipe that leaves w in 16 bits gathers it in
+  `dtype`; one that rounds it in a single product gathers its float32.
 
   The gradient is summed over `axis_name` and `reduce_axes`, so each device's loss is its share of
   the whole: `local_sum / global_batch`.
@@ -71,9 +68,9 @@ def gather_weight(
   _check_axes(axis_name, reduce_axes)
   how = (axis_name, 0, reduce_axes, _sums(gradient_dtype, gradient_exchange))
   if not recipe.rounds_w:
-    return _gather(*how, w.dtype if recipe.simulated else dtype, w)
+    return _gather(how, w.dtype if recipe.simulated else dtype, w)
   if recipe.fwd is None or recipe.dgrad is None:
-    return quantize_weight(_gather(*how, w.dtype, w), recipe, backend=backend)
+    return quantize_weight(_gather(how, w.dtype, w), recipe, backend=backend)
   return _gather_weight(how, recipe, backend, w)
 
 
@@ -92,21 +89,14 @@ def gather(
     x: this device's shard.
     axis_name: the mesh axis over which `axis` of x is split; None if each device has all of x.
     axis: of x.
-    reduce_axes: further mesh axes to sum the gradient over; see `gather_weight`.
-    gradient_dtype: in which devices add up the gradient.
-    gradient_exchange: the format in which it travels; see `gather_weight`.
-
-  >>> mesh = jax.make_mesh((1,), ("fsdp",), (jax.sharding.AxisType.Auto,))
-  >>> specs = {"in_specs": P("fsdp"), "out_specs": P(), "check_vma": False}
-  >>> jax.shard_map(lambda x: gather(x, "fsdp"), mesh=mesh, **specs)(jnp.ones(8)).shape
-  (8,)
+    reduce_axes, gradient_dtype, gradient_exchange: see `gather_weight`.
   """
   x = as_floating("x", x)
   _check_axes(axis_name, reduce_axes)
   if not isinstance(axis, int) or not 0 <= axis < max(x.ndim, 1):
     raise ValueError(f"{axis=} must be an axis of x {x.shape}, counted from 0.")
-  sums = _sums(gradient_dtype, gradient_exchange)
-  return _gather(axis_name, axis, reduce_axes, sums, x.dtype, x)
+  how = axis_name, axis, reduce_axes, _sums(gradient_dtype, gradient_exchange)
+  return _gather(how, x.dtype, x)
 
 
 def _sums(gradient_dtype, gradient_exchange: str) -> tuple[jnp.dtype, str]:
@@ -120,23 +110,20 @@ def _sums(gradient_dtype, gradient_exchange: str) -> tuple[jnp.dtype, str]:
 
 
 def _check_axes(axis_name, reduce_axes) -> None:
-  """Raises unless the names are those of mesh axes that this code runs over."""
   names = reduce_axes if isinstance(reduce_axes, tuple) else (reduce_axes,)
   check_axes(names if axis_name is None else (axis_name, *names), "gather")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
-def _gather(axis_name, axis, reduce_axes, sums, dtype, x):
-  if axis_name is None:
-    return x
-  return _all_gather(x.astype(dtype), axis_name, axis).astype(x.dtype)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gather(how, dtype, x):
+  axis_name, axis, *_ = how
+  return x if axis_name is None else _all_gather(x.astype(dtype), axis_name, axis).astype(x.dtype)
 
 
-def _gather_bwd(axis_name, axis, reduce_axes, sums, dtype, _, gradient):
-  return (_reduce_scatter(gradient, axis_name, axis, reduce_axes, sums),)
-
-
-_gather.defvjp(lambda *args: (_gather(*args), None), _gather_bwd)
+_gather.defvjp(
+  lambda *args: (_gather(*args), None),
+  lambda how, dtype, _, gradient: (_reduce_scatter(gradient, *how),),
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -155,11 +142,10 @@ def _gather_weight(how, recipe, backend, w):
   return QuantizedWeight(jax.lax.pcast(master, axis_name, to="varying"), transposed, values)
 
 
-def _gather_weight_bwd(how, recipe, backend, _, gradient):
-  return (_reduce_scatter(gradient.master, *how),)
-
-
-_gather_weight.defvjp(lambda *args: (_gather_weight(*args), None), _gather_weight_bwd)
+_gather_weight.defvjp(
+  lambda *args: (_gather_weight(*args), None),
+  lambda how, recipe, backend, _, gradient: (_reduce_scatter(gradient.master, *how),),
+)
 
 
 def _quantize_shards(w, spec: Spec, axis_name, contracted: int) -> Quantized:

@@ -21,8 +21,8 @@ def quantized_dot_general(recipe: Recipe | str, *, backend: str | None = None) -
   Serves linen's Dense, DenseGeneral and MultiHeadDotProductAttention (`qkv_dot_general`,
   `out_dot_general`) and nnx's Linear, LinearGeneral and MultiHeadAttention. Several contracted
   axes count as one, batch axes as separate products with scales of their own. These layers cast
-  their kernel to the compute dtype before they multiply; SwitchBackDense and SwitchBackLinear
-  do not, and get the weight gradient in float32.
+  their kernel to the compute dtype before they multiply; SwitchBackDense and SwitchBackLinear do
+  not.
 
   >>> layer = nn.Dense(16, dot_general=quantized_dot_general("switchback"))
   >>> layer.init_with_output(jax.random.key(0), jnp.ones((4, 32)))[0].shape
@@ -33,10 +33,7 @@ def quantized_dot_general(recipe: Recipe | str, *, backend: str | None = None) -
 
 @dataclasses.dataclass(frozen=True)
 class DotGeneral:
-  """What `quantized_dot_general` gives: a function that is compared, hashed and pickled by value.
-
-  Called as `jax.lax.dot_general`.
-  """
+  """`jax.lax.dot_general` by a recipe; a function that is compared, hashed and pickled by value."""
 
   recipe: Recipe
   backend: str | None
@@ -81,8 +78,7 @@ class DotGeneral:
     for merged, array, axes in ((rows, lhs, lhs_free), (columns, rhs, rhs_free)):
       splits += unmerge_splits(merged, [splits_of(array)[a] for a in axes])
     y = reshape(y, (*batch, *free), splits)
-    if preferred_element_type is not None:
-      y = y.astype(preferred_element_type)
+    y = y if preferred_element_type is None else y.astype(preferred_element_type)
     return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
 
 

@@ -1,10 +1,9 @@
 """Layer norm and GELU with the matmuls beside them: int8 values are born where their floats are.
 
 Between two 8-bit matmuls are a layer norm or a GELU, a quantizer, and in the backward pass the
-gradient of a bias. Apart, each would read the output of the one before from memory. Here they are
-one operation (`sbjax.ops.rows`), and a layer norm with its linear layer, or a whole MLP, is one
-custom_vjp. The weight gradient takes the output of layer norm or GELU, which the backward pass
-computes again: its operation reads the input in any case.
+gradient of a bias. Here they are one operation (`sbjax.ops.rows`), which reads its rows once, and a
+layer norm with its linear layer, or a whole MLP, is one custom_vjp. The weight gradient takes the
+output of layer norm or GELU, which the backward pass computes again.
 """
 
 import functools
@@ -12,26 +11,8 @@ import functools
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from sbjax.linear import quantized_dot as dot
 from sbjax.linear.grouped import check_keep, kept, restored
-from sbjax.linear.quantized_dot import (
-  DOT_NAME,
-  RESIDUAL_NAME,
-  as_bias,
-  as_rows,
-  as_tokens,
-  cotangent_like,
-  dgrad_weight,
-  forbid_second_derivatives,
-  forward,
-  from_rows,
-  input_gradient,
-  most_rows,
-  named_dot,
-  output_grad_rounding,
-  prepared,
-  quantize_output_grad,
-  weight_gradient,
-)
 from sbjax.linear.weight import (
   QuantizedWeight,
   cotangent,
@@ -64,11 +45,10 @@ def layer_norm_dense(
   The product is [..., N], or a tuple of `num_outputs` arrays [..., N / num_outputs]: queries, keys
   and values come from one kernel, and would be copied out of one array.
 
-  x comes back as it was, to go on from there to a residual connection: the two gradients that then
-  meet in x are added where layer norm's is made. Layer norm is computed in float32 (`epsilon` is
-  added to the variance) and quantized from there. Otherwise as `quantized_dot`, but for
-  saved="quantized": the layer norm is made again from x, so that the weight gradient sees it before
-  it was rounded.
+  x comes back as it was, for a residual connection: the two gradients that then meet in x are added
+  where layer norm's is made. Layer norm is computed in float32 (`epsilon` is added to the variance)
+  and quantized from there. Otherwise as `quantized_dot`, but for saved="quantized": the weight
+  gradient sees the layer norm before it was rounded.
 
   keep: "original" saves x as it is for the backward pass; "grouped" saves it in e4m3 with a scale
     for each 16 numbers, 1.125 bytes a number (COAT, see `sbjax.linear.grouped`).
@@ -82,23 +62,21 @@ def layer_norm_dense(
   >>> y.shape
   (4, 16)
   """
-  recipe, x = as_recipe(recipe), as_tokens(x)
+  recipe, x = as_recipe(recipe), dot.as_tokens(x)
   norm = _as_norm(x, norm)
-  w = prepared("w", w, x.shape, recipe, backend)
-  bias = as_bias("bias", bias, w)
+  w = dot.prepared("w", w, x.shape, recipe, backend)
+  bias = dot.as_bias("bias", bias, w)
   columns = master_weight(w).shape[1]
   if num_outputs is not None and (
     not isinstance(num_outputs, int) or num_outputs < 1 or columns % num_outputs
   ):
     raise ValueError(f"{num_outputs=} must divide the {columns} columns of w.")
-  x_rows, norm, w, bias = vary_alike(as_rows(x), norm, w, bias)
+  operands = vary_alike(dot.as_rows(x), norm, w, bias)
   how = recipe, backend, num_outputs or 1, _as_epsilon(epsilon), check_keep(keep)
-  layer = functools.partial(_layer_norm_dense, *how)
-  shared = False, False, False
-  operands = x_rows, norm, w, bias
-  x_rows, ys = by_rows(layer, operands, (True, *shared), most_rows(recipe))
-  ys = tuple(named_dot(y, x) for y in ys)
-  return from_rows(x_rows, x), ys if num_outputs else ys[0]
+  layer = functools.partial(_layer_norm_dense, how)
+  x_rows, ys = by_rows(layer, operands, (True, False, False, False), dot.most_rows(recipe))
+  ys = tuple(dot.named_dot(y, x) for y in ys)
+  return dot.from_rows(x_rows, x), ys if num_outputs else ys[0]
 
 
 def layer_norm_mlp(
@@ -122,9 +100,7 @@ def layer_norm_mlp(
   second product's epilogue.
 
   recipe: one for both linear layers, or a pair: that of w1, that of w2.
-
-  activation: "gelu", the exact one, or an approximation: "gelu_tanh" or "quick_gelu"
-    (`sbjax.ops.rows.gelu_quantize`).
+  activation: as in `sbjax.ops.rows.gelu_quantize`: "gelu" (exact), "gelu_tanh" or "quick_gelu".
 
   The forward pass saves x and the input of GELU [..., H], which is in x's dtype, or in 8 bits if
   the recipe of w2 has saved="quantized". keep="grouped" saves x in 8 bits, and the input of GELU
@@ -138,21 +114,20 @@ def layer_norm_mlp(
   """
   pair = recipe if isinstance(recipe, tuple) and len(recipe) == 2 else (recipe, recipe)
   recipes = first, second = tuple(as_recipe(one) for one in pair)
-  x = as_tokens(x)
+  x = dot.as_tokens(x)
   norm = _as_norm(x, norm)
-  w1 = prepared("w1", w1, x.shape, first, backend)
-  w2 = prepared("w2", w2, (*x.shape[:-1], master_weight(w1).shape[1]), second, backend)
-  b1, b2 = as_bias("b1", b1, w1), as_bias("b2", b2, w2)
+  w1 = dot.prepared("w1", w1, x.shape, first, backend)
+  w2 = dot.prepared("w2", w2, (*x.shape[:-1], master_weight(w1).shape[1]), second, backend)
+  b1, b2 = dot.as_bias("b1", b1, w1), dot.as_bias("b2", b2, w2)
   if add_residual and master_weight(w2).shape[1] != x.shape[-1]:
     raise ValueError(f"add_residual needs w2 [H, {x.shape[-1]}], not {master_weight(w2).shape}.")
   if activation not in ACTIVATIONS:
     raise ValueError(f"{activation=} must be one of {', '.join(ACTIVATIONS)}.")
-  x_rows, norm, w1, b1, w2, b2 = vary_alike(as_rows(x), norm, w1, b1, w2, b2)
+  operands = vary_alike(dot.as_rows(x), norm, w1, b1, w2, b2)
   how = recipes, backend, add_residual, activation, _as_epsilon(epsilon), check_keep(keep)
-  layer = functools.partial(_layer_norm_mlp, *how)
-  operands = x_rows, norm, w1, b1, w2, b2
-  x_rows, y = by_rows(layer, operands, (True, *(False,) * 5), most_rows(*recipes))
-  return named_dot(y, x) if add_residual else (from_rows(x_rows, x), named_dot(y, x))
+  layer = functools.partial(_layer_norm_mlp, how)
+  x_rows, y = by_rows(layer, operands, (True, *(False,) * 5), dot.most_rows(*recipes))
+  return dot.named_dot(y, x) if add_residual else (dot.from_rows(x_rows, x), dot.named_dot(y, x))
 
 
 def _as_norm(x, norm) -> LayerNormParams:
@@ -177,80 +152,78 @@ def _spec(pair):
   return pair and pair[0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
-def _layer_norm_dense(recipe, backend, num_outputs, epsilon, keep, x, norm, w, bias):
-  return _layer_norm_dense_fwd(recipe, backend, num_outputs, epsilon, keep, x, norm, w, bias)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _layer_norm_dense(how, *operands):
+  return _layer_norm_dense_fwd(how, *operands)[0]
 
 
-def _layer_norm_dense_fwd(recipe, backend, num_outputs, epsilon, keep, x, norm, w, bias):
+def _layer_norm_dense_fwd(how, x, norm, w, bias):
+  recipe, backend, num_outputs, epsilon, keep = how
   ops = get_backend(backend)
   n = ops.norm_quantize(x, norm, _spec(recipe.fwd), epsilon=epsilon)
   columns = split_columns(ops, recipe, w, bias, num_outputs)
-  ys = tuple(forward(ops, recipe, n, w, bias, x.dtype) for w, bias in columns)
+  ys = tuple(dot.forward(ops, recipe, n, w, bias, x.dtype) for w, bias in columns)
   return (x, ys), (kept(x, keep), norm, saved_weight(w), bias)
 
 
-def _layer_norm_dense_bwd(recipe, backend, num_outputs, epsilon, keep, saved, gradients):
+def _layer_norm_dense_bwd(how, saved, gradients):
+  recipe, backend, _, epsilon, _ = how
   ops = get_backend(backend)
   x, norm, w, bias = saved
   dx, dys = gradients
   x = restored(x, dx.dtype)
-  w_q = dgrad_weight(ops, recipe, w, dys[0].dtype)
-  dy, dy_q, d_bias = quantize_output_grad(ops, recipe, dys, bias, w_q)
-  dn = input_gradient(ops, recipe, dy_q, w_q, dy.dtype, jax.typeof(x).sharding)
+  w_q = dot.dgrad_weight(ops, recipe, w, dys[0].dtype)
+  dy, dy_q, d_bias = dot.quantize_output_grad(ops, recipe, dys, bias, w_q)
+  dn = dot.input_gradient(ops, recipe, dy_q, w_q, dy.dtype, jax.typeof(x).sharding)
   dx, d_norm, n = ops.norm_backward(x, norm, dn, dx, epsilon=epsilon)
-  dw = weight_gradient(ops, recipe, n, dy, w)
-  d_norm = jax.tree.map(cotangent_like, norm, d_norm)
-  return forbid_second_derivatives((dx, d_norm, cotangent(w, dw), d_bias), recipe)
+  dw = dot.weight_gradient(ops, recipe, n, dy, w)
+  d_norm = jax.tree.map(dot.cotangent_like, norm, d_norm)
+  return dot.forbid_second_derivatives((dx, d_norm, cotangent(w, dw), d_bias), recipe)
 
 
 _layer_norm_dense.defvjp(_layer_norm_dense_fwd, _layer_norm_dense_bwd)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4, 5))
-def _layer_norm_mlp(recipes, backend, add_residual, activation, epsilon, keep, *operands):
-  how = recipes, backend, add_residual, activation, epsilon, keep
-  return _layer_norm_mlp_fwd(*how, *operands)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _layer_norm_mlp(how, *operands):
+  return _layer_norm_mlp_fwd(how, *operands)[0]
 
 
-def _layer_norm_mlp_fwd(
-  recipes, backend, add_residual, activation, epsilon, keep, x, norm, w1, b1, w2, b2
-):
+def _layer_norm_mlp_fwd(how, x, norm, w1, b1, w2, b2):
+  (first, second), backend, add_residual, activation, epsilon, keep = how
   ops = get_backend(backend)
-  first, second = recipes
   n = ops.norm_quantize(x, norm, _spec(first.fwd), epsilon=epsilon)
-  h = checkpoint_name(forward(ops, first, n, w1, b1, x.dtype), DOT_NAME)
+  h = checkpoint_name(dot.forward(ops, first, n, w1, b1, x.dtype), dot.DOT_NAME)
   spec = _spec(second.fwd)
   h_spec = spec if second.saved == "quantized" else None
   g, h = ops.gelu_quantize(h, spec, h_spec, activation=activation)
-  y = forward(ops, second, g, w2, b2, x.dtype, x if add_residual else None)
-  h = checkpoint_name(h, RESIDUAL_NAME) if isinstance(h, Quantized) else kept(h, keep)
+  y = dot.forward(ops, second, g, w2, b2, x.dtype, x if add_residual else None)
+  h = checkpoint_name(h, dot.RESIDUAL_NAME) if isinstance(h, Quantized) else kept(h, keep)
   results = (None if add_residual else x), y
   return results, (kept(x, keep), norm, h, saved_weight(w1), b1, saved_weight(w2), b2)
 
 
-def _layer_norm_mlp_bwd(
-  recipes, backend, add_residual, activation, epsilon, keep, saved, gradients
-):
-  ops, (first, second) = get_backend(backend), recipes
+def _layer_norm_mlp_bwd(how, saved, gradients):
+  (first, second), backend, add_residual, activation, epsilon, _ = how
+  ops = get_backend(backend)
   x, norm, h, w1, b1, w2, b2 = saved
   dx, dy = gradients
   x, h = restored(x, dy.dtype), restored(h, dy.dtype)
-  dx = cotangent_like(x, dy) if add_residual else dx
+  dx = dot.cotangent_like(x, dy) if add_residual else dx
   h_sharding = jax.typeof(jax.tree.leaves(h)[0]).sharding
-  w1_q, w2_q = (dgrad_weight(ops, *one, dy.dtype) for one in zip(recipes, (w1, w2), strict=True))
-  dy, dy_q, db2 = quantize_output_grad(ops, second, (dy,), b2, w2_q)
-  dg = input_gradient(ops, second, dy_q, w2_q, dy.dtype, h_sharding)
-  spec, fold = output_grad_rounding(first, w1_q)
+  w1_q, w2_q = (dot.dgrad_weight(ops, r, w, dy.dtype) for r, w in ((first, w1), (second, w2)))
+  dy, dy_q, db2 = dot.quantize_output_grad(ops, second, (dy,), b2, w2_q)
+  dg = dot.input_gradient(ops, second, dy_q, w2_q, dy.dtype, h_sharding)
+  spec, fold = dot.output_grad_rounding(first, w1_q)
   dh, dh_q, db1, g = ops.gelu_backward(h, dg, spec, activation=activation, fold=fold)
-  dw2 = weight_gradient(ops, second, g, dy, w2)
+  dw2 = dot.weight_gradient(ops, second, g, dy, w2)
   dh_q = dh if dh_q is None else dh_q
-  dn = input_gradient(ops, first, dh_q, w1_q, dy.dtype, jax.typeof(x).sharding)
+  dn = dot.input_gradient(ops, first, dh_q, w1_q, dy.dtype, jax.typeof(x).sharding)
   dx, d_norm, n = ops.norm_backward(x, norm, dn, dx, epsilon=epsilon)
-  dw1 = weight_gradient(ops, first, n, dh, w1)
+  dw1 = dot.weight_gradient(ops, first, n, dh, w1)
   dw1, dw2 = cotangent(w1, dw1), cotangent(w2, dw2)
-  d_norm, db1 = jax.tree.map(cotangent_like, (norm, b1), (d_norm, None if b1 is None else db1))
-  return forbid_second_derivatives((dx, d_norm, dw1, db1, dw2, db2), *recipes)
+  d_norm, db1 = jax.tree.map(dot.cotangent_like, (norm, b1), (d_norm, None if b1 is None else db1))
+  return dot.forbid_second_derivatives((dx, d_norm, dw1, db1, dw2, db2), first, second)
 
 
 _layer_norm_mlp.defvjp(_layer_norm_mlp_fwd, _layer_norm_mlp_bwd)

@@ -18,14 +18,8 @@ from sbjax.ops.rows import LayerNormParams
 from sbjax.quantize import Quantized, dequantize, floating_dtype
 from sbjax.recipes import SWITCHBACK, Recipe, as_recipe
 
-# What nn.Dense and nnx.Linear offer to replace the product: here the recipe is the product.
-_REPLACED = (
-  "precision",
-  "dot_general",
-  "dot_general_cls",
-  "promote_dtype",
-  "preferred_element_type",
-)
+# What nn.Dense and nnx.Linear offer to replace the product, which is the recipe's here.
+_FIXED = ("precision", "dot_general", "dot_general_cls", "promote_dtype", "preferred_element_type")
 
 
 class SwitchBackDense(nn.Dense):
@@ -39,7 +33,7 @@ class SwitchBackDense(nn.Dense):
 
   Raises:
     ValueError: an integer input, an unknown recipe or backend, or an argument that would replace
-      the product (precision, dot_general, dot_general_cls, promote_dtype, preferred_element_type).
+      the product, such as precision.
 
   >>> layer = SwitchBackDense(16, recipe="switchback_m")
   >>> params = layer.init(jax.random.key(0), jnp.ones((4, 32)))["params"]
@@ -62,9 +56,7 @@ class SwitchBackDense(nn.Dense):
     The kernel is a `QuantizedWeight` where the collection "quantized" has its 8 bits, or where the
     parameter itself is `Quantized` (see `sbjax.interop.serving`).
     """
-    _check_not_replaced(
-      {name for name in _REPLACED if getattr(self, name, None) is not getattr(nn.Dense, name, None)}
-    )
+    _check_unset(n for n in _FIXED if getattr(self, n, None) is not getattr(nn.Dense, n, None))
     _check_arguments(self.dtype, self.param_dtype, width=width, features=self.features)
     kernel = quantized_parameter(self, "kernel", (self.features, width))
     if kernel is not None:
@@ -100,7 +92,7 @@ class SwitchBackLinear(nnx.Linear):
     rngs: nnx.Rngs,
     **kwargs,
   ):
-    _check_not_replaced(kwargs.keys() & set(_REPLACED))
+    _check_unset(kwargs.keys() & set(_FIXED))
     dtypes = kwargs.get("dtype"), kwargs.get("param_dtype", jnp.float32)
     _check_arguments(*dtypes, in_features=in_features, out_features=out_features)
     super().__init__(in_features, out_features, rngs=rngs, **kwargs)
@@ -115,9 +107,9 @@ class SwitchBackLinear(nnx.Linear):
     return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
 
 
-def _check_not_replaced(names) -> None:
-  if names:
-    raise ValueError(f"The recipe decides the product; leave {', '.join(sorted(names))} unset.")
+def _check_unset(names) -> None:
+  if names := sorted(names):
+    raise ValueError(f"The recipe decides the product; leave {', '.join(names)} unset.")
 
 
 def _check_arguments(dtype, param_dtype, **sizes) -> None:
@@ -169,20 +161,14 @@ class Embedding(nn.Embed):
     return dequantize(Quantized(values, scale, self.table.spec), self.dtype or jnp.float32)
 
 
-def _along_last(vector, ndim):
-  return vector.reshape((1,) * (ndim - 1) + vector.shape)
-
-
 class LayerNorm(nn.Module):
   """The parameters of a layer norm that a linear layer computes: those of `nn.LayerNorm`."""
 
   @nn.compact
   def __call__(self, width: int) -> LayerNormParams:
-    ones, zeros = nn.initializers.ones, nn.initializers.zeros
-    return LayerNormParams(
-      self.param("scale", ones, (width,), jnp.float32),
-      self.param("bias", zeros, (width,), jnp.float32),
-    )
+    scale = self.param("scale", nn.initializers.ones, (width,), jnp.float32)
+    bias = self.param("bias", nn.initializers.zeros, (width,), jnp.float32)
+    return LayerNormParams(scale, bias)
 
 
 class LayerNormDense(nn.Module):
@@ -268,4 +254,4 @@ class LayerScale(nn.Module):
   def __call__(self, x: jax.Array) -> jax.Array:
     gamma = self.param("gamma", nn.initializers.constant(self.initial), (x.shape[-1],), jnp.float32)
     dtype = x.dtype if self.dtype is None else self.dtype
-    return x.astype(dtype) * _along_last(gamma.astype(dtype), x.ndim)
+    return x.astype(dtype) * gamma.astype(dtype).reshape((1,) * (x.ndim - 1) + gamma.shape)

@@ -61,7 +61,7 @@ class CLIP(nn.Module):
       https://arxiv.org/abs/2212.00794).
     init_logit_scale, init_logit_bias: initial values of the learned factor on the features' dot
       products and of the learned bias added to them (None: no bias). SigLIP needs 10 and -10.
-    block: `Block`, or another module with its fields and parameters (benchmarks/flax_block.py);
+    block: `Block`, or another module with its fields and parameters (flax_block.py);
       only `Block` for the parametrization "unit", which puts `UnitBlock` in its place.
   """
 

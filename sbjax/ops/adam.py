@@ -57,13 +57,30 @@ def _power(x, exponent) -> jax.Array:
   return jnp.exp(jnp.log(x) * exponent)
 
 
+def _round_by_chance(expanded: jax.Array, exponent: jax.Array, chance: jax.Array) -> jax.Array:
+  """The number of e4m3 below or above, with the probability that keeps the mean of `contract`.
+
+  The chance is even between what those two numbers contract to, not between themselves: the power
+  is convex or concave, and its mean is not the power of the mean.
+  """
+  below = round_by_chance(expanded, jnp.uint32(0), E4M3)
+  above = round_by_chance(expanded, jnp.uint32(2**32 - 1), E4M3)
+
+  def beyond(x):  # How much more than `below` x contracts to, over what `below` contracts to.
+    return jnp.expm1(jnp.log(x / below) / exponent)
+
+  draw = (chance >> 8).astype(jnp.float32) * 2.0**-24
+  return jnp.where(draw * beyond(above) < beyond(expanded), above, below)
+
+
 def expand(groups: jax.Array, chance: jax.Array | None = None) -> Coded:
   """e4m3 of `448 (|x| / top)^exponent`, with the sign of x; details are (top, exponent) [...].
 
   The exponent takes the least nonzero magnitude of a group [..., g] to 2/448 or a little more, so
   nothing but zero becomes zero. It is a multiple of 1/16.
 
-  chance: of `sbjax.ops.dither.round_by_chance`, [..., g]; None rounds to the nearest.
+  chance: uint32 [..., g], of `sbjax.ops.dither`, keeps the mean of `contract(expand(x))` at x; None
+    rounds to the nearest.
   """
   size = abs_or_inf(groups)
   top = jnp.max(size, -1, keepdims=True)
@@ -74,9 +91,9 @@ def expand(groups: jax.Array, chance: jax.Array | None = None) -> Coded:
   expanded = FORMATS[E4M3].max * _power(size / jnp.where(top == 0, 1.0, top), exponent)
   # A power of 1 may be a bit more than 1, and beyond its largest number e4m3 has NaN.
   expanded = jnp.clip(expanded, LEAST, FORMATS[E4M3].max)
-  expanded = jnp.where(size == 0, 0.0, expanded)
   if chance is not None:
-    expanded = round_by_chance(expanded, chance, E4M3)
+    expanded = _round_by_chance(expanded, exponent, chance)
+  expanded = jnp.where(size == 0, 0.0, expanded)
   return Coded((jnp.sign(groups) * expanded).astype(E4M3), (top[..., 0], exponent[..., 0]))
 
 

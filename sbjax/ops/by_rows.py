@@ -1,9 +1,9 @@
 """Calls of functions of rows: under `jax.vmap` with a shared weight they get more rows.
 
-JAX maps a function that has a derivative rule by mapping the rule: each example has a small product
+JAX maps a function that has a derivative rule by mapping the rule: each example has a small matmul
 and a weight gradient [K, N] of its own, and only then are these summed. A call here stands around
 the rule. Where examples share all but their rows, it is one call with the rows of all examples, and
-the rule is that of one large product. The vmap of a gradient differentiates first, within: there
+the rule is that of one large matmul. The vmap of a gradient differentiates first, within: there
 each example has a weight gradient of its own, as it must.
 """
 
@@ -23,7 +23,7 @@ from sbjax.ops.partition import merge_splits, reshape, splits_of, unmerge_splits
 def by_rows(function: Callable, operands: tuple, rows: tuple, most: int | None = None) -> Any:
   """function(*operands), whose results are all [rows, ...]; a row of them depends on no other row.
 
-  In a jaxpr it is one equation, so policies of `jax.checkpoint` do not see the products within.
+  In a jaxpr it is one equation, so policies of `jax.checkpoint` do not see the matmuls within.
 
   Args:
     rows: for each operand, or each array of one, whether it is [rows, ...]; the rows share the
@@ -73,7 +73,7 @@ class _Function:
     first = self.has_rows.index(True)
     if any(m and not r for m, r in zip(is_mapped, self.has_rows, strict=True)):
       return False
-    if not is_mapped[first]:  # Only what is added to the products has it.
+    if not is_mapped[first]:  # Only what is added to the matmul's result has it.
       return False
     count = arrays[first].shape[0] * arrays[first].shape[1 + self.row_axis(first)]
     return self.most is None or (isinstance(count, int) and count <= self.most)
@@ -85,7 +85,6 @@ def _call(function: _Function, arrays) -> list[jax.Array]:
 
 def _map(axis, arrays, axes, *, function: _Function, jaxpr):
   """The rule of `jax.vmap`."""
-  del jaxpr
   is_mapped = tuple(a is not None for a in axes)
   arrays = [x if a is None else jnp.moveaxis(x, a, 0) for x, a in zip(arrays, axes, strict=True)]
   if not function.folds(arrays, is_mapped):
@@ -122,7 +121,6 @@ def _unfold(y: jax.Array, at: int, size: int, splits: list) -> jax.Array:
 
 def _tangent(primals, tangents, *, function: _Function, jaxpr):
   """The rule of `jax.jvp`, for those arrays that change: zeros would be saved for the backward."""
-  del jaxpr
   places = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
 
   def of_changing(*arrays):
@@ -134,7 +132,6 @@ def _tangent(primals, tangents, *, function: _Function, jaxpr):
 
 
 def _evaluate(*arrays, function: _Function, jaxpr):
-  del jaxpr
   return function(*arrays)
 
 

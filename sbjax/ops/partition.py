@@ -1,8 +1,8 @@
-"""A kernel on a mesh: each device runs it on its shard.
+"""Any function of kernels on a mesh, by the names of its operands' axes: `partitioned`.
 
 XLA cannot look into a kernel. By itself it would gather sharded operands and run the whole kernel
 on every device. Here operands' axes have names, so that each device runs the kernel on its shard,
-and reduces where a split axis asks for it.
+and reduces where a split axis asks for it. shards.py says how each operation reduces.
 """
 
 import functools
@@ -75,19 +75,21 @@ def is_manual() -> bool:
   return AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
 
 
-# In JAX's explicit mode a reshape states the sharding of its result. Merged axes have all the mesh
-# axes of their parts; nothing moves if only the first part was split.
-
-
 def reshape(x: jax.Array, shape, splits) -> jax.Array:
-  """x reshaped; in explicit mode `splits` are the mesh axes of each new axis."""
+  """x reshaped; in explicit mode, which wants the result's sharding, `splits` says it by axis.
+
+  Merged axes have all the mesh axes of their parts; nothing moves if only the first was split.
+  """
   return jax.lax.reshape(x, shape, out_sharding=P(*splits)) if is_explicit() else x.reshape(shape)
 
 
 def splits_of(x: jax.Array) -> list[tuple[str, ...]]:
   """The mesh axes that split each axis of x, by its type."""
-  spec = jax.typeof(x).sharding.spec
-  entries = [*spec, *[None] * (x.ndim - len(spec))]
+  return _splits(jax.typeof(x).sharding.spec, x.ndim)
+
+
+def _splits(spec: P, ndim: int) -> list[tuple[str, ...]]:
+  entries = [*spec, *[None] * (ndim - len(spec))]
   return [entry if isinstance(entry, tuple) else (entry,) if entry else () for entry in entries]
 
 
@@ -97,17 +99,19 @@ def merge_splits(splits) -> tuple[str, ...]:
 
 
 def unmerge_splits(merged, splits):
-  """The mesh axes of axes that were one; none where a product did not keep them."""
+  """The mesh axes of axes that were one; none where an operation did not keep them."""
   return splits if merge_splits(splits) == merged else [()] * len(splits)
 
 
-def check_axes(axes: Axes, action: str) -> None:
-  """Raises a ValueError unless this code runs over mesh axes of these names (jax.shard_map)."""
-  for name in axes if isinstance(axes, tuple) else (axes,):
+def check_axes(axes: Axes, action: str) -> tuple[str, ...]:
+  """The names of mesh axes that this code runs over (jax.shard_map), or a ValueError."""
+  axes = axes if isinstance(axes, tuple) else (axes,)
+  for name in axes:
     if not isinstance(name, str) or not _is_bound(name):
       raise ValueError(
         f"{name!r} is no mesh axis here; {action} within a jax.shard_map over that axis."
       )
+  return axes
 
 
 def over_shards(reduce: Callable, x: jax.Array, axis_name: Axes | None = None) -> jax.Array:
@@ -121,11 +125,9 @@ def over_shards(reduce: Callable, x: jax.Array, axis_name: Axes | None = None) -
   """
   if axis_name is None:
     axes = jax.sharding.get_abstract_mesh().manual_axes
-    if types_vary(axes):
-      axes = tuple(sorted(_varying([x])))
+    axes = tuple(sorted(_varying([x]))) if types_vary(axes) else axes
   else:
-    check_axes(axis_name, "update shards")
-    axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    axes = check_axes(axis_name, "update shards")
   return reduce(x, axes) if axes else x
 
 
@@ -143,10 +145,7 @@ def _is_bound(axis_name: str) -> bool:
 
 
 def arrays_of(args, options, kinds=(jax.Array, np.ndarray)) -> tuple[list, Callable]:
-  """The arrays among arguments, and `call(function, *arrays)`.
-
-  `call` is `function(*args, **options)` with these arrays in place of the first.
-  """
+  """The arrays among arguments, and `call(function, *arrays)` with these in their places."""
   leaves, structure = jax.tree.flatten((args, options))
   places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, kinds)]
 
@@ -187,13 +186,11 @@ def _automatic(local, decide, inputs, outputs):
   whole = custom_partitioning(functools.partial(local, _call, {}))
 
   def partition(mesh, operands, results):
-    del results
     split = decide(mesh.shape, [(x.shape, x.sharding.spec) for x in operands])
-    shardings = [
-      tuple(NamedSharding(mesh, spec) for spec in _specs(split, names))
-      for names in (outputs, inputs)
-    ]
-    return mesh, functools.partial(local, _call_lowered, split), *shardings
+    to, of = (
+      tuple(NamedSharding(mesh, spec) for spec in _specs(split, n)) for n in (outputs, inputs)
+    )
+    return mesh, functools.partial(local, _call_lowered, split), to, of
 
   whole.def_partition(partition, sharding_rule=_rule(inputs, outputs))
   return whole
@@ -206,8 +203,8 @@ def _call(kernel, *args, **options):
 def _call_lowered(kernel, *args, **options):
   """`kernel(*args, **options)`, by a module of its own that is lowered once a process.
 
-  XLA asks for a module for each call of a kernel, so for each layer of a model. Lowering a kernel
-  takes half a second; copying the lowered module takes some milliseconds.
+  XLA asks for a module for each layer of a model. Lowering a kernel takes half a second; copying
+  the lowered module takes some milliseconds.
   """
   arrays, call = arrays_of(args, options)
   shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays]
@@ -239,8 +236,7 @@ def _split(
   """Which mesh axes each name is split over."""
   split, taken = {}, set()
   for names, (shape, spec) in zip(inputs, operands, strict=True):
-    for name, size, axes in zip(names, shape, (*spec, *[None] * len(shape)), strict=False):
-      axes = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
+    for name, size, axes in zip(names, shape, _splits(spec, len(shape)), strict=True):
       axes = tuple(axis for axis in axes if axis not in taken)
       parts = math.prod(mesh[axis] for axis in axes)
       fits = size % (parts * (16 if name in multiple_of_16 else 1)) == 0

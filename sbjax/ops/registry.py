@@ -4,17 +4,17 @@ A backend names who computes. "xla" is the definitions and runs wherever JAX doe
 Triton's kernels, for NVIDIA GPUs from Ampere on. "mosaic" has each row's first kernel: Mosaic's
 where there is one, for Hopper GPUs, else Triton's. Asked for by name, a backend computes, or it
 refuses and says why. Only backend None mixes: it takes the fastest kernel that supports the
-operands, or the definition. A recipe never names a backend, and a backend never changes a recipe's
-numbers. A row of the table stands beside its definition.
+operands, or the definition.
 """
 
 import functools
 import importlib
 import logging
 import os
+import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,16 +55,8 @@ OPERATIONS = {
 }
 
 
-class Backend:
-  """The operations as one backend computes them: attributes with their names."""
-
-  def __init__(self, name: str, operations: Mapping[str, Callable]):
-    self.name = name
-    vars(self).update(operations)
-
-  if TYPE_CHECKING:
-
-    def __getattr__(self, operation: str) -> Callable: ...
+class Backend(types.SimpleNamespace):
+  """The operations as one backend computes them, by their names; and its `name`."""
 
 
 NAMES = ("xla", "mosaic", "triton")
@@ -86,13 +78,11 @@ def get_backend(name: str | None = None) -> Backend:
 
 
 def check_name(name: str | None) -> None:
-  """Raises the ValueError of `get_backend`, without a look at the devices, which starts JAX's own.
-
-  Layers and models are described before `jax.distributed.initialize`.
-  """
+  """Raises the ValueError of `get_backend`, but does not look at the devices: that starts them."""
   if name is not None and (not isinstance(name, str) or name not in NAMES):
-    offered = ", ".join(repr(known) for known in NAMES)
-    raise ValueError(f"Unknown backend {name!r}; there are {offered}; None chooses.")
+    raise ValueError(
+      f"Unknown backend {name!r}; there are {', '.join(map(repr, NAMES))}; None chooses."
+    )
 
 
 def runs(name: str) -> bool:
@@ -162,18 +152,14 @@ def backend_of(
 ) -> Backend:
   """The backend whose operations are the functions of that name in `kernels`, each on its shards.
 
-  Args:
-    kernels: for each operation modules as `Operation` describes them; the one of "quantize"
-      also has `absmax` and `cast_scaled`, those of "scaled_matmul" also `accumulate`.
-    is_default: whether operands that no kernel takes are left to XLA, or an error.
+  kernels: for each operation modules as `Operation` describes them.
+  is_default: whether operands that no kernel takes are left to XLA, or an error.
   """
   operations = {n: _operation(n, name, kernels, device, is_default) for n in OPERATIONS}
-  return Backend(name, operations)
+  return Backend(name=name, **operations)
 
 
-def _operation(
-  operation: str, backend: str, kernels: Mapping[str, Sequence[Any]], device, is_default: bool
-) -> Callable:
+def _operation(operation: str, backend: str, kernels, device, is_default: bool) -> Callable:
   definition, axes, _, static = OPERATIONS[operation]
 
   @functools.wraps(definition)  # It says where the static arguments stand.
@@ -203,11 +189,10 @@ def _choice(kernels: Sequence[Any], device, args, options) -> tuple[Any, str | N
   """The fastest kernel that takes these arguments; or None, and why each does not."""
   reasons = [_refusal(kernel, device, args, options) for kernel in kernels]
   taking = [kernel for kernel, reason in zip(kernels, reasons, strict=True) if reason is None]
-  for kernel in taking[:-1]:
-    if not (hasattr(kernel, "is_slower") and kernel.is_slower(*args, **options)):
+  for kernel in taking:
+    is_slower = getattr(kernel, "is_slower", None)
+    if kernel is taking[-1] or not (is_slower and is_slower(*args, **options)):
       return kernel, None
-  if taking:
-    return taking[-1], None
   return None, "; ".join(dict.fromkeys(filter(None, reasons))) or "is for other devices"
 
 
@@ -234,19 +219,16 @@ def _scaled_matmul(lhs, rhs, *args, **options):
   return matmul.scaled_matmul(lhs, rhs, *args, **options)
 
 
-_XLA = Backend(
-  "xla",
-  {name: row.definition for name, row in OPERATIONS.items()} | {"scaled_matmul": _scaled_matmul},
-)
+_DEFINITIONS = {name: row.definition for name, row in OPERATIONS.items()}
+_XLA = Backend(name="xla", **_DEFINITIONS | {"scaled_matmul": _scaled_matmul})
 
 
 @functools.cache
 def warn_of_inexact_int8() -> None:
-  """Warns once where XLA may get int8 products wrong.
+  """Warns once where XLA may get int8 matmuls wrong.
 
-  On an NVIDIA GPU XLA may give an int8 matmul to a Triton kernel whose contracted tile is 16, half
-  of what the tensor core takes, and the sum comes out twice as large: seen with jax 0.11.2 on an
-  H200 for matmuls of some hundred rows; at CLIP's sizes larger tiles win and the sums are exact.
+  On an NVIDIA GPU XLA may give an int8 matmul of some hundred rows to a Triton kernel whose
+  contracted tile is 16, and the sum comes out twice as large (jax 0.11.2 on an H200).
   """
   if jax.default_backend() == "gpu" and _TRITON_GEMM not in os.environ.get("XLA_FLAGS", ""):
     warnings.warn(

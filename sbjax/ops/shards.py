@@ -1,4 +1,4 @@
-"""An operation by its kernel on a mesh: each device computes on its shards."""
+"""An operation on a mesh by its kernel: which sums and maxima devices share on split axes."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -67,10 +67,11 @@ def _names(axes: str, arrays: Sequence, results: Sequence) -> tuple[list[Names],
   An axis of another size than the first of its name gets None: a scale's 1. Where that is a
   result's, and not 1, the operands side by side make the result: nothing of that name is split.
   """
-  sides = [
-    [_entry(entries.split(), i, array.ndim) for i, array in enumerate(side)]
-    for entries, side in zip(axes.split("->"), (arrays, results), strict=True)
-  ]
+  sides = []
+  for text, side in zip(axes.split("->"), (arrays, results), strict=True):
+    entries = text.split()
+    last = len(entries) - 1
+    sides.append([entries[min(i, last)][-array.ndim :] for i, array in enumerate(side)])
   sizes: dict[str, int] = {}
   for names, array in zip(sides[0], arrays, strict=True):
     for name, size in zip(names, array.shape, strict=True):
@@ -89,10 +90,6 @@ def _names(axes: str, arrays: Sequence, results: Sequence) -> tuple[list[Names],
     for side, of_side in zip(sides, (arrays, results), strict=True)
   )
   return inputs, outputs
-
-
-def _entry(entries: list[str], i: int, ndim: int) -> str:
-  return entries[min(i, len(entries) - 1)][-ndim:]
 
 
 def _reduced(inputs: Sequence[Names], results) -> list[str]:

@@ -4,25 +4,12 @@ bfloat16 has 8 significant bits. An update smaller than 1/512 of its weight is r
 (Yu et al. 2024, https://arxiv.org/abs/2405.03637) stores a parameter as a sum hi + lo. The model
 computes with hi, a bfloat16, and the residual lo collects the updates that hi cannot hold:
 
-  value = hi + lo
-  total = value + D            D is the update that the inner optimizer makes at `value`
+  total = hi + lo + D          D is the update that the inner optimizer makes at hi + lo
   hi    = total to bfloat16
   lo    = total - hi
 
-`residual` is how lo is stored:
-
-  residual  bytes  hi + lo holds
-  None      0      8 bits: nothing is kept (the paper's option A)
-  True      2      16 bits or more: lo is a bfloat16 (the paper's Collage)
-  "exact"   2      24 bits: lo is an int16, the lower half of total's bits as a float32
-
-The paper computes in bfloat16. Here all is float32, and each stored number is rounded once. The
-paper's Collage-light also keeps both moments in bfloat16, and Collage-plus keeps the second one as
-the sum of two; `compress_state` does that.
-
-The paper measures the loss by the effective descent quality, of the update D and the change of the
-stored parameters: `EDQ = <D, change> / <D, D>`, over all parameters. It is 1 if nothing is lost.
-Here the change is that of hi + lo; the authors' code takes that of hi.
+The paper computes in bfloat16. Here all is float32, and each stored number is rounded once. Its
+Collage-light and Collage-plus are this with moments that `compress_state` keeps in bfloat16.
 """
 
 from collections.abc import Callable
@@ -46,7 +33,7 @@ class CompensatedState(NamedTuple):
   # tree with holes would not be like the parameters. None: there is no residual.
   residual: Any
   quality: Any  # float32 []: EDQ of the last update; None: not measured
-  lost: Any  # float32 []: the share of the numbers that it left as they were
+  lost: Any  # float32 []: see `descent_quality`; None: not measured
 
 
 def compensated(
@@ -65,8 +52,8 @@ def compensated(
 
   Args:
     optimizer: any optax transformation.
-    residual: True stores lo as bfloat16, "exact" as the int16 that makes hi + lo the float32 value;
-      None stores none.
+    residual: True stores lo as bfloat16: hi + lo holds 16 bits or more. "exact" stores the lower
+      half of the sum's bits, an int16: hi + lo is a float32. None stores none.
     measure: compute EDQ and the share of lost updates; see `descent_quality`.
 
   Raises:
@@ -86,21 +73,19 @@ def compensated(
     raise ValueError(f"{residual=} must be True, 'exact' or None.")
   optimizer = optax.with_extra_args_support(optimizer)
 
+  def wide(p):
+    is_shape = isinstance(p, jax.ShapeDtypeStruct)
+    return jax.ShapeDtypeStruct(p.shape, jnp.float32) if is_shape else p.astype(jnp.float32)
+
+  def nothing(p):
+    dtype = jnp.int16 if residual == "exact" else BFLOAT16
+    return jnp.zeros_like(p, dtype if p.dtype == BFLOAT16 else jnp.int8)
+
   def init(params):
     _check(params)
-    wide = jax.tree.map(
-      lambda p: (
-        jax.ShapeDtypeStruct(p.shape, jnp.float32)
-        if isinstance(p, jax.ShapeDtypeStruct)
-        else p.astype(jnp.float32)
-      ),
-      params,
-    )
-    nothing = residual and jax.tree.map(
-      lambda p: jnp.zeros_like(p, _residual_dtype(p, residual)), params
-    )
+    low = residual and jax.tree.map(nothing, params)
     measured = (jnp.float32(1), jnp.float32(0)) if measure else (None, None)
-    return CompensatedState(optimizer.init(wide), nothing, *measured)
+    return CompensatedState(optimizer.init(jax.tree.map(wide, params)), low, *measured)
 
   def update(updates, state, params=None, **extra):
     if params is None:
@@ -123,8 +108,9 @@ def compensated(
 def descent_quality(opt_state) -> dict[str, jax.Array]:
   """{"edq", "lost"} of the last update, float32 []; empty if none in `opt_state` is measured.
 
-  edq: the effective descent quality, 1 before the first update.
-  lost: the share of the numbers whose update is not zero and changed nothing.
+  edq is the paper's effective descent quality, `<D, change of hi + lo> / <D, D>` over all
+  parameters; 1 if nothing is lost, and before the first update. The authors' code has the change of
+  hi. lost is the share of the numbers whose update is not zero and changed nothing.
 
   Raises:
     ValueError: several are measured.
@@ -136,13 +122,7 @@ def descent_quality(opt_state) -> dict[str, jax.Array]:
 
 
 def summed_parameters(params, opt_state):
-  """The parameters as float32 sums hi + lo, with the residuals in `opt_state`.
-
-  >>> params, optimizer = jnp.ones(2, jnp.bfloat16), compensated(optax.sgd(1e-4))
-  >>> _, state = optimizer.update(jnp.ones(2), optimizer.init(params), params)
-  >>> summed_parameters(params, state).round(6)
-  Array([0.9999, 0.9999], dtype=float32)
-  """
+  """The parameters as float32 sums hi + lo, with the residuals in `opt_state`."""
   params = optax.tree.cast(params, jnp.float32)
   for state in states_of(CompensatedState, opt_state):
     params = _sums(params, state.residual)
@@ -152,8 +132,8 @@ def summed_parameters(params, opt_state):
 def split_parameters(values, params, opt_state):
   """`params` and `opt_state` whose sums hi + lo are float32 `values`; see `summed_parameters`.
 
-  For parameters that were cast: without it training starts from the numbers rounded to bfloat16,
-  which no small update of the first steps can move.
+  Without it training starts from the numbers rounded to bfloat16, which no small update of the
+  first steps can move.
 
   Args:
     values: a tree like the parameters, float32.
@@ -198,7 +178,6 @@ def _map_residual(function: Callable, residual, *trees):
 
 
 def _check(params) -> None:
-  """Raises a ValueError unless some parameters are bfloat16, and the others float32."""
   dtypes = set(map(parameter_dtype, jax.tree.leaves(params)))
   if others := dtypes - {BFLOAT16, jnp.dtype(jnp.float32)}:
     raise ValueError(
@@ -228,22 +207,15 @@ def _split(total, like, residual) -> tuple[jax.Array, jax.Array | None]:
 
 
 def _split_bits(total) -> tuple[jax.Array, jax.Array]:
-  """The lower half of the bits of a float32, as a signed number, and the float32 without it.
+  """A float32 without the lower half of its bits, which is the nearest bfloat16; and that half.
 
-  The second one is the nearest bfloat16. Of two, it is the larger: an int16 reaches -32768, and not
-  32768. What is not finite has a lower half of 0.
+  Of two it is the larger: an int16 reaches -32768, and not 32768. What is not finite has 0.
   """
   bits = jax.lax.bitcast_convert_type(total, jnp.int32)
   low = ((bits + 0x8000) & 0xFFFF) - 0x8000
   low = jnp.where(jnp.isfinite(total), low, 0)
   high = jax.lax.bitcast_convert_type(bits - low, jnp.float32)
   return jnp.where(jnp.isfinite(total), high, total), low.astype(jnp.int16)
-
-
-def _residual_dtype(p, residual) -> jnp.dtype:
-  if p.dtype != BFLOAT16:
-    return jnp.dtype(jnp.int8)
-  return jnp.dtype(jnp.int16) if residual == "exact" else BFLOAT16
 
 
 def _is_residual(low) -> bool:
@@ -254,18 +226,15 @@ def _sums(params, residual):
   """hi + lo in float32; hi where there is no lo."""
 
   def add(low, p):
-    # None and a MaskedNode stand for a subtree.
-    return _sum(p, low) if _is_residual(low) else optax.tree.cast(p, jnp.float32)
+    high = optax.tree.cast(p, jnp.float32)
+    if not _is_residual(low):
+      return high
+    if low.dtype != jnp.int16:
+      return high + low.astype(jnp.float32)
+    bits = jax.lax.bitcast_convert_type(high, jnp.int32) + low.astype(jnp.int32)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
   return _map_residual(add, residual, params)
-
-
-def _sum(p, low) -> jax.Array:
-  high = p.astype(jnp.float32)
-  if low.dtype != jnp.int16:
-    return high + low.astype(jnp.float32)
-  bits = jax.lax.bitcast_convert_type(high, jnp.int32) + low.astype(jnp.int32)
-  return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _quality(steps, before, after) -> tuple[jax.Array, jax.Array]:

@@ -4,10 +4,8 @@ The loss is multiplied before it is differentiated, and the optimizer divides th
 that is too large makes some of them infinite. What is skipped then is the difference:
 
 - `fixed_loss_scale`, section 3.6 of Wortsman et al. 2023 (https://arxiv.org/abs/2304.13013): the
-  scale stays, and only tensors whose own gradient is not finite are skipped. There a spike in one
-  tensor, such as the patch embedding, does not hold up the others.
-- `dynamic_loss_scale`, as in PyTorch's GradScaler: the whole step is skipped and the scale halved;
-  after many finite steps it doubles.
+  scale stays, and only tensors whose own gradient is not finite are skipped.
+- `dynamic_loss_scale`, as PyTorch's GradScaler: the whole step is skipped and the scale halved.
 
   scale = loss_scale(opt_state)
   loss, scaled = jax.value_and_grad(lambda params: loss_of(params) * scale)(params)
@@ -54,9 +52,7 @@ def fixed_loss_scale(
     optimizer: any optax transformation; what its state has of a parameter, it has in a tree like
       the parameters.
     scale: what the loss was multiplied with; a power of two rounds nothing.
-    stacked: how many leading axes of a leaf number tensors of their own; see `stable_adamw`.
-    axis_name: within a `jax.shard_map`, the mesh axes whose devices hold shards of a tensor, which
-      is skipped on all of them; see `stable_adamw`.
+    stacked, axis_name: those of `stable_adamw`. A tensor is skipped on all devices that hold it.
 
   Raises:
     ValueError: a scale that is not positive and finite.
@@ -106,8 +102,7 @@ def dynamic_loss_scale(
   Args:
     optimizer: any optax transformation.
     initial, factor, interval: of the scale.
-    axis_name: within a `jax.shard_map`, the mesh axes whose devices skip a step together; see
-      `stable_adamw`.
+    axis_name: that of `stable_adamw`; these devices skip a step together.
 
   Raises:
     ValueError: an initial scale that is not positive and finite, a factor of 1 or less, or an
@@ -127,11 +122,10 @@ def dynamic_loss_scale(
     steps = jnp.where(finite, state.finite_steps + 1, 0)
     grows = steps >= interval
     larger = jnp.where(grows, jnp.minimum(state.scale * factor, 2.0**126), state.scale)
+    smaller = jnp.maximum(state.scale / factor, jnp.minimum(state.scale, 1.0))
     return optax.tree.where(finite, updates, zeros), LossScaleState(
       inner_state=optax.tree.where(finite, inner, state.inner_state),
-      scale=jnp.where(
-        finite, larger, jnp.maximum(state.scale / factor, jnp.minimum(state.scale, 1.0))
-      ),
+      scale=jnp.where(finite, larger, smaller),
       finite_steps=jnp.where(grows, 0, steps),
       skipped=state.skipped + (~finite).astype(jnp.int32),
     )
@@ -190,9 +184,7 @@ def _where(finite, tree, other):
   def select(ok, x, y):
     return jnp.where(ok.reshape(ok.shape + (1,) * (x.ndim - ok.ndim)), x, y)
 
-  return jax.tree.map(
-    lambda ok, a, b: jax.tree.map(lambda x, y: select(ok, x, y), a, b), finite, tree, other
-  )
+  return jax.tree.map(select, jax.tree.broadcast(finite, tree), tree, other)
 
 
 def _where_like(params, finite, state, other):
@@ -202,10 +194,9 @@ def _where_like(params, finite, state, other):
 
   def fits(p, ok, part):
     """Whether a part has the shape of its parameter, or a number for each tensor; or nothing."""
-    if not jax.tree.leaves(part):
-      return True
     shape, is_int32 = getattr(part, "shape", None), getattr(part, "dtype", None) == jnp.int32
-    return shape in (p.shape, ok.shape) and not (is_int32 and shape == ())  # That is a count.
+    is_count = is_int32 and shape == ()
+    return not jax.tree.leaves(part) or (shape in (p.shape, ok.shape) and not is_count)
 
   def is_like(node):
     try:
@@ -214,13 +205,12 @@ def _where_like(params, finite, state, other):
       return False
     return all(map(fits, leaves, flags, parts))
 
-  def is_leaf(node):
-    return isinstance(node, CompressedState) or is_like(node)
-
   def select(new, old):
     if isinstance(new, CompressedState):
       joined = map(join_details, (new, old))
       return split_details(_where_like(params, finite, *joined), new.count)
     return _where(finite, new, old) if is_like(new) else new
 
-  return jax.tree.map(select, state, other, is_leaf=is_leaf)
+  return jax.tree.map(
+    select, state, other, is_leaf=lambda node: isinstance(node, CompressedState) or is_like(node)
+  )

@@ -1,11 +1,10 @@
 """StableAdamW: AdamW whose rate shrinks for a tensor that its second moment has lost sight of.
 
-Adam divides by the root of the second moment u, an average over the past. When gradients grow
-faster than u follows, the update is too large: the "stuck in the past" scenario of Wortsman et
-al. 2023 (https://arxiv.org/abs/2304.13013). Its measure is one number for each tensor,
-`RMS_t = sqrt(mean(g_t^2 / u_t))`: 1 when u describes the gradient, at most `1 / sqrt(1 - b2)`.
-StableAdamW (their Algorithm 2) divides the learning rate of that tensor by `max(1, RMS_t)`, the
-update clipping of AdaFactor (Shazeer and Stern 2018, https://arxiv.org/abs/1804.04235).
+Adam divides by the root of the second moment, an average over the past. When gradients grow faster
+than it follows, the update is too large: the "stuck in the past" scenario of Wortsman et al. 2023
+(https://arxiv.org/abs/2304.13013). Their StableAdamW measures that by one number for each tensor,
+the RMS, and divides the tensor's learning rate by it: the update clipping of AdaFactor (Shazeer and
+Stern 2018, https://arxiv.org/abs/1804.04235).
 """
 
 import functools
@@ -26,16 +25,14 @@ from sbjax.quantize import as_floating, floating_dtype
 
 
 class ScaleByStableAdamState(NamedTuple):
-  """The state of `scale_by_stable_adam`.
-
-  Both moments are trees like the parameters. In `update` a moment may be in e4m3, a
-  `sbjax.ops.adam.Coded`, and then so is the new one.
-  """
+  """The state; in `update` a moment may be in e4m3, a `Coded`, and then so is the new one."""
 
   count: jax.Array  # int32 []: updates made  # pyright: ignore
-  mu: optax.Updates  # first moment, debiased; the dtype of the parameter, or `mu_dtype`
-  nu: optax.Updates  # second moment, debiased if b2 is a number; float32
-  # RMS_t of the last update, float32 [tensors]; [1] without tensors, as orbax stores no array of
+  # Trees like the parameters: the first moment, debiased, in the parameter's dtype or `mu_dtype`;
+  # the second one, debiased if b2 is a number, in float32.
+  mu: optax.Updates
+  nu: optax.Updates
+  # RMS of the last update, float32 [tensors]; [1] without tensors, as orbax stores no array of
   # size 0. A tree like the parameters would give each of these scalars a matrix's sharding.
   rms: jax.Array
 
@@ -84,7 +81,10 @@ def scale_by_stable_adam(
   def update(updates, state, params=None):
     count = optax.safe_increment(state.count)
     w1 = _newest_weight(b1, count)
-    w2 = _scheduled_weight(b2, state.count) if callable(b2) else _newest_weight(b2, count)
+    if callable(b2):  # A schedule's average is not debiased.
+      w2 = 1 - jnp.asarray(b2(state.count), jnp.float32)
+    else:
+      w2 = _newest_weight(b2, count)
     g = _map(_as_gradient, updates, state.mu)
     step = functools.partial(_step, count, w1, w2, jnp.asarray(eps, jnp.float32), axis_name)
     stepped = _map(step, g, leading_axes(stacked, g), state.mu, state.nu)
@@ -92,7 +92,7 @@ def scale_by_stable_adam(
 
     def clip(tree):
       divisor = _map(lambda r: jnp.maximum(1.0, r / clip_threshold), rms)
-      return _map(lambda x, d: x / jnp.expand_dims(d, _own_axes(d, x)), tree, divisor)
+      return _map(lambda x, d: x / jnp.expand_dims(d, range(d.ndim, x.ndim)), tree, divisor)
 
     def decay(tree):
       if isinstance(weight_decay, int | float) and weight_decay == 0:
@@ -134,15 +134,14 @@ def stable_adamw(
     eta = learning_rate / max(1, RMS / clip_threshold)
     p  -= eta * (v / (sqrt(u) + eps) + weight_decay * p)
 
-  With every RMS <= 1 this is `optax.adamw`. It needs no gradient clipping. All of it is computed
-  in float32, whatever the dtype of parameters and gradients; the update has the gradient's dtype.
+  With every RMS <= 1 this is `optax.adamw`. All of it is computed in float32, whatever the dtype of
+  parameters and gradients; the update has the gradient's dtype.
 
   Args:
     learning_rate: a number or a schedule.
     b1, b2: decay of the first and the second moment. b2 may be a schedule: a function of the number
       of updates made before, 0 at first. A number is debiased. A schedule's value is used as it is,
-      so it should start at 0, as that of AdaFactor does (Shazeer and Stern 2018, section 7):
-      `lambda count: 1 - (count + 1.0) ** -0.8`. The paper tries the powers 0.45, 0.5 and 0.65.
+      so it should start at 0, as AdaFactor's: `lambda count: 1 - (count + 1.0) ** -0.8`.
     eps: added to the root of the second moment, whose least value it is in the RMS.
     mu_dtype: of the first moment; None is the parameter's. The second is always float32.
     weight_decay: multiplied with the learning rate; a number or a schedule.
@@ -158,9 +157,6 @@ def stable_adamw(
       RMS is over all of them. None: all axes that a gradient varies over. Say () if each device has
       whole tensors of its own, such as the layers of its stage.
 
-  `optax.inject_hyperparams` takes functions for schedules, and gives numbers in their place: name
-  `b2`, `mask` and `stacked` in its `static_args` where they are functions.
-
   >>> optimizer, params = stable_adamw(1e-3, b2=0.95, weight_decay=0.2), {"w": jnp.ones(3)}
   >>> updates, state = optimizer.update(params, optimizer.init(params), params)
   >>> optax.apply_updates(params, updates)["w"].round(4)
@@ -168,27 +164,22 @@ def stable_adamw(
   """
   if not callable(learning_rate):
     _check("learning_rate", learning_rate, "a schedule or finite", np.isfinite)
-  return optax.chain(
-    scale_by_stable_adam(
-      b1,
-      b2,
-      eps,
-      mu_dtype,
-      weight_decay=weight_decay,
-      mask=mask,
-      decay_with=decay_with,
-      clip_threshold=clip_threshold,
-      stacked=stacked,
-      axis_name=axis_name,
-    ),
-    optax.scale_by_learning_rate(learning_rate),
+  scale = scale_by_stable_adam(
+    *(b1, b2, eps, mu_dtype),
+    weight_decay=weight_decay,
+    mask=mask,
+    decay_with=decay_with,
+    clip_threshold=clip_threshold,
+    stacked=stacked,
+    axis_name=axis_name,
   )
+  return optax.chain(scale, optax.scale_by_learning_rate(learning_rate))
 
 
 def tensor_rms(
   opt_state, stacked: Any | Callable[[optax.Params], Any] | None = None
 ) -> dict[str, jax.Array]:
-  """RMS_t of the last update by the parameter's path, "visual/patch_embedding/kernel".
+  """The RMS of the last update by the parameter's path, "visual/patch_embedding/kernel".
 
   The StableAdamW may sit anywhere in `opt_state`, several times too (`optax.multi_transform`);
   without one the dict is empty.
@@ -201,11 +192,8 @@ def tensor_rms(
   """
   found = {}
   for state in states_of(ScaleByStableAdamState, opt_state):
-    named = jax.tree_util.tree_leaves_with_path(state.mu)
-    shapes = [
-      m.shape[:n]
-      for (_, m), n in zip(named, jax.tree.leaves(leading_axes(stacked, state.mu)), strict=True)
-    ]
+    named, axes = jax.tree.leaves_with_path(state.mu), leading_axes(stacked, state.mu)
+    shapes = [m.shape[:n] for (_, m), n in zip(named, jax.tree.leaves(axes), strict=True)]
     (rms,) = jax.tree.leaves(state.rms)
     sizes = [math.prod(shape) for shape in shapes]
     if rms.size != max(sum(sizes), 1):
@@ -259,7 +247,7 @@ def leading_axes(stacked, tree):
     return jax.tree.map(lambda _: 0, tree)
   leaves = jax.tree.leaves(stacked)  # A module is a tree, and may be callable as well.
   axes = stacked(tree) if leaves and all(map(callable, leaves)) else stacked
-  return jax.tree.map(lambda n, part: jax.tree.map(functools.partial(checked, n), part), axes, tree)
+  return jax.tree.map(checked, jax.tree.broadcast(axes, tree), tree)
 
 
 def _as_gradient(g, m) -> jax.Array:
@@ -277,11 +265,6 @@ def _newest_weight(b, count):
   """
   b = jnp.asarray(b, jnp.float32)
   return (1 - b) / -jnp.expm1(count.astype(jnp.float32) * jnp.log(b))
-
-
-def _scheduled_weight(b2, count):
-  """Weight of the newest value by a schedule, which is not debiased."""
-  return 1 - jnp.asarray(b2(count), jnp.float32)
 
 
 def _step(count, w1, w2, eps, axis_name, g, axes, mu, nu):
@@ -325,19 +308,11 @@ def _like(old, moment, chance):
 
 
 def _rms(g, nu, eps, axes: int, axis_name):
-  """The paper's sqrt(mean(g^2 / max(u, eps^2))), with the root inside: eps^2 may underflow.
-
-  g has that number of leading axes, `axes`, which number tensors.
-  """
+  """The paper's sqrt(mean(g^2 / max(u, eps^2))), with the root inside: eps^2 may underflow."""
   if not g.size:
     return jnp.zeros(g.shape[:axes], jnp.float32)
-  squares = jnp.mean((g / jnp.maximum(jnp.sqrt(nu), eps)) ** 2, tuple(range(axes, g.ndim)))
+  squares = jnp.mean((g / jnp.maximum(jnp.sqrt(nu), eps)) ** 2, range(axes, g.ndim))
   return jnp.sqrt(over_shards(jax.lax.pmean, squares, axis_name))  # Shards have equal sizes.
-
-
-def _own_axes(rms, x):
-  """The axes of x that belong to one tensor: those after the axes that `rms` has."""
-  return tuple(range(rms.ndim, x.ndim))
 
 
 def _numbers(tree) -> jax.Array:

@@ -6,10 +6,8 @@ optax transformation. The update uses the new moments before they are rounded, a
 FP8-LM. They are rounded by chance (`sbjax.ops.dither`), except BFLOAT16_PAIR: to the nearest number
 they would stop to decay.
 
-XLA for GPUs (jax 0.10 and 0.11) updates all but E4M3_EXPANDED in place, without temporary memory.
-Of that it writes both new moments in float32: 8 bytes a parameter, of a leaf at a time. So
-StableAdamW takes them coded, and a kernel of `sbjax.ops.adam.adam_direction` writes the direction
-instead, where there is one.
+XLA updates all but E4M3_EXPANDED in place. So StableAdamW takes these coded, for the kernel of
+`sbjax.ops.adam.adam_direction`.
 
   format          bytes   a number is stored as
   FLOAT32         4       itself
@@ -46,8 +44,7 @@ from sbjax.quantize import E4M3, abs_or_inf, format_of
 class Format(NamedTuple):
   """How an array is stored: `decode(encode(x, axes, axis_name, chance))` is close to x, float32.
 
-  axes: how many leading axes of x number tensors of their own.
-  axis_name: of the shards of a tensor; see `stable_adamw`.
+  axes: how many leading axes of x number tensors of their own; axis_name: see `stable_adamw`.
   chance: of `sbjax.ops.dither.round_by_chance`, like x; None rounds to the nearest.
   """
 
@@ -58,8 +55,7 @@ class Format(NamedTuple):
 class CompressedState(NamedTuple):
   """The state of `compress_state`: arrays of the parameters' shapes, and beside them their scales.
 
-  Frameworks shard and store whatever is like the parameters as the parameters. So a stored array is
-  an array in the optimizer's state, and its scales, which have other shapes, are not.
+  Frameworks shard and store whatever is like the parameters as the parameters; scales are not.
   """
 
   inner_state: Any  # the optimizer's, with arrays in the dtypes of their formats
@@ -88,9 +84,7 @@ def compress_state(
   Args:
     optimizer: any optax transformation.
     min_size: tensors with fewer elements stay as they are: norms, biases, logit scales.
-    stacked: how many leading axes of a leaf number tensors of their own; see `stable_adamw`.
-    axis_name: within a `jax.shard_map`, the mesh axes whose devices hold shards of a tensor; see
-      `stable_adamw`.
+    stacked, axis_name: those of `stable_adamw`.
     mask: what is stored in these formats, as a tree of bools that is like the parameters or a
       prefix of them, or a function from parameters to such a tree. None: everything.
     **formats: a Format for each name of a field.
@@ -191,7 +185,6 @@ def _is_coded(x) -> bool:
 
 
 def _decode(name: str, form: Format, node, tree):
-  del name
   if form == E4M3_EXPANDED and isinstance(node, ScaleByStableAdamState):
     return tree  # It takes coded moments, and returns new ones.
 
@@ -205,7 +198,6 @@ def _decode(name: str, form: Format, node, tree):
 
 def _encode_first(stacked, min_size: int, axis_name, mask, name: str, form: Format, node, tree):
   """A field of a new state: in the format where that is smaller."""
-  del name, node
 
   def encode(axes, chosen, x):
     if not (chosen and _is_large(x, axes, min_size) and jnp.issubdtype(x.dtype, jnp.floating)):
@@ -220,7 +212,6 @@ def _encode(
   count, stacked, min_size: int, axis_name, mask, name: str, form: Format, node, old, new
 ):
   """A field of a state that was updated, as its old one is stored, rounded by chance."""
-  del node
   salt = zlib.crc32(name.encode())
 
   def encode(axes, chosen, old, x):
@@ -238,9 +229,9 @@ def _encode(
 
 
 def _chosen(mask, tree):
-  """True for each leaf of a tree like the parameters that `compress_state`'s mask chooses."""
+  """Whether `compress_state`'s mask chooses each leaf of a tree like the parameters."""
   mask = True if mask is None else mask(tree) if callable(mask) else mask
-  return jax.tree.map(lambda yes, part: jax.tree.map(lambda _: bool(yes), part), mask, tree)
+  return jax.tree.broadcast(mask, tree)
 
 
 def _is_large(x, axes: int, min_size: int) -> bool:
@@ -253,7 +244,6 @@ def _stored(coded: Coded):
 
 @functools.cache
 def _dtype_without_details(form: Format) -> jnp.dtype | None:
-  """The dtype of arrays in a format that has nothing but values."""
   coded = jax.eval_shape(lambda x: form.encode(x, 0), jax.ShapeDtypeStruct((1,), jnp.float32))
   return None if coded.details else coded.values.dtype
 
@@ -279,17 +269,17 @@ def _scaled(dtype, limit: float, least: float) -> Format:
   return Format(encode, lambda coded: coded.values.astype(jnp.float32) * coded.details[0])
 
 
-def _bfloat16(x, axes: int, axis_name: Axes | None = None, chance=None) -> Coded:
+def _bfloat16(x, axes, axis_name=None, chance=None) -> Coded:
   x = x if chance is None else round_by_chance(x, chance, jnp.bfloat16)
   return Coded(x.astype(jnp.bfloat16), ())
 
 
-def _pair(x, axes: int, axis_name: Axes | None = None, chance=None) -> Coded:
+def _pair(x, axes, axis_name=None, chance=None) -> Coded:
   high = jax.lax.reduce_precision(x, 8, 7)  # XLA may drop the rounding of two casts.
   return Coded(high + jax.lax.reduce_precision(x - high, 8, 7), ())
 
 
-def _expanded(x, axes: int, axis_name: Axes | None = None, chance=None) -> Coded:
+def _expanded(x, axes, axis_name=None, chance=None) -> Coded:
   return expansion.encode(x, chance)  # A group has numbers of one tensor and one device.
 
 

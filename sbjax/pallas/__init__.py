@@ -1,1 +1,1 @@
-"""Kernels, with the signatures of their definitions: a folder is for one kind of device."""
+"""Kernels, with the signatures of their definitions: triton/ from the A100 on, sm90/ for Hopper."""

@@ -1,6 +1,6 @@
 """FP4 training, simulated: no speed on Hopper, whose tensor cores have no 4-bit formats.
 
-The recipes "fp4_direct", "fp4_dge" and "fp4" show how a model trains if the forward product takes
+The recipes "fp4_direct", "fp4_dge" and "fp4" show how a model trains if the forward matmul takes
 4-bit operands (Wang et al. 2025, https://arxiv.org/abs/2501.17116). E2M1 holds 0, 0.5, 1, 1.5, 2,
 3, 4, 6 and their negatives. Each row of x and each column of w has a scale, absmax / 6:
 
@@ -11,14 +11,11 @@ The recipes "fp4_direct", "fp4_dge" and "fp4" show how a model trains if the for
 - dge: a rounding to E2M1 has no useful derivative. `dge` is that of a smooth curve near the steps
   (section 3.1). Without it the gradient passes straight through.
 - rest: the largest and the smallest values of a row are clamped to those next to them, so that the
-  others get a finer scale. A product in 16 bits multiplies what the clamp took away (section 3.2).
-  A clamp that loses this rest is worse than none, so there is no recipe for it.
+  others get a finer scale. A matmul in 16 bits multiplies what the clamp took away (section 3.2).
 
-The paper's equations leave dy and the backward products in high precision, and so do we. Its code
-(MS-AMP) rounds them to 8 bits, takes powers of two as scales, and drops the rest.
-
-All is plain jnp on every backend. E2M1 values are exact in 16 bits, and the float32 sum of their
-products is exact up to K of 116,508.
+The paper's code (MS-AMP) differs from its equations: it rounds dy and the backward matmuls to 8
+bits, takes powers of two as scales, and drops the rest. All is plain jnp on every backend. E2M1
+values are exact in 16 bits, and the float32 sum of their products is exact up to K of 116,508.
 """
 
 import dataclasses
@@ -29,18 +26,16 @@ import jax.numpy as jnp
 from sbjax.linear.quantized_dot import quantized_dot
 from sbjax.ops.matmul import at_least_float32, full_dot
 from sbjax.ops.split_k import split_k_matmul
-from sbjax.quantize import E4M3, Spec, absmax_of, as_floating
+from sbjax.quantize import abs_or_inf, as_floating
 from sbjax.recipes import FULL, SIMULATED
 
 LARGEST = 6.0
-_ROW = Spec(E4M3, "rowwise")  # `absmax_of` reads only which values share a scale.
 
 
 def fp4_round(x: jax.Array) -> jax.Array:
-  """x of any shape rounded to the nearest value of E2M1, in x's dtype.
+  """x of any shape rounded to the nearest value of E2M1, in x's dtype; a tie as in IEEE 754.
 
-  A tie goes to the value with an even mantissa, as in IEEE 754: 0.25 to 0, 0.75 to 1, 2.5 to 2, 5
-  to 4. Larger magnitudes than 6 become 6. E2M1 has no NaN and no infinity: both become NaN.
+  Larger magnitudes than 6 become 6. E2M1 has no NaN and no infinity: both become NaN.
 
   Raises:
     ValueError: x is not a floating-point array of 16 bits or more.
@@ -85,7 +80,7 @@ def dge(x: jax.Array, k: float = 5.0, top: float = 3.0) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Fp4:
-  """The forward product in 4 bits; a `Simulation` of `sbjax.recipes`.
+  """The forward matmul in 4 bits; a `Simulation` of `sbjax.recipes`.
 
   dge: whether `dge` multiplies the weight gradient.
   clamp: the quantile at which rows of x are clamped, with compensation; None: not.
@@ -99,7 +94,6 @@ class Fp4:
       raise ValueError(f"clamp={self.clamp!r} must be more than 0.5 and at most 1, such as 0.99.")
 
   def fwd(self, x: jax.Array, w: jax.Array) -> jax.Array:
-    """x @ w [M, N] in float32: both rounded, and what the clamp took from x times w."""
     clamped, rest = _clamped(x, self.clamp)
     x_values, x_scale = _quantize(x, clamped, 1)
     w_values, w_scale = _quantize(w, w, 0)
@@ -110,12 +104,10 @@ class Fp4:
     return y
 
   def rounded_weight(self, w: jax.Array, dtype) -> jax.Array:
-    """w [K, N] as the product took it, in `dtype`."""
     values, scale = _quantize(w, w, 0)
     return (at_least_float32(values) * scale).astype(dtype)
 
   def wgrad(self, x: jax.Array, dy: jax.Array, w: jax.Array, out_sharding) -> jax.Array:
-    """The gradient of w [K, N] in float32, of x as the product took it."""
     dw = split_k_matmul(self._rounded_rows(x), dy, jnp.float32, out_sharding)
     return dw * dge(_scaled(w, _scale(w, w, 0))) if self.dge else dw
 
@@ -138,17 +130,14 @@ SIMULATED |= {
 def fp4_dot(x: jax.Array, w: jax.Array, clamp: float | None = 0.99) -> jax.Array:
   """x @ w [..., N] with operands in simulated FP4, for x [..., K] and w [K, N], in x's dtype.
 
-  Differentiable once, as the module says: dw is multiplied by `dge`. The recipe "fp4" of
-  `quantized_dot` and the layers is the same product.
+  The recipe "fp4" of `quantized_dot` and the layers is the same matmul.
 
   Args:
     clamp: the quantile at which a row of x is clamped, at both ends: of K values, (1 - clamp) K
-      at each end, rounded down. So rows of fewer than 100 values have none at 0.99. None: no clamp,
-      the recipe "fp4_dge".
+      at each end, rounded down. None: no clamp, the recipe "fp4_dge".
 
   Raises:
-    ValueError: operands that are not floating-point arrays of 16 bits or more, or do not match; a
-      clamp that is not above 0.5 and at most 1.
+    ValueError: those of `quantized_dot`, or a clamp that is not above 0.5 and at most 1.
 
   >>> fp4_dot(jnp.full((2, 128), 6.0), jnp.full((128, 3), -6.0))
   Array([[-4608., -4608., -4608.],
@@ -167,11 +156,12 @@ def _quantize(x, clamped, axis) -> tuple[jax.Array, jax.Array]:
 
 
 def _scale(x, clamped, axis) -> jax.Array:
-  absmax = absmax_of(clamped if axis else clamped.T, _ROW)
-  if clamped is not x:
-    absmax = jnp.where(jnp.isfinite(absmax_of(x, _ROW)), absmax, jnp.nan)
-  scale = jnp.where(jnp.isfinite(absmax), absmax * (1 / LARGEST), jnp.nan)
-  return scale if axis else scale.T
+  scale = _absmax(clamped, axis) * (1 / LARGEST)
+  return jnp.where(jnp.isfinite(_absmax(x, axis)), scale, jnp.nan)
+
+
+def _absmax(x, axis) -> jax.Array:
+  return jnp.max(abs_or_inf(x.astype(jnp.float32)), axis, keepdims=True, initial=0.0)
 
 
 def _scaled(x, scale) -> jax.Array:

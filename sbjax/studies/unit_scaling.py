@@ -107,8 +107,7 @@ def linear_readout(
 ) -> jax.Array:
   """`linear` for the last layer of a network, divided by K instead of its root.
 
-  The logits are small at the start, and nothing follows that needs their variance. Gradients are
-  those of `linear` without a constraint.
+  The logits are small at the start, and nothing follows that needs their variance.
   """
   how = {"recipe": recipe, "constraint": constraint, "backend": backend}
   return linear(x, w, bias, powers=(1.0, 0.5, 0.5), **how)
@@ -120,38 +119,27 @@ def gelu(
   """GELU (the exact one) of `mult * x`, divided by mult, at unit variance."""
   share = _share(0.25, mult)
   scales = _between(share, 2, _RELU_SCALE), _between(share, 2, 2**0.5)
-
-  def function(x):
-    return jax.nn.gelu(mult * x, approximate=False) / mult
-
-  return _elementwise(function, x, *scales, constraint)
+  return _elementwise(lambda x: jax.nn.gelu(mult * x, False) / mult, x, *scales, constraint)
 
 
 def silu(
   x: jax.Array, *, mult: float = 1.0, constraint: str | None = "to_output_scale"
 ) -> jax.Array:
   """`x * sigmoid(mult * x)` at unit variance."""
-  output = _between(_share(0.25, mult), 2, _RELU_SCALE)
-  gradient = _between(_share(1, mult), 2, 2**0.5)
-  return _elementwise(functools.partial(_silu, mult=mult), x, output, gradient, constraint)
+  scales = _between(_share(0.25, mult), 2, _RELU_SCALE), _between(_share(1, mult), 2, 2**0.5)
+  return _elementwise(lambda x: _silu(x, mult), x, *scales, constraint)
 
 
 def silu_glu(x: jax.Array, gate: jax.Array, *, mult: float = 1.0) -> jax.Array:
   """`x * silu(gate)` at unit variance."""
   scale = _between(_share(1, mult), 2, 2**0.5)
   x, gate = as_floating("x", x), as_floating("gate", gate)
-  product = scaled(at_least_float32(x), 1, scale) * _silu(
-    scaled(at_least_float32(gate), 1, scale), mult
-  )
-  return scaled(product, scale).astype(x.dtype)
+  wide_x, wide_gate = (scaled(at_least_float32(a), 1, scale) for a in (x, gate))
+  return scaled(wide_x * _silu(wide_gate, mult), scale).astype(x.dtype)
 
 
 def softmax(
-  x: jax.Array,
-  axis: int = -1,
-  *,
-  mult: float = 1.0,
-  constraint: str | None = "to_output_scale",
+  x: jax.Array, axis: int = -1, *, mult: float = 1.0, constraint: str | None = "to_output_scale"
 ) -> jax.Array:
   """Softmax of `mult * x` along the axis, at a root mean square of 1."""
   size, share = x.shape[axis], _share(4, mult)
@@ -255,10 +243,7 @@ def residual_apply(
 ) -> jax.Array:
   """`(x + tau * function(x)) / (1 + tau**2)**0.5`: a residual connection at unit variance.
 
-  The branch's gradient is multiplied by its weight where it leaves the branch, so that within the
-  branch it has unit variance.
-
-  tau: the size of the branch, relative to x's.
+  Within the branch the gradient has unit variance: tau multiplies it where it leaves the branch.
 
   >>> float(residual_apply(lambda x: 2 * x, jnp.float32(1), tau=0.75))
   2.0

@@ -10,8 +10,8 @@ import pytest
 from clip_case import MICRO, clip, pairs, random_params
 from pairwise import mainly
 
-from benchmarks.flax_block import FlaxBlock
 from sbjax.linear.fused import layer_norm_dense, layer_norm_mlp
+from sbjax.models.flax_block import FlaxBlock
 from sbjax.ops import rows as fused_ops
 from sbjax.ops.rows import ACTIVATIONS, LayerNormParams
 

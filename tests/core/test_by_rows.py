@@ -65,7 +65,7 @@ def value_and_gradients(function, *args):
 
 
 def loop(layer, name):
-  return lambda x, w: jnp.stack([layer(one, w, name) for one in x])
+  return lambda x, w: jax.lax.map(lambda one: layer(one, w, name), x)
 
 
 def assert_close(actual, expected, rtol=1e-3):
@@ -128,7 +128,8 @@ def per_example(function):
 def test_per_example_gradients_stay_per_example(layer, name):
   function = functools.partial(layer, name=name)
   actual = jax.jit(per_example(function))(X, W)
-  expected = np.stack([jax.jit(jax.grad(loss_of(function), 1))(x, W) for x in X])
+  alone = jax.jit(jax.grad(loss_of(function), 1))
+  expected = np.stack([alone(x, W) for x in X])
   assert actual.shape == (B, *W.shape)
   assert_close(actual, expected)
 
@@ -177,7 +178,7 @@ def test_experts_keep_weights_of_their_own_and_share_them_over_examples():
 
   def one_by_one(x, w):
     rows = x.transpose(1, 0, 2, 3).reshape(3, 5 * T, K)
-    y = jnp.stack([quantized_dot(a, b, "switchback") for a, b in zip(rows, w, strict=True)])
+    y = jax.lax.map(lambda pair: quantized_dot(*pair, "switchback"), (rows, w))
     return y.reshape(3, 5, T, N).transpose(1, 0, 2, 3)
 
   for actual, expected in zip(
@@ -202,7 +203,7 @@ def test_a_residual_that_examples_share_is_added_to_each():
     return jax.vmap(lambda x: quantized_dot(x, W, "switchback", residual=residual))(x)
 
   def one_by_one(x, residual):
-    return jnp.stack([quantized_dot(a, W, "switchback", residual=residual) for a in x])
+    return jax.lax.map(lambda a: quantized_dot(a, W, "switchback", residual=residual), x)
 
   for actual, expected in zip(
     value_and_gradients(function, X, residual),

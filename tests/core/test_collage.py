@@ -35,12 +35,14 @@ def draw(shape, seed, scale=1.0):
   return (scale * np.random.default_rng(seed).normal(size=shape)).astype(np.float32)
 
 
+@functools.cache
 def parameters(dtype=jnp.bfloat16):
   """A matrix in bfloat16, or rounded to it, and a bias in float32."""
   w = jnp.asarray(draw((64, 96), 0, SCALE)).astype(jnp.bfloat16).astype(dtype)
   return {"w": w, "b": jnp.asarray(draw((96,), 1))}
 
 
+@functools.cache
 def gradients(step):
   """A gradient that stays, and noise."""
   return jax.tree.map(

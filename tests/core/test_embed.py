@@ -315,7 +315,7 @@ def test_linked_folders_are_followed_but_not_in_circles(model, photos, tmp_path)
 
 def test_files_that_are_no_pictures_are_counted(model, photos, tmp_path, capsys):
   run(tmp_path / "out", data=photos)
-  assert "1 other files in --data are no pictures (.txt: 1)" in capsys.readouterr().out
+  assert "1 other files in --data are no images (.txt: 1)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["file", "shard"])
@@ -414,8 +414,8 @@ def test_a_query_prints_and_draws_the_nearest_pictures(model, photos, tmp_path, 
   ("arguments", "message"),
   [
     ([], "Nothing to do: --data, --texts or --query is needed"),
-    (["--data=none"], r"--data=none has no picture \(.jpg, .*\) and no .tar shard"),
-    (["--query=1"], r"holds no images-00000.npy: embed pictures first, with --data"),
+    (["--data=none"], r"--data=none has no image \(.jpg, .*\) and no .tar shard"),
+    (["--query=1"], r"holds no images-00000.npy: embed images first, with --data"),
     (["--texts=empty.txt"], "--texts=empty.txt is empty: it should hold a text on each line"),
   ],
 )
@@ -454,7 +454,7 @@ def test_a_picture_that_is_gone_or_another_is_not_drawn(model, photos, tmp_path)
 def test_a_query_among_no_pictures_is_one_message(tmp_path):
   np.save(tmp_path / "images-00000.npy", np.ones((0, 4), np.float32))
   (tmp_path / "images-00000.json").write_text(json.dumps({"names": []}))
-  with pytest.raises(RunError, match="holds no vector of a picture: all were skipped"):
+  with pytest.raises(RunError, match="holds no vector of an image: all were skipped"):
     embed.nearest(tmp_path, np.ones((1, 4), np.float32), 2)
 
 

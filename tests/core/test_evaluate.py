@@ -212,8 +212,15 @@ def test_each_limit_on_pictures_is_a_flag(tmp_path, monkeypatch, capsys):
       evaluate.main([*flags, "--max_aspect_ratio=101", flag])
     assert flag in capsys.readouterr().err
     evaluate.main([*flags, "--max_aspect_ratio=101", wider])
-  with pytest.raises(SystemExit):
-    evaluate.main([*flags, "--max_aspect_ratio=0.5"])
+  for flag, why in (
+    ("--max_aspect_ratio=0.5", "0.5 must be at least 1."),
+    ("--max_aspect_ratio=nan", "nan must be at least 1."),
+    ("--max_image_pixels=0", "0 must be at least 1."),
+    ("--max_member_bytes=1.5", "'1.5' must be a whole number."),
+  ):
+    with pytest.raises(SystemExit):
+      evaluate.main([*flags, flag])
+    assert f"argument {flag.partition('=')[0]}: {why}" in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_written_is_named_before_anything_is_computed(

@@ -1,15 +1,10 @@
 """What a config beside published weights says of their images is done, or refused by name."""
 
-import io
 import json
 
-import numpy as np
 import pytest
-from open_clip_case import import_open_clip
-from PIL import Image
 
-from train.data.augment import CentreCrop, Squash
-from train.data.preprocessing import MEAN, STD, is_squashed, normalize
+from train.data.preprocessing import MEAN, STD, is_squashed
 
 OPEN_CLIP, HF, HF5 = "open_clip_config.json", "preprocessor_config.json", "processor_config.json"
 SQUARE, SHORTEST = {"height": 224, "width": 224}, {"shortest_edge": 224}
@@ -139,26 +134,3 @@ def test_a_config_that_is_no_object_is_named(tmp_path):
     ValueError, match=rf"{OPEN_CLIP} says of its images \[1\]: expected an object"
   ):
     squashed(tmp_path, {OPEN_CLIP: {"preprocess_cfg": [1]}})
-
-
-@pytest.mark.interop
-@pytest.mark.parametrize("square", [False, True])
-@pytest.mark.parametrize("size", [(61, 44), (44, 61), (150, 37), (32, 32)])
-def test_pixels_equal_transformers_s_processor(tmp_path, size, square):
-  """Also those of a processor's own files, as it writes them today."""
-  import_open_clip()
-  transformers = pytest.importorskip("transformers")
-  sides = {"height": 32, "width": 32} if square else {"shortest_edge": 32}
-  processor = transformers.CLIPImageProcessorPil(
-    size=sides, crop_size=32, do_center_crop=not square
-  )
-  processor.save_pretrained(tmp_path)
-  assert is_squashed("clip.pt", tmp_path / "clip.pt", 32) is square
-  random = np.random.default_rng(0)
-  image = Image.fromarray(random.integers(0, 256, (size[1], size[0], 3), np.uint8))
-  file = io.BytesIO()
-  image.save(file, "png")
-  example = {"where": "here", "image": file.getvalue(), "captions": [], "label": -1}
-  pixels = (Squash if square else CentreCrop)(32)(example)["image"]
-  theirs = processor(image, return_tensors="np")["pixel_values"][0].transpose(1, 2, 0)
-  np.testing.assert_allclose(np.asarray(normalize(pixels[None]))[0], theirs, atol=0.02)

@@ -14,9 +14,9 @@ from flax_case import bitwise
 from jax.sharding import PartitionSpec as P
 from pairwise import mainly
 
-from benchmarks.flax_block import FlaxBlock
 from sbjax import RECIPES, RecipeRules, quantized_dot
 from sbjax.linear.fused import layer_norm_mlp
+from sbjax.models.flax_block import FlaxBlock
 from sbjax.models.transformer import Block, BlockOptions, quantize_weights
 from sbjax.ops.rows import LayerNormParams
 from sbjax.recipes import parse_recipe

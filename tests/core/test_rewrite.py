@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from flax_case import int8_products, normal
+from flax_case import drawn, int8_products, normal
 from jax.experimental import pallas as pl
 from pairwise import mainly
 
@@ -85,7 +85,7 @@ class Images(nn.Module):
 @pytest.mark.parametrize("rules", mainly(["switchback"], ["switchback", "full"]))
 def test_a_model_is_exported_with_a_free_batch(rules):
   model, image = quantize_model(Images(), rules, activations=rules), normal((3, 8, 8, 3))
-  variables = model.init(jax.random.key(0), image)
+  variables = drawn(jax.eval_shape(model.init, jax.random.key(0), image))
   free = jax.ShapeDtypeStruct((*jax.export.symbolic_shape("b"), 8, 8, 3), jnp.float32)
   apply = jax.jit(model.apply)
   exported = jax.export.export(apply)(variables, free)

@@ -12,9 +12,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.loss import in_float64
-from train import tiled_loss
 from train.loss import siglip, softmax_contrastive
-from train.tiled_loss import (
+from train.parallel import tiled_loss
+from train.parallel.tiled_loss import (
   PRODUCTS,
   add_product,
   add_transposed_product,

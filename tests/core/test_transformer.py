@@ -28,8 +28,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from pairwise import mainly
 
 import sbjax.models.transformer
-from benchmarks.flax_block import FlaxBlock
 from sbjax import attention
+from sbjax.models.flax_block import FlaxBlock
 from sbjax.models.sizes import VisionConfig
 from sbjax.models.transformer import (
   REMAT_POLICIES,

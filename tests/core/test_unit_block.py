@@ -13,9 +13,9 @@ from clip_case import MICRO, clip, drawn, outputs, pairs, random_params, shapes
 from flax_case import compiled
 from pairwise import mainly
 
-from benchmarks.flax_block import FlaxBlock
 from sbjax.linear.layers import SwitchBackDense
 from sbjax.models.clip import CLIP
+from sbjax.models.flax_block import FlaxBlock
 from sbjax.models.sizes import SIZES, TextConfig
 from sbjax.models.transformer import BlockOptions, quantize_weights
 from sbjax.models.unit_block import UNIT_INITS, UnitBlock, residual_share

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from clip_case import MICRO, clip
 
 from sbjax.linear.quantized_dot import quantized_dot
 from sbjax.models.clip import CLIP
@@ -16,6 +17,7 @@ from train.config import MeshConfig
 from train.data.preprocessing import MEAN, STD, normalize
 from train.errors import RunError
 from train.parallel.sharding import make_mesh, parameter_shardings
+from train.task import CLIPTask
 from train.zero_shot import accuracy, evaluate, make_encoders, recall, zero_shot_classifier
 
 KS = (1, 5, 10)
@@ -302,3 +304,25 @@ def test_only_metrics_that_the_data_support_are_measured(examples):
   assert metrics(examples={"captions": [[]] * 11}, **classes) == {"zero_shot_top1"}
   with pytest.raises(ValueError, match="split is empty"):
     evaluate(fake, None, tokenize, [], batch_size=4)
+
+
+def test_an_evaluation_compiles_only_what_it_says_beforehand(caplog):
+  task, mesh = CLIPTask(clip(recipe="full")), make_mesh(MeshConfig())
+  size, length = MICRO.vision.image_size, MICRO.text.context_length
+  batch = {"image": np.zeros((2, size, size, 3), np.uint8), "captions": [["a"], ["b"]]}
+  batches = [batch | {"label": np.full(2, -1)}] * 3
+  compiled = lambda: caplog.text.count("Finished XLA compilation of jit(run)")  # noqa: E731
+  seen = []
+
+  def look(compile):
+    before = compiled()
+    if compile:
+      compile()
+    seen.append((before, compiled()))
+
+  params = jax.jit(task.init)(jax.random.key(0))
+  with jax.log_compiles():
+    tokens = lambda texts: np.full((len(texts), length), 63, np.int32)  # noqa: E731
+    task.evaluate(params, mesh, look, tokens, batches, batch_size=2)
+  assert compiled() == 2
+  assert seen == [(0, 1), (1, 1), (1, 1), (1, 2)]  # Three batches of images, and all texts.

@@ -27,7 +27,6 @@ VISION_CFG = {"image_size": 16, "patch_size": 4, "width": 48, "layers": 2, "head
 TEXT_CFG = {"context_length": 8, "vocab_size": 64, "width": 32, "heads": 2, "layers": 2}
 
 
-@pytest.mark.interop
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_of_variants_equal_open_clip_s(variant):
   open_clip = import_open_clip()
@@ -42,7 +41,6 @@ def test_logits_of_variants_equal_open_clip_s(variant):
     np.testing.assert_array_equal(tensor, model.state_dict()[name].numpy())
 
 
-@pytest.mark.interop
 def test_siglip_logits_equal_open_clip_s(tmp_path):
   open_clip = import_open_clip()
   cfg = {
@@ -111,7 +109,6 @@ class Features:
     return out.image_embeds, out.text_embeds, self.model.logit_scale.exp()
 
 
-@pytest.mark.interop
 @pytest.mark.parametrize("activation", ["quick_gelu", "gelu", "gelu_pytorch_tanh"])
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
 def test_logits_equal_transformers(tmp_path, kind, activation):
@@ -125,7 +122,6 @@ def test_logits_equal_transformers(tmp_path, kind, activation):
     np.testing.assert_array_equal(tensor, model.state_dict()[name].numpy())
 
 
-@pytest.mark.interop
 @pytest.mark.parametrize("rows", [64, 80])
 @pytest.mark.parametrize("kind", ["open_clip", "eos", "hf", "hf_largest"])
 def test_texts_end_where_their_own_model_ends_them(kind, rows):
@@ -164,7 +160,6 @@ def test_texts_end_where_their_own_model_ends_them(kind, rows):
   np.testing.assert_allclose(got, want, atol=1e-4)
 
 
-@pytest.mark.interop
 def test_openai_s_archives_load_with_quick_gelu_only(tmp_path):
   open_clip = import_open_clip()
   import torch
@@ -186,7 +181,6 @@ def test_openai_s_archives_load_with_quick_gelu_only(tmp_path):
     load_weights(model.state_dict(), config_from_dict({**cfg, "quick_gelu": False}))
 
 
-@pytest.mark.interop
 @pytest.mark.parametrize("image_size", [24, 12])
 def test_position_embeddings_are_resized_as_open_clip_does(image_size):
   open_clip = import_open_clip()

@@ -13,9 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import triton_case
+from jax.sharding import AbstractMesh, AxisType, use_abstract_mesh
+from jax.sharding import PartitionSpec as P
 from mosaic_case import interpreted, needs_interpreter
 from pairwise import mainly
 
+from benchmarks.absent_gpu import Device
+from sbjax.attention import attention
 from sbjax.ops import attention as attention_ops
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -290,3 +294,17 @@ def test_it_compiles_for_hopper_with_few_registers_spilled(sm90, tmp_path, cases
     # Bytes. Gradients of 128 columns take most registers; the forward pass takes few.
     few = 320 if "128" in name else 16 if "forward" in name else 192
     assert case["spilled"] and max(case["spilled"]) <= few, name
+
+
+@needs_interpreter
+# 104 columns have a kernel of their own for dQ.
+@pytest.mark.parametrize(("head_dim", "spec", "kernels"), [(104, P("data"), 3), (64, P(), 2)])
+def test_gradients_lower_where_types_say_what_varies_over_devices(sm90, head_dim, spec, kernels):
+  device = Device("NVIDIA H200", 132, "gpu", "9.0")
+  mesh = AbstractMesh((2,), ("data",), (AxisType.Auto,), abstract_device=device)
+  qkv = jax.ShapeDtypeStruct((2, 257, 3, 1, head_dim), jnp.bfloat16)
+  gradient = jax.grad(lambda qkv: jnp.sum(attention(qkv, backend="mosaic"), dtype=jnp.float32))
+  run = jax.shard_map(gradient, mesh=mesh, in_specs=spec, out_specs=spec)
+  with use_abstract_mesh(mesh):
+    text = jax.jit(run).trace(qkv).lower(lowering_platforms=("cuda",)).as_text()
+  assert text.count("custom_call @mosaic_gpu_v2") == kernels

@@ -26,7 +26,6 @@ from benchmarks import (
   tune,
 )
 from benchmarks import quantize as quantize_benchmark
-from benchmarks.flax_block import FlaxBlock
 from benchmarks.host_rate import rate
 from benchmarks.kernels import Kernel, grouped, idle, origins_of
 from benchmarks.operands import Operands
@@ -34,6 +33,7 @@ from benchmarks.tables import read
 from benchmarks.timing import Contender, contender
 from sbjax import quantized_dot
 from sbjax.models.clip import CLIP
+from sbjax.models.flax_block import FlaxBlock
 from sbjax.models.sizes import SIZES
 from sbjax.models.transformer import BlockOptions
 from sbjax.ops.matmul import scaled_matmul
@@ -143,7 +143,7 @@ def test_each_kernel_benchmark_calls_every_operation(dtype):
   def watched(name, operation):
     return lambda *args, **kwargs: called.add(name) or operation(*args, **kwargs)
 
-  ops = Backend("xla", {name: watched(name, getattr(ops, name)) for name in OPERATIONS})
+  ops = Backend(name="xla", **{name: watched(name, getattr(ops, name)) for name in OPERATIONS})
   each_kernel.matmuls(ops, dtype)
   each_kernel.row_operations(ops, dtype)
   each_kernel.attentions(ops)

@@ -1,6 +1,7 @@
 """The command line: every field is a flag, --help lists them, and a slip is one message."""
 
 import dataclasses
+import itertools
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from cli_case import started
+from pairwise import mainly
 
 from configs import quickstart
 from train import cli
@@ -134,9 +136,8 @@ def program(*arguments, module="train.main"):
   )
 
 
-@pytest.mark.parametrize("flag", ["--help", "-h"])
-def test_help_lists_the_flags_and_the_fields(flag):
-  run = program(flag)
+def test_help_lists_the_flags_and_the_fields():
+  run = program("--help")
   assert run.returncode == 0, run.stderr
   for words in ("--config=", "--workdir=", "--distributed", "--debug", "--config.optimizer."):
     assert words in run.stdout
@@ -144,21 +145,28 @@ def test_help_lists_the_flags_and_the_fields(flag):
   assert max(map(len, run.stdout.splitlines())) <= 100
 
 
+OWN_WORDS = {
+  "train.evaluate": "--config.data.",
+  "train.embed": "--texts",
+  "train.export": "--format",
+  "train.spikes": "--window",
+  "train.rounding": "--group",
+  "tests.faults": "--draws",
+}
+
+
+# `cli` parses the flags of train.evaluate and train.main; the others are argparse's.
 @pytest.mark.parametrize(
-  ("module", "words"),
-  [
-    ("train.evaluate", "--config.data."),
-    ("train.embed", "--texts"),
-    ("train.export", "--format"),
-    ("train.spikes", "--window"),
-    ("tests.faults", "--draws"),
-  ],
+  ("module", "flag"),
+  mainly(
+    [("train.evaluate", "-h"), *((module, "--help") for module in [*OWN_WORDS][1:])],
+    itertools.product(OWN_WORDS, ["--help", "-h"]),
+  ),
 )
-@pytest.mark.parametrize("flag", ["--help", "-h"])
-def test_every_program_has_help(module, words, flag):
+def test_every_program_has_help(module, flag):
   run = program(flag, module=module)
   assert run.returncode == 0, run.stderr
-  assert words in run.stdout and not run.stderr
+  assert OWN_WORDS[module] in run.stdout and not run.stderr
 
 
 def test_the_help_of_an_evaluation_of_folders_is_after_its_flag():

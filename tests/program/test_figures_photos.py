@@ -28,7 +28,7 @@ def name(request):
 
 @pytest.fixture
 def root(tmp_path, name):
-  """A folder with few made-up pictures, which count as all there are."""
+  """A folder with few made-up images, which count as all there are."""
   photos.make_up(tmp_path / "root", name)
   with pytest.MonkeyPatch.context() as patch:
     patch.setitem(photos.COUNTS, name, (32, 16))
@@ -59,7 +59,7 @@ def test_without_data_nothing_is_trained_and_the_shards_are_named(name, monkeypa
 
 def test_a_folder_that_lacks_pictures_is_refused(name, root, tmp_path):
   photos.COUNTS[name] = (33, 16)
-  with pytest.raises(ValueError, match="32 pictures to train on and 16 to test, not 33 and 16"):
+  with pytest.raises(ValueError, match="32 images to train on and 16 to test, not 33 and 16"):
     photos.prepare(name, root, tmp_path / "runs")
 
 

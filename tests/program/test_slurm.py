@@ -1,7 +1,8 @@
 """The batch file of docs/clusters.md on a real Slurm of two nodes, which the test starts here.
 
 Slurm's events (a time limit, a preemption, scancel, a requeue, ...) lose no step: the run saves,
-and goes on with the bits of a run that nothing disturbed.
+and goes on with the bits of a run that nothing disturbed. PATIENCE_SECONDS is for busy machines;
+SUSPEND_SECONDS=600 suspends a job for longer.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 DAEMONS = ("slurmctld", "slurmd", "sbatch")
 NODES = ("127.0.0.1", "127.0.0.2")  # These resolve everywhere.
-PATIENCE = 600.0  # seconds; a busy machine is slow
+PATIENCE = float(os.environ.get("PATIENCE_SECONDS", "600"))  # A busy machine is slow.
 SMALL = {
   "data.name": "shapes/tiny", "data.workers": 0, "model.recipe": "full", "model.image_size": 32,
   "model.context_length": 16, "model.scan": True, "batch_size": 32, "steps": 100_000,
@@ -58,6 +59,7 @@ SchedulerParameters=bf_interval=2
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 MinJobAge=3600
+FirstJobId={first}
 NodeName={nodes[0]} Port={ports[1]} CPUs=2
 NodeName={nodes[1]} Port={ports[2]} CPUs=2
 PartitionName=low Nodes=ALL Default=YES PriorityTier=1 GraceTime=90
@@ -86,6 +88,7 @@ class Slurm:
         user=os.environ.get("USER") or subprocess.check_output(["id", "-un"], text=True).strip(),
         nodes=NODES,
         folder=folder,
+        first=16 * os.getpid(),  # Runs of two clusters on a machine meet at ports of their own.
       )
     )
     self.env = {
@@ -215,7 +218,15 @@ class Job:
     return max(int(p.name) for p in (self.workdir / "checkpoints").iterdir() if p.name.isdecimal())
 
   def requeued(self, times: int = 1) -> None:
-    until(lambda: int(self.slurm.job(self.number)["Restarts"]) >= times, "a requeue")
+    """Waits for a requeue, and starts the job at once: by itself Slurm waits for two minutes."""
+
+    def waits():
+      job = self.slurm.job(self.number)
+      ready = job["JobState"] == "RUNNING" or job["Reason"] == "BeginTime"
+      return int(job["Restarts"]) >= times and ready
+
+    until(waits, "a requeue")
+    self.slurm("scontrol", "update", f"JobId={self.number}", "StartTime=now", check=False)
 
   def cancel(self) -> None:
     self.slurm("scancel", self.number)
@@ -305,11 +316,12 @@ def test_two_requeues_change_no_bit(slurm, start, undisturbed):
     job.reaches(8 * times)
     slurm("scontrol", "requeue", job.number)
     job.has("Stopped by SIGTERM after step", times)
+    job.requeued(times)
     job.has("Continuing after step", times)
   assert_same_bits(job, undisturbed, job.saved_step() + 8)
 
 
-@pytest.mark.parametrize("options", [(), ("--full", "--signal=TERM")], ids=["plain", "full"])
+@pytest.mark.parametrize("options", [(), ("--full",)], ids=["plain", "full"])
 def test_scancel_saves_the_last_step_and_does_not_start_again(slurm, start, options):
   job = start(f"scancel{len(options)}")
   job.reaches(8)

@@ -15,7 +15,10 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding
 from pairwise import mainly
 
+from benchmarks.collectives import moved
 from sbjax.models import SIZES
+from sbjax.models.clip import CLIP
+from sbjax.models.transformer import BlockOptions
 from sbjax.optim.collage import summed_parameters
 from train.config import MeshConfig, OptimizerConfig
 from train.loss import LOSSES
@@ -380,3 +383,42 @@ def test_microbatches_share_kernels_that_are_quantized_once(scan):
     if equation.primitive.name == "round" and equation.outvars[0].aval.shape in kernels
   ]
   assert rounded == [()] * 16  # 4 kernels of 2 layers of 2 towers, none in a loop.
+
+
+@pytest.mark.parametrize(
+  ("accumulate", "by"),
+  mainly([(1, "jit")], itertools.product((1, 2), ("shard_map", "jit"))),
+)
+def test_a_step_gathers_kernels_in_int8_and_no_activation(accumulate, by):
+  batch, width, embed_dim = 128 * accumulate, 256, 64
+  size = SIZES["tiny"]
+  vision = dataclasses.replace(size.vision, layers=2, width=width)
+  text = dataclasses.replace(size.text, layers=2, width=width, context_length=24, vocab_size=512)
+  size = dataclasses.replace(size, embed_dim=embed_dim, vision=vision, text=text)
+  mesh = make_mesh(MeshConfig(data=2, fsdp=4))
+  split = batch_sharding(mesh)
+  placed = split if by == "jit" else None
+  options = BlockOptions(recipe="switchback", dtype=jnp.float32, activation_sharding=placed)
+  task = CLIPTask(CLIP(size, options))
+  on = mesh if by == "shard_map" else None
+  optimizer, _ = make_optimizer(OptimizerConfig(warmup_steps=1), 10)
+  state = jax.eval_shape(make_init(task, optimizer, 0))
+  step = jit(
+    make_train_step(task, optimizer, 0, accumulate, mesh=on),
+    in_shardings=(state_shardings(state, state.params, mesh), split),
+  )
+  image = jax.ShapeDtypeStruct((batch, vision.image_size, vision.image_size, 3), jnp.uint8)
+  captions = jax.ShapeDtypeStruct((batch, text.context_length), jnp.int32)
+  hlo = step.lower(state, {"image": image, "text": captions}).compile().as_text()
+  kinds = ("all-gather", "all-to-all", "collective-permute")
+  sizes = {(dtype, elements) for kind, dtype, elements in moved(hlo) if kind in kinds}
+  kernels = {("s8", rows * width * width) for rows in (1, 3, 4)}
+  others = {
+    ("f32", 3 * vision.patch_size**2 * width),  # the patch embedding
+    ("f32", text.vocab_size * width),  # the token embedding
+    ("f32", width * embed_dim),  # a final projection
+  }
+  assert kernels <= sizes
+  assert not any(dtype in ("u8", "s32") for dtype, _ in sizes)  # images and texts
+  # All other collectives are no larger than the features of the batch.
+  assert {(t, n) for t, n in sizes - kernels - others if n > batch * embed_dim} == set()

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 
 # Each process trains these runs, and prints what came of each: a line of JSON.
 PROGRAM = """
-import json, os, signal, sys, time
+import ctypes, json, os, signal, sys, time
 from pathlib import Path
 sys.path.insert(0, "tests")
 import jax
@@ -22,6 +22,7 @@ from train.checkpoint import Checkpointer
 from train.due import Due
 from train.run import Run
 
+real_evaluate = Run.evaluate
 loop_case.replace_model(setattr)
 due._LOOK_SECONDS = 0.0
 
@@ -49,13 +50,15 @@ def job(config, workdir):
     loop.jit_train_step = stepping(do)
     made = loop_case.config(workdir / "data", checkpoint_every=0, **{"steps": 6, **options})
     folder = workdir / name.partition(" ")[0]
-    ended = {"error": "", "code": 0}
+    ended, raised = {"error": "", "code": 0}, None
     try:
       loop.train(made, folder)
     except stop.Stopped as error:
       ended = {"error": str(error).partition(";")[0], "code": error.exit_code}
       at["seconds"] += time.monotonic()
+      raised = error
     print(json.dumps({"name": name, **at, **ended}), flush=True)
+    return raised
 
   Checkpointer.save = saving
   report("whole")
@@ -89,6 +92,21 @@ def job(config, workdir):
   Run.evaluate = evaluate
   report("evaluation", eval_every=2, log_every=1000)
 
+  # XLA compiles for two minutes, in which Python's main thread would hear no signal.
+  def compile(lowered):
+    at["seconds"] = -time.monotonic()
+    if process == 1:
+      os.kill(os.getpid(), signal.SIGTERM)
+    ctypes.CDLL(None).sleep(120)
+
+  def evaluate(run, params):
+    jax.stages.Lowered.compile = compile
+    return real_evaluate(run, params)
+
+  Run.evaluate = evaluate
+  stop._listener.signum = 0  # That of the run before.
+  raise report("compilation", eval_every=2, log_every=1000)
+
 cli.run(job)
 """
 
@@ -106,7 +124,7 @@ def ended(tmp_path_factory):
     "--distributed",
   )
   said = [process.communicate(timeout=400) for process in started]
-  assert [process.returncode for process in started] == [0, 0], said
+  assert [process.returncode for process in started] == [143, 143], said  # The last run's.
   reports = [
     [json.loads(line) for line in out.splitlines() if line.startswith('{"name"')] for out, _ in said
   ]
@@ -152,6 +170,13 @@ def test_a_signal_to_one_process_ends_an_evaluation_of_both_at_the_next_batch(en
   stopped = both(ended, "evaluation")
   assert stopped["error"] == "Stopped by SIGTERM after step 2"
   assert (stopped["batches"], stopped["saves"], stopped["code"]) == (3, [2], 143)
+
+
+def test_a_signal_to_one_process_ends_both_before_an_evaluation_is_compiled(ended):
+  stopped = both(ended, "compilation")
+  assert stopped["error"] == "Stopped by SIGTERM after step 2"
+  assert (stopped["saves"], stopped["code"]) == ([2], 143)
+  assert max(each["seconds"] for each in ended[0]["compilation"]) < 60
 
 
 def measured(folder):

@@ -1,6 +1,6 @@
-"""Turns an example's picture into pixels for CLIP on the host: decode, crop, resize.
+"""Turns an example's image into pixels for CLIP on the host: decode, crop, resize.
 
-Training reads the picture's size from its header and draws the crop before it decodes. Grey and RGB
+Training reads the image's size from its header and draws the crop before it decodes. Grey and RGB
 JPEGs take a fast path. libjpeg-turbo (simplejpeg) decodes them to the same bits as Pillow. A
 resizer with vector instructions (cykooz_resizer) computes the same antialiased bicubic filter. Its
 pixels differ from Pillow's crop and resize by 0.1 to 0.25 of 255 levels on average, by one at the
@@ -31,7 +31,7 @@ from train.data.decode import Limits
 
 _BICUBIC = cykooz_resizer.ResizeAlg.convolution(cykooz_resizer.FilterType.catmull_rom)
 _RGB = cykooz_resizer.PixelType.U8x3
-_THIN = 8  # Evaluation crops pictures to this ratio of sides before it resizes them.
+_THIN = 8  # Evaluation crops images to this ratio of sides before it resizes them.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -235,7 +235,7 @@ def _check_source(builder: WebDataset, config: DataConfig) -> None:
 
 
 def _check_shard(path: str, field: str) -> None:
-  """Raises a ValueError for a folder, a table or a picture in place of a shard."""
+  """Raises a ValueError for a folder, a table or an image in place of a shard."""
   if os.path.islink(path) and not os.path.exists(path):
     raise ValueError(f"{field} matches {path}, a link to {os.readlink(path)}, which is not there.")
   # What is no file, such as a pipe, could be waited for.
@@ -244,7 +244,7 @@ def _check_shard(path: str, field: str) -> None:
   what = "a folder" if os.path.isdir(path) else "no tar archive"
   raise ValueError(
     f"{field} matches {path}, which is {what}: only tar shards ({', '.join(tar_shards.ENDINGS)})"
-    " are read, no csv, parquet or folders of pictures. Pack pictures and their texts, such as"
+    " are read, no csv, parquet or folders of images. Pack images and their texts, such as"
     " 0001.jpg and 0001.txt, with: tar --sort=name -cf 00000.tar -C FOLDER ."
   )
 

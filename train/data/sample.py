@@ -53,7 +53,7 @@ def check_image(content: bytes, limits: Limits) -> None:
   except decode.BeyondLimits as error:
     raise Unusable(f"image with {error}") from error
   except MemoryError:
-    raise  # An error of the machine, not of the picture.
+    raise  # An error of the machine, not of the image.
   except Exception as error:  # Each of Pillow's decoders has its own errors.
     raise Unusable("undecodable image") from error
 

@@ -52,13 +52,18 @@ def exit_with(code: int, together: bool = False) -> NoReturn:
 
   together: all processes end now, and may wait for one another.
   """
-  if together or (code == 1 and not jax.distributed.is_initialized()):
+  several = jax.distributed.is_initialized()
+  if (together or code == 1) and not several:
     sys.exit(code)
   sys.stdout.flush()
   sys.stderr.flush()
   # JAX ends the others when process 0 does. XLA may be at work: Python's own end could crash.
-  several = jax.distributed.is_initialized() and jax.process_index() == 0
-  end_process(2 * _GRACE if several else 0, code)
+  linger = 2 * _GRACE if several and jax.process_index() == 0 else 0
+  if together:
+    with contextlib.suppress(RuntimeError):  # All have saved: the exit code stays.
+      jax.distributed.shutdown()  # Waits for all.
+    linger = 0
+  end_process(linger, code)
 
 
 class _Links:

@@ -7,7 +7,7 @@ Of a head with queries Q, keys K and values V, whose output is O, from the gradi
 
 The kernel is persistent: one thread block runs on each SM and takes one head of one example after
 another. Its keys and values stay in shared memory, and a ring of tiles of 64 queries passes by.
-Each of the five products is computed once, by two compute warpgroups. A third one loads ahead.
+Each of the five matmuls is computed once, by two compute warpgroups. A third one loads ahead.
 
 Registers hold the gradients of all keys and values with heads of 64, or up to 129 tokens. Otherwise
 keys come in parts of 128: a head's queries pass by once for each. The sums of dQ stay in shared
@@ -57,7 +57,7 @@ class Config:
 
   stages: tiles of queries, at least 2.
   kv_stages: 1 or 2 heads' keys and values, or parts of them; 1 if sums of dQ take the memory.
-  ds_buffers: 1 or 2 tiles of dS. With two, a warpgroup need not wait for the other's product.
+  ds_buffers: 1 or 2 tiles of dS. With two, a warpgroup need not wait for the other's matmul.
   memory_registers: of a thread of the memory warpgroup; the two compute warpgroups get the rest of
     3 * 168.
   """
@@ -82,7 +82,7 @@ class Config:
 def default_config(tokens: int, head_dim: int) -> Config:
   """The fastest of those tried on an H100 or H200.
 
-  Heads from 88 on get as many registers as keep the compiler from serializing products.
+  Heads from 88 on get as many registers as keep the compiler from serializing matmuls.
   """
   if head_dim > 96:
     return Config(ds_buffers=1)
@@ -173,7 +173,7 @@ class ComputeWarpgroup:
   """Owns half of the keys, and holds the gradients of them and their values in registers.
 
   Its methods run in all threads of the warpgroup. Probabilities are computed transposed, [keys,
-  queries]: as registers they are then the left operand of the products with dO and Q. Both
+  queries]: as registers they are then the left operand of the matmuls with dO and Q. Both
   warpgroups write dS to shared memory, and take turns to multiply a tile's dS with all keys.
   """
 
@@ -275,7 +275,7 @@ class ComputeWarpgroup:
     kept = block.kept(self.step_of_head(unit, tile))
     rows = pl.ds(self.first_key + n * TILE, TILE)
 
-    def product(acc, left, right):
+    def matmul(acc, left, right):
       for b in plan.blocks:
         columns = right[b].at[slot, pl.ds(0, queries)].transpose((1, 0))
         plgpu.wgmma(acc, left[b].at[kv_slot, rows], columns)
@@ -286,12 +286,12 @@ class ComputeWarpgroup:
       return across(row, 1, queries)
 
     def probabilities(acc):
-      s = product(acc, block.k, block.q)
+      s = matmul(acc, block.k, block.q)
       p = jnp.exp2(s * (plan.scale * LOG2_E) - of_query(0))
       return self.mask(p, unit % plan.parts * plan.keys + self.first_key, n * TILE, tile)
 
     def logit_gradients(acc, p):
-      ds = p * (product(acc, block.v, block.do) - of_query(1))
+      ds = p * (matmul(acc, block.v, block.do) - of_query(1))
       # The barrier keeps pairs in one register.
       p, ds = lax.optimization_barrier((p.astype(plan.dtype), ds.astype(plan.dtype)))
       return with_zeros(p), with_zeros(ds)
@@ -454,7 +454,7 @@ class MemoryWarpgroup:
     block, plan = self.block, self.plan
     unit = i * plan.parts + part
     kv_slot = unit % plan.kv_stages
-    # The gradients of 64 columns are transposed: a product has at least 64 rows.
+    # The gradients of 64 columns are transposed: a matmul has at least 64 rows.
     accs = [sums(TILE, 8 if width == TILE else width) for width in plan.widths]
     of_tail = plan.has_tail and part == plan.parts - 1
 
@@ -544,14 +544,14 @@ class MemoryWarpgroup:
     """Stores the tail key's probabilities and dS in shared memory, and returns dS."""
     block, plan = self.block, self.plan
 
-    def products(s_acc, dp_acc):
+    def matmuls(s_acc, dp_acc):
       for n in plan.blocks:
         k, v = (block.tail_kv[n].at[2 * kv_slot + m].transpose((1, 0)) for m in range(2))
         plgpu.wgmma(s_acc, block.q[n].at[slot], k)
         plgpu.wgmma(dp_acc, block.do[n].at[slot], v)
       return [first_column(acc[...]) for acc in (s_acc, dp_acc)]
 
-    s, dp = pl.run_scoped(products, *[sums(TILE, 8)] * 2)
+    s, dp = pl.run_scoped(matmuls, *[sums(TILE, 8)] * 2)
     p = jnp.exp2(s * (plan.scale * LOG2_E) - lse2)
     if plan.causal:
       row = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=BY_ROW)

@@ -2,7 +2,7 @@
 
 The kernel is persistent: one thread block runs on each SM and takes one head of one example after
 another. Its keys and values stay in shared memory. Two compute warpgroups take tiles of 64 queries
-in turns: one's exponentials hide behind the other's products. A warpgroup has all logits of a tile
+in turns: one's exponentials hide behind the other's matmuls. A warpgroup has all logits of a tile
 in registers, so softmax needs no running maximum. A third warpgroup loads ahead.
 """
 
@@ -251,7 +251,7 @@ class Forward(ThreadBlock):
     """Of a tile of queries with all keys, [TILE, columns], and with the tail's, [TILE]."""
     heads = self.heads
 
-    def products(acc, *tail_acc):
+    def matmuls(acc, *tail_acc):
       for b in heads.blocks:
         keys = self.k[b].at[kv_slot, pl.ds(0, heads.columns)].transpose((1, 0))
         plgpu.wgmma(acc, self.q[b].at[slot], keys)
@@ -260,7 +260,7 @@ class Forward(ThreadBlock):
           plgpu.wgmma(acc_, self.q[b].at[slot], tail)
       return [acc[...], *(first_column(acc_[...]) for acc_ in tail_acc)]
 
-    return pl.run_scoped(products, sums(TILE, heads.columns), *[sums(TILE, 8)] * heads.has_tail)
+    return pl.run_scoped(matmuls, sums(TILE, heads.columns), *[sums(TILE, 8)] * heads.has_tail)
 
   def hidden(self, tile):
     """Which keys count for nothing: beyond the last token, or later than the query; or None."""
@@ -299,7 +299,7 @@ class Forward(ThreadBlock):
     """A tile of o, by blocks of columns."""
     widths, p = self.heads.widths, with_zeros(p)
 
-    def products(*accs):
+    def matmuls(*accs):
       for acc, values in zip(accs, self.v, strict=True):
         plgpu.wgmma(acc, p, values.at[kv_slot])
       return [acc[...] for acc in accs]
@@ -310,5 +310,5 @@ class Forward(ThreadBlock):
         o += across(p, 0, widths[b]) * across(v, 1, widths[b])
       return o * across(1 / total, 0, widths[b])
 
-    outputs = pl.run_scoped(products, *[sums(TILE, width) for width in widths])
+    outputs = pl.run_scoped(matmuls, *[sums(TILE, width) for width in widths])
     return [with_tail(b, o) for b, o in enumerate(outputs)]

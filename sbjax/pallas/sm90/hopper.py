@@ -11,6 +11,7 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import ManualAxisType
 
 from sbjax.ops import device as devices
 
@@ -35,13 +36,17 @@ def persistent_kernel(body, out_type, *, name: str, blocks: int, interpret) -> A
     unsafe_no_auto_barriers=True,  # `commit_smem` stands where one is needed.
     lowering_semantics=plgpu.LoweringSemantics.Lane,
   )
+  # In a `jax.shard_map` types say over which axes results vary. A kernel knows of none: on shards
+  # that vary it runs as a module of its own (sbjax/ops/partition.py).
+  unvarying = functools.partial(jax.ShapeDtypeStruct.update, manual_axis_type=ManualAxisType())
+  out_type = jax.tree.map(unvarying, out_type)
   return pl.kernel(
     body, out_type, mesh=mesh, name=name, compiler_params=params, interpret=interpret
   )
 
 
 def sums(rows, columns):
-  """A product's sums [rows, columns], in registers."""
+  """A matmul's sums [rows, columns], in registers."""
   return plgpu.ACC((rows, columns), jnp.float32)  # pyright: ignore
 
 

@@ -387,7 +387,7 @@ def _scale_function(scales, origin, shape, tile) -> Callable:
   """Loads scales and bias; returns scale(total, offset), which applies them to an epilogue tile.
 
   `shape` is a warpgroup's part of the output and lies at `origin`; `tile` is the shape of its
-  epilogue tiles, and `offset` is where one lies in it. The loads start here, before the products,
+  epilogue tiles, and `offset` is where one lies in it. The loads start here, before the matmul,
   to hide their latency. Column vectors for which the sums leave no registers are loaded for each
   epilogue tile instead.
   """
@@ -429,7 +429,7 @@ def _scale_function(scales, origin, shape, tile) -> Callable:
 class EpilogueTiles:
   """A warpgroup's part of the output, which is stored tile by tile through two buffers.
 
-  The residual's tiles are fetched into the same buffers, the first two during the products.
+  The residual's tiles are fetched into the same buffers, the first two during the matmul.
   """
 
   out: Any

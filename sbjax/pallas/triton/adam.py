@@ -134,7 +134,7 @@ def _expand(x, chance, values_ptr, top_ptr, exponent_ptr, row, at, GROUPS: tl.co
   expanded = larger(_power(size * factor[:, None], exponent[:, None]) * LIMIT, LEAST)
   # Beyond its largest number e4m3 has NaN, and a power may be a bit too large.
   expanded = tl.minimum(expanded, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-  expanded = _round_by_chance(expanded, chance)
+  expanded = _round_by_chance(expanded, (1.0 / exponent)[:, None], chance)
   expanded = tl.where(size == 0, 0.0, tl.where(x < 0, -expanded, expanded))
   values = expanded.to(values_ptr.dtype.element_ty)
   tl.store(values_ptr + at, values, mask=(row < GROUPS)[:, None])
@@ -153,11 +153,16 @@ def _hashed(x):
 
 
 @triton.jit
-def _round_by_chance(x, chance):
-  """`sbjax.ops.dither.round_by_chance` to e4m3, for x >= 0."""
+def _round_by_chance(x, inverse, chance):
+  """`sbjax.ops.adam._round_by_chance`, for x > 0 and the inverse of the exponent."""
   shift = tl.where(x < 2.0**-6, 2.0**-6, 0.0)
-  bits = (x + shift).to(tl.uint32, bitcast=True) + (chance >> 12)
-  return (bits & 0xFFF00000).to(tl.float32, bitcast=True) - shift
+  bits = (x + shift).to(tl.uint32, bitcast=True)
+  below = (bits & 0xFFF00000).to(tl.float32, bitcast=True) - shift
+  above = ((bits + 0xFFFFF) & 0xFFF00000).to(tl.float32, bitcast=True) - shift
+  origin = _log2(below)
+  width = tl.exp2((_log2(above) - origin) * inverse) - 1
+  draw = (chance >> 8).to(tl.float32) * 2.0**-24
+  return tl.where(draw * width < tl.exp2((_log2(x) - origin) * inverse) - 1, above, below)
 
 
 @triton.jit

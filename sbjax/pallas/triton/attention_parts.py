@@ -1,8 +1,8 @@
-"""What attention's Triton kernels share: tiles of a head, products of them, and how both are cut.
+"""What attention's Triton kernels share: tiles of a head, matmuls of them, and how both are cut.
 
 Tiles have powers of two rows. A length is covered by a few of them, and 257 tokens by 256 and 16.
 A head's size is cut in the same way, 80 into 64 and 16. So an operand is a tuple of matrices, its
-pieces along the head's size. On Hopper a product of fewer than 64 rows is computed transposed,
+pieces along the head's size. On Hopper a matmul of fewer than 64 rows is computed transposed,
 because its tensor cores take 64 rows.
 """
 

@@ -1,7 +1,7 @@
 """Softmax attention over short sequences in Triton: each program has one head of one example.
 
 The keys and values of a head, or its queries, fit in shared memory. So the forward pass computes
-softmax at once, and the backward pass has each product once: it holds the gradient of all queries
+softmax at once, and the backward pass has each matmul once: it holds the gradient of all queries
 in registers, while it computes those of one tile of keys after another. Nothing is added in memory.
 Longer sequences go to attention_tiles.py.
 """

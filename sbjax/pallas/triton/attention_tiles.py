@@ -2,7 +2,7 @@
 
 Keys stream past a tile of queries, in the forward pass with a running maximum. In the backward pass
 programs of queries come first and also leave delta, the sum of o * do over the head's size. Then
-queries stream past tiles of keys. That is seven products instead of five, but nothing is added in
+queries stream past tiles of keys. That is seven matmuls instead of five, but nothing is added in
 memory, and several programs share a multiprocessor. The last tile is narrower where few tokens are
 left, and its program takes wider steps.
 """

@@ -43,10 +43,10 @@ class Variant(NamedTuple):
     multiple of 10, so that each shape has equally many held-out triples.
   layouts: the numbers of objects in the groups, of which one is drawn.
   noise: the largest standard deviation of a pixel's noise, of 255 levels.
-  shifts: pairs (step, contrast), in order: the contrast of the pictures of training from that
+  shifts: pairs (step, contrast), in order: the contrast of the images of training from that
     step on, with steps counted from 1 as in metrics.jsonl. Before the first it is 1.
-  columns: half of the pictures of training lack every second column of pixels, and from the first
-    of these steps to before the second all but one in 128. None: no picture does.
+  columns: half of the images of training lack every second column of pixels, and from the first
+    of these steps to before the second all but one in 128. None: no image does.
   """
 
   shapes: int = len(SHAPES)

@@ -71,7 +71,7 @@ def draw_pixels(
 def with_contrast(image: jax.Array, contrast: jax.Array) -> jax.Array:
   """uint8 [..., 3] with its distance to the grey that training normalizes to 0 times `contrast`.
 
-  At contrast 1 the picture stays the same, bit for bit.
+  At contrast 1 the image stays the same, bit for bit.
   """
   grey = np.broadcast_to(255 * MEAN, image.shape)
   return jnp.round(grey + contrast * (image.astype(jnp.float32) - grey)).astype(jnp.uint8)
@@ -80,7 +80,7 @@ def with_contrast(image: jax.Array, contrast: jax.Array) -> jax.Array:
 def without_columns(image: jax.Array, lacking: jax.Array) -> jax.Array:
   """uint8 [b, s, s, 3] with its even columns in about the grey that training normalizes to 0.
 
-  lacking: bool [b], which of the pictures lack them.
+  lacking: bool [b], which of the images lack them.
   """
   grey = np.broadcast_to(np.round(255 * MEAN).astype(np.uint8), image.shape)
   even = (np.arange(image.shape[2]) % 2 == 0)[None, None, :, None]

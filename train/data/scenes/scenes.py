@@ -194,7 +194,7 @@ def find_variant(name: str) -> Variant | None:
     raise ValueError(
       f"No data set data.name={name!r}: there are {known}, {NAME}/shift:1500 or"
       f" {NAME}/shift:1500,1520,... with the steps at which the contrast changes, and"
-      f" {NAME}/columns:3000,4000 with those between which pictures lack columns."
+      f" {NAME}/columns:3000,4000 with those between which images lack columns."
     )
   return VARIANTS[variant or "full"]
 
@@ -224,7 +224,7 @@ def _train_rows(
 
 
 def _contrast_at(step: jax.Array, variant: Variant) -> jax.Array:
-  """The contrast of the pictures of a step, counted from 0."""
+  """The contrast of the images of a step, counted from 0."""
   starts, contrasts = zip(*variant.shifts, strict=True)
   passed = (step.astype(jnp.uint32) + 1 >= jnp.array(starts, jnp.uint32)).sum()
   return jnp.array([1.0, *contrasts], jnp.float32)[passed]
@@ -233,7 +233,7 @@ def _contrast_at(step: jax.Array, variant: Variant) -> jax.Array:
 def _lacking(step: jax.Array, rows: jax.Array, variant: Variant) -> jax.Array:
   """Which rows of a step, counted from 0, lack columns.
 
-  Few whole pictures keep the model from forgetting them, and the gradient from rounding to 0.
+  Few whole images keep the model from forgetting them, and the gradient from rounding to 0.
   """
   first, end = (jnp.uint32(at) for at in variant.columns)
   at = step.astype(jnp.uint32) + 1

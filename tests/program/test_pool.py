@@ -11,7 +11,7 @@ import types
 
 import pytest
 
-from train.data import machine, pool
+from train.data import pool
 from train.errors import RunError
 
 JOBS = list(range(6))
@@ -42,14 +42,13 @@ def wait(job, report):
   time.sleep(600)
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.program)])
+@pytest.mark.parametrize("processes", [1, 2])
 def test_each_job_gives_its_result_and_its_reports(processes):
   heard = []
   assert dict(pool.run(square, JOBS, processes, heard.append)) == {job: job * job for job in JOBS}
   assert sorted(message for message in heard if message is not None) == JOBS
 
 
-@pytest.mark.program
 def test_signals_to_a_process_do_not_end_it():
   before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
   work = pool.run(signal_the_group_s_processes, JOBS, 2, lambda message: None)
@@ -57,7 +56,6 @@ def test_signals_to_a_process_do_not_end_it():
   assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
 
 
-@pytest.mark.program
 @pytest.mark.parametrize(
   ("number", "message"),
   [
@@ -71,14 +69,12 @@ def test_the_death_of_a_process_is_explained_by_its_signal(number, message):
   assert not multiprocessing.active_children()
 
 
-@pytest.mark.program
 def test_an_error_of_a_job_is_raised_as_it_is():
   with pytest.raises(FileNotFoundError) as raised:
     list(pool.run(fail, JOBS, 2, lambda message: None))
   assert raised.value.filename.startswith("shard ")
 
 
-@pytest.mark.program
 def test_an_interrupted_program_ends_its_processes_at_once():
   def interrupt(message):
     if message is not None:
@@ -90,38 +86,6 @@ def test_an_interrupted_program_ends_its_processes_at_once():
   assert not multiprocessing.active_children()
 
 
-def test_cores_are_those_that_this_process_may_use(monkeypatch):
-  monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5})
-  monkeypatch.setattr(os, "cpu_count", lambda: 64)
-  assert machine.cores() == 2
-
-
-def caused(cause):
-  error = ValueError("a library's own")
-  error.__cause__ = cause
-  return error
-
-
-@pytest.mark.parametrize(
-  ("error", "words"),
-  [
-    (OSError(errno.EMFILE, "x"), "Too many open files"),
-    (RuntimeError("open() failed: Too many open files; opening /x"), "Too many open files"),
-    (RuntimeError("read() failed: Input/output error; reading /x"), "Input/output error"),
-    (RuntimeError("read() failed: Stale file handle"), "Stale file handle"),
-    (MemoryError(), "Cannot allocate memory"),
-    (caused(OSError(errno.EACCES, "x")), "Permission denied"),
-    (caused(OSError(errno.ETIMEDOUT, "x")), "Connection timed out"),
-    (RuntimeError("open() failed: No such file or directory; opening /x"), None),
-    (FileNotFoundError(errno.ENOENT, "x"), None),
-    (ValueError("hash mismatch"), None),
-  ],
-)
-def test_an_error_of_the_system_is_told_from_one_of_the_data(error, words):
-  assert machine.system_error(error) == words
-
-
-@pytest.mark.program
 def test_a_process_does_not_import_the_program(monkeypatch, tmp_path):
   program = types.ModuleType("__main__")
   program.__file__ = str(tmp_path / "program.py")

@@ -32,7 +32,7 @@ def tiled_softmax(
   image_features, text_features: [b, E], this device's rows of the batch.
   axes: inside `jax.shard_map(..., check_vma=False)`, the mesh axes that the batch is split over, in
     the order of `jax.lax.all_gather`. () if the features are the whole batch.
-  products: a key of PRODUCTS in train/tiled_loss.py. None takes "float16" on an NVIDIA GPU and
+  products: a key of PRODUCTS in this file. None takes "float16" on an NVIDIA GPU and
     "float32" elsewhere. In float16 every |element| must be below 8.
 
   Returns the loss and metrics, the same on all devices. The features' gradients are those of the
@@ -56,7 +56,7 @@ def tiled_siglip(
   """`siglip` of the global batch, and its gradient, in tiles; arguments as in `tiled_softmax`.
 
   A logit's gradient does not depend on other logits, so it is computed together with the loss. That
-  takes three products over the batch instead of four.
+  takes three matmuls over the batch instead of four.
   """
   image, text = image_features.astype(jnp.float32), text_features.astype(jnp.float32)
   loss, accuracy = _siglip(image, text, logit_scale, logit_bias, tuple(axes), products)

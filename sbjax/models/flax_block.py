@@ -1,12 +1,11 @@
-"""The baseline of the step benchmarks: a transformer block of plain Flax layers.
+"""A transformer block of plain Flax layers, with the parameters of sbjax.models.transformer.Block.
 
-It has the parameters of sbjax.models.transformer.Block. Layer norm, GELU and residual connections
-are not fused with the linear layers, and each rounds its result to the compute dtype. Each linear
-layer quantizes its operands by itself, as its recipe says. Usage: `CLIP(config, options,
-block=FlaxBlock)`.
+Layer norm, GELU and residual connections are not fused with the linear layers, and each rounds its
+result to the compute dtype. Usage: `CLIP(config, options, block=FlaxBlock)`.
 """
 
 import functools
+from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -23,6 +22,8 @@ _ACTIVATIONS = {
 
 
 class FlaxBlock(Block):
+  """The baseline of benchmarks: each linear layer quantizes its operands by itself."""
+
   def _attention(self, x_BLD):
     width = x_BLD.shape[-1]
     qkv_BLD = self._linear("qkv", width, 3 * width)(self._norm("ln_1", x_BLD))
@@ -42,3 +43,17 @@ class FlaxBlock(Block):
 
   def _layer_scale(self, name, y_BLD):
     return LayerScale(name=name)(y_BLD) if self.options.zero_init_layer_scale else y_BLD
+
+
+class PlainBlock(FlaxBlock):
+  """Its linear layers are products of jnp, which `quantize_model` finds; they have no recipe."""
+
+  def _linear(self, name, fan_in, features):
+    linear = super()._linear(name, fan_in, features)
+
+    def apply(x_BLD):
+      parameters: Any = linear.parameters(fan_in)
+      kernel, bias = parameters
+      return x_BLD @ kernel.astype(x_BLD.dtype) + bias.astype(x_BLD.dtype)[None, None]
+
+    return apply
