@@ -28,6 +28,16 @@ OPERATIONS = {
   "gelu_quantize": (lambda ops, norm, h: ops.gelu_quantize(h, INT8_ROW, None)[0], 1, 3),
   "gelu_quantize, h kept": (lambda ops, norm, h: ops.gelu_quantize(h, INT8_ROW, INT8_ROW), 1, 4),
   "gelu_backward": (lambda ops, norm, h, dg: ops.gelu_backward(h, dg, INT8_ROW), 2, 9),
+  "quantize_sum, fold": (
+    lambda ops, norm, dy: ops.quantize_sum((dy,), INT8_ROW, fold=norm.scale)[1:],
+    1,
+    3,
+  ),
+  "gelu_backward, fold": (
+    lambda ops, norm, h, dg: ops.gelu_backward(h, dg, INT8_ROW, fold=norm.scale),
+    2,
+    9,
+  ),
 }
 
 

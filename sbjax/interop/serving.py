@@ -32,7 +32,8 @@ def serving_params(
 
   Args:
     params: float parameters, stacked (`scan=True`) or not.
-    recipe: "switchback" has one scale for a kernel, "switchback_q" one for each of its columns.
+    recipe: "switchback" has one scale for a kernel; "switchback_q" and "switchback_c" have one for
+      each of its columns.
 
   Raises:
     ValueError: no kernel of a CLIP is among the parameters, or the recipe rounds none of them in
