@@ -288,11 +288,10 @@ def _for_activations(run: Run) -> list[str]:
       f"--config.accumulate={more}: as many microbatches, the loss over all of them (now"
       f" {config.accumulate})"
     )
-  saving = dict.fromkeys(("full", "switchback", "switchback_q"), "switchback_m")
-  saving["switchback_c"] = "switchback_cm"
-  if (recipe := config.model.recipe) in saving:
+  if (recipe := config.model.recipe) in ("full", "switchback", "switchback_q", "switchback_c"):
+    saving = "switchback_cm" if recipe == "switchback_c" else "switchback_m"
     choices.append(
-      f"--config.model.recipe={saving[recipe]}: keeps 8-bit operands for the backward pass (now"
+      f"--config.model.recipe={saving}: keeps 8-bit operands for the backward pass (now"
       f" {recipe}; a new run)"
     )
   choices.append(f"--config.batch_size: smaller than {config.batch_size} (a new run)")

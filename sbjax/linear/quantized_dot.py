@@ -112,7 +112,7 @@ def times(x, multiplier: float) -> Any:
   return (at_least_float32(x) * multiplier).astype(x.dtype)
 
 
-def dgrad_weight(ops: Backend, recipe: Recipe, w, dtype) -> Quantized | jax.Array:
+def dgrad_weight(ops: Backend, recipe: Recipe, w, dtype) -> Any:
   """w [K, N], a `saved_weight`, as `dgrad` takes it: in 8 bits, or in dy's dtype."""
   if is_frozen(w):  # It has the 8 bits of the forward pass, which are not rounded again.
     if recipe.dgrad is not None and share_accumulator(recipe.dgrad[0], w.fwd.spec):
@@ -124,7 +124,7 @@ def dgrad_weight(ops: Backend, recipe: Recipe, w, dtype) -> Quantized | jax.Arra
   return simulated.rounded_weight(w, dtype) if simulated else w.astype(dtype)
 
 
-def output_grad_rounding(recipe: Recipe, w: Quantized | jax.Array) -> tuple:
+def output_grad_rounding(recipe: Recipe, w) -> tuple[Spec | None, jax.Array | None]:
   """The Spec of dy for `dgrad` with w, its `dgrad_weight`, and the fold [N]; or None for each.
 
   dgrad sums over outputs, so w's scale of an output multiplies dy before dy is rounded.

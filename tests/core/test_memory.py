@@ -93,6 +93,7 @@ def test_only_unused_options_are_offered():
   done = run(fsdp=8, batch_size=16, accumulate=2, remat="block", recipe="switchback_m")
   assert choices(done) == ["--config.batch_size", "more devices than 8"]
   assert choices(run(devices=1))[-1] == "more devices"
+  assert "--config.model.recipe=switchback_cm" in choices(run(recipe="switchback_c"))
   # "auto" is left only before the step is compiled.
   assert choices(run(remat="auto"))[0] == "--config.accumulate=2"
 
