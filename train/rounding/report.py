@@ -110,7 +110,7 @@ def draw(path: Path, measured: Measured, names: list[str]) -> None:
       axis.set_title(f"{name}, {tower}")
       axis.set_xlabel("block. Dashed: the measured batch; gray: all layers; arrows: at least")
     row[0].set_ylabel("batch at which noise = bias, pairs")
-    row[0].legend(loc="upper left", ncols=4)
+  figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
   figure.savefig(path, dpi=110)
 
 
