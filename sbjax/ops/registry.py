@@ -4,17 +4,16 @@ A backend names who computes. "xla" is the definitions and runs wherever JAX doe
 Triton's kernels, for NVIDIA GPUs from Ampere on. "mosaic" has each row's first kernel: Mosaic's
 where there is one, for Hopper GPUs, else Triton's. Asked for by name, a backend computes, or it
 refuses and says why. Only backend None mixes: it takes the fastest kernel that supports the
-operands, or the definition.
+operands, or the definition. A backend never changes a recipe's numbers.
 """
 
 import functools
 import importlib
 import logging
 import os
-import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -55,8 +54,15 @@ OPERATIONS = {
 }
 
 
-class Backend(types.SimpleNamespace):
+class Backend:
   """The operations as one backend computes them, by their names; and its `name`."""
+
+  def __init__(self, **operations):
+    vars(self).update(operations)
+
+  if TYPE_CHECKING:
+
+    def __getattr__(self, operation: str) -> Callable: ...
 
 
 NAMES = ("xla", "mosaic", "triton")

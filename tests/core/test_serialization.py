@@ -16,6 +16,7 @@ from sbjax.quantize import Quantized, Spec, quantize
 
 # NamedTuples that hold no arrays of a user's: our own tables, and what is used within one trace.
 TABLES = {"Backend", "Operation", "Format", "Row", "Weight", "Layout", "Inits"}
+TABLES |= {"Estimate", "Rounding", "Group", "Forward"}  # Plain numbers of `sbjax.convert.rounding`.
 SPEC = Spec(jnp.int8, "rowwise")
 
 
