@@ -1,6 +1,7 @@
 """Softmax attention: by cuDNN, by kernels for CLIP's lengths, or by XLA."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -124,13 +125,13 @@ def _by_operations_bwd(backend, causal, length, saved, do):
 _by_operations.defvjp(_by_operations_fwd, _by_operations_bwd)
 
 
-def _by_cudnn(qkv, causal, length):
+def _by_cudnn(qkv: Any, causal, length):
   """Attention of q, k and v [B, L, H, D]."""
   batch, padded_length = qkv[0].shape[:2]
   lengths = None
   if length < padded_length:
     # cuDNN leaves gradients of padded tokens undefined; we zero them.
-    qkv = [_without_gradient(x, length) for x in qkv]
+    qkv = tuple(_without_gradient(x, length) for x in qkv)
     # For keys only: with a length for queries too, cuDNN leaves the outputs of padding undefined.
     lengths = None if causal else jnp.full((batch,), length, jnp.int32)
   return jax.nn.dot_product_attention(

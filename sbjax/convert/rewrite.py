@@ -112,7 +112,8 @@ def _equation(eqn, operands, weights, replace: Replace) -> tuple[list, list]:
 
 def _in_layout(eqn, operands, weights) -> tuple[list, list]:
   """The results of an equation that keeps values, and the weights that they are."""
-  results, masters = _bind(eqn, operands), [w.master if w else None for w in weights]
+  results = _bind(eqn, operands)
+  masters: list[Any] = [w.master if w else None for w in weights]
   if eqn.primitive.name == "convert_element_type":
     narrows = eqn.outvars[0].aval.dtype.itemsize < masters[0].dtype.itemsize
     masters = masters if narrows else results

@@ -226,7 +226,7 @@ def _sums(params, residual):
   """hi + lo in float32; hi where there is no lo."""
 
   def add(low, p):
-    high = optax.tree.cast(p, jnp.float32)
+    high: Any = optax.tree.cast(p, jnp.float32)
     if not _is_residual(low):
       return high
     if low.dtype != jnp.int16:
