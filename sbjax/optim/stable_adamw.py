@@ -2,9 +2,9 @@
 
 Adam divides by the root of the second moment, an average over the past. When gradients grow faster
 than it follows, the update is too large: the "stuck in the past" scenario of Wortsman et al. 2023
-(https://arxiv.org/abs/2304.13013). Their StableAdamW measures that by one number for each tensor,
-the RMS, and divides the tensor's learning rate by it: the update clipping of AdaFactor (Shazeer and
-Stern 2018, https://arxiv.org/abs/1804.04235).
+(https://arxiv.org/abs/2304.13013). Their StableAdamW has one measure for each tensor,
+RMS = sqrt(mean(g^2 / u)), and divides the tensor's learning rate by max(1, RMS): the update
+clipping of AdaFactor (Shazeer and Stern 2018, https://arxiv.org/abs/1804.04235).
 """
 
 import functools
