@@ -98,6 +98,8 @@ def _draw_curves(figure, records: list[dict]) -> list:
     axis.grid(alpha=0.3)
     if heading == "RMS of the patch embedding" and curves:
       axis.axhline(1.0, color="gray", linestyle="--", linewidth=1)
+      place = {"transform": axis.get_yaxis_transform(), "va": "bottom", "fontsize": "small"}
+      axis.text(0.01, 1.0, "clipped above", color="gray", **place)
     if heading in ("learning rate", "images/s"):
       axis.set_ylim(bottom=0)
     if len(curves) > 1:
