@@ -79,20 +79,20 @@ class Due:
       self.end = stop.received()
       raise Abandoned from error
 
-  def look(self, compile: Callable[[], object] | None = None) -> None:
+  def look(self, build: Callable[[], object] | None = None) -> None:
     """Raises `Abandoned` if the run is to end; called for each batch of an evaluation.
 
-    compile: compiles what the batch needs. Several processes do so here, in a thread, and agree
+    build: compiles what the batch needs. Several processes do so here, in a thread, and agree
       meanwhile; an error is left to the computation of the batch.
     """
-    if compile and jax.process_count() > 1:
-      self._look_while(compile)
+    if build and jax.process_count() > 1:
+      self._look_while(build)
     self._abandon_for(int(largest_of_all(self._reason())[0]))
 
-  def _look_while(self, compile: Callable[[], object]) -> None:
+  def _look_while(self, build: Callable[[], object]) -> None:
     def run():
       with contextlib.suppress(Exception):
-        compile()
+        build()
 
     thread = threading.Thread(target=run, name="compiler", daemon=True)
     thread.start()
