@@ -53,7 +53,10 @@ def saved(workdir):
 def send(*signums):
   for signum in signums:
     os.kill(os.getpid(), signum)
-  time.sleep(0.05)  # The thread that waits for signals has it then.
+  time.sleep(0.05)
+  deadline = time.monotonic() + 1
+  while not stop.received() and time.monotonic() < deadline:
+    time.sleep(0.01)  # The thread that waits for signals needs longer where the machine is busy.
 
 
 def calling(before, method):
