@@ -16,6 +16,7 @@ import glob
 import itertools
 import shutil
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -183,9 +184,14 @@ class Checkpointer:
       ) from error
 
   def _remove_unfinished(self) -> None:
-    if jax.process_index() == 0:
-      for unfinished in self.directory.glob("*.orbax-checkpoint-tmp"):
+    """Repeats it for seconds: threads of a write that failed may still make files."""
+    deadline = time.monotonic() + 2
+    while jax.process_index() == 0 and time.monotonic() < deadline:
+      for unfinished in (left := [*self.directory.glob("*.orbax-checkpoint-tmp")]):
         shutil.rmtree(unfinished, ignore_errors=True)
+      if not any(unfinished.exists() for unfinished in left):
+        return
+      time.sleep(0.05)
 
   def _check_space(self, step: int, needed: int) -> None:
     """Raises one clear error before the write: on a full disk, each of orbax's threads fails."""

@@ -294,6 +294,20 @@ def test_a_full_disk_is_reported_before_the_write_and_loses_nothing(tmp_path, st
   assert_nothing_is_lost(tmp_path, state)
 
 
+def test_what_a_failed_write_still_makes_is_removed_too(tmp_path, monkeypatch):
+  unfinished, remove, calls = tmp_path / "2.orbax-checkpoint-tmp", shutil.rmtree, []
+  unfinished.mkdir()
+
+  def removing(path, **options):
+    calls.append(path)
+    if len(calls) > 2:  # A file that comes meanwhile keeps its folder.
+      remove(path, **options)
+
+  monkeypatch.setattr(shutil, "rmtree", removing)
+  Checkpointer(tmp_path).close()
+  assert not unfinished.exists() and len(calls) == 3
+
+
 def test_a_failed_write_is_reported_and_loses_nothing(tmp_path, state):
   save(tmp_path, state, [1])
   before = resource.getrlimit(resource.RLIMIT_FSIZE)
