@@ -56,7 +56,7 @@ def send(*signums):
   time.sleep(0.05)
   deadline = time.monotonic() + 1
   while not stop.received() and time.monotonic() < deadline:
-    time.sleep(0.01)  # The thread that waits for signals needs longer where the machine is busy.
+    time.sleep(0.01)  # Until the thread that waits for signals has it.
 
 
 def calling(before, method):
@@ -198,9 +198,9 @@ def test_a_signal_in_a_wait_for_data_saves_the_last_step(train, whole, tmp_path,
 
 def test_a_signal_in_a_save_ends_the_run_after_it(train, tmp_path, monkeypatch):
   monkeypatch.setattr(
-    Checkpointer, "save", calling(lambda: send(signal.SIGHUP, signal.SIGHUP), Checkpointer.save)
+    Checkpointer, "save", calling(lambda: send(signal.SIGUSR1, signal.SIGUSR1), Checkpointer.save)
   )
-  assert "Stopped by SIGHUP after step 2; saved: step 2" in str(stopped(train, tmp_path))
+  assert "Stopped by SIGUSR1 after step 2; saved: step 2" in str(stopped(train, tmp_path))
   assert saved(tmp_path) == [2]
 
 
