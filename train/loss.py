@@ -4,7 +4,7 @@ Both take L2-normalised features [B, E] of the *global* batch and the factor on 
 (not its logarithm). They return the mean loss of a pair and metrics, all float32. These are the
 definitions, in plain jnp: if the features are sharded over the batch, XLA gathers one side's
 [B, E], and each device holds its rows of the [B, B] logits. Training computes the same losses in
-tiles (train/tiled_loss.py): train/task.py takes one of `LOSSES`.
+tiles (parallel/tiled_loss.py): train/task.py takes one of `LOSSES`.
 """
 
 import jax
