@@ -26,7 +26,9 @@ from sbjax.ops.registry import get_backend
 from sbjax.ops.split_k import split_k_matmul
 from sbjax.quantize import INT8
 
-RECIPES = ("full", "switchback", "switchback_m", "switchback_q", "fp8_switchback")
+RECIPES = (
+  "full", "switchback", "switchback_m", "switchback_q", "switchback_c", "fp8_switchback",
+)  # fmt: skip
 ROW, TENSOR = Spec(INT8, "rowwise"), Spec(INT8, "tensorwise")
 OPERATIONS = {  # The operations of a linear layer in `full` and `switchback`.
   "quantize x": lambda ops, a: ops.quantize(a.x, ROW),

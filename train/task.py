@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from sbjax.interop.config_files import read_config
@@ -140,7 +141,9 @@ class CLIPTask(NamedTuple):
 
     encoders = make_encoders(self.model, mesh)
     encoders = encoders._replace(image=calling(encoders.image), text=calling(encoders.text))
-    return evaluate(encoders, params, *args, **options)
+    scalars = {name: np.asarray(x) for name, x in params.items() if name.startswith("logit_")}
+    scale = self.model.apply({"params": scalars}, method="scale")
+    return evaluate(encoders, params, *args, logit_scale=float(scale), **options)
 
   def samples(self, params, mesh: Mesh, *args, **options) -> list[Sample]:
     """Images with their nearest captions; the other arguments are `nearest_captions`'s."""

@@ -75,8 +75,9 @@ def evaluate(
   class_names: Sequence[str] = (),
   templates: Sequence[str] = (),
   retrieval: bool = True,
+  logit_scale: float = 1.0,
 ) -> dict[str, float]:
-  """Zero-shot accuracy if there are class names, and recall if there are captions.
+  """Zero-shot accuracy and loss if there are class names, and recall if there are captions.
 
   Args:
     encoders: of the model.
@@ -87,6 +88,7 @@ def evaluate(
     batch_size: images or texts at a time, over all devices.
     class_names, templates: as in `zero_shot_classifier`.
     retrieval: whether to compute recall.
+    logit_scale: the model's factor on dot products, for the loss.
   """
   encode = functools.partial(encode_rows, params, encoders.mesh, batch_size)
   encode_text = functools.partial(encode, encoders.text)
@@ -104,6 +106,7 @@ def evaluate(
   if class_names and np.any(labels >= 0):
     classifier = zero_shot_classifier(encode_text, tokenize, class_names, templates)
     scores = accuracy(images, labels, classifier)
+    scores["loss"] = mean_loss(images, labels, classifier * np.float32(logit_scale))
     metrics |= {f"zero_shot_{name}": score for name, score in scores.items()}
   texts = [text for texts in captions for text in texts]
   if retrieval and texts:
@@ -196,15 +199,31 @@ def accuracy(
   known = labels >= 0
   if not known.any():
     return {}
-  images, labels = image_features[known], labels[known]
-  ranks = np.concatenate(
-    [
-      label_ranks(images[i : i + _AT_ONCE] @ classifier.T, labels[i : i + _AT_ONCE])
-      for i in range(0, len(images), _AT_ONCE)
-    ]
-  )
+  ranks = _of_logits(label_ranks, image_features[known], labels[known], classifier)
   shares = top_k_accuracy(ranks, len(classifier))
   return {f"top{k}": share for k, share in shares.items()}
+
+
+def mean_loss(image_features: np.ndarray, labels: np.ndarray, classifier: np.ndarray) -> float:
+  """The mean cross-entropy of the labels, which is less noisy than `accuracy`.
+
+  Arguments as there; the classifier is multiplied by the model's logit scale.
+  """
+  known = labels >= 0
+  return float(
+    np.mean(_of_logits(_cross_entropy, image_features[known], labels[known], classifier))
+  )
+
+
+def _of_logits(function: Callable, images, labels, classifier) -> np.ndarray:
+  """function(logits, labels) [N] of images [N, E], some at a time."""
+  pieces = [slice(i, i + _AT_ONCE) for i in range(0, len(images), _AT_ONCE)]
+  return np.concatenate([function(images[p] @ classifier.T, labels[p]) for p in pieces])
+
+
+def _cross_entropy(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
+  own, largest = np.take_along_axis(logits, labels[:, None], axis=1), logits.max(1, keepdims=True)
+  return (np.log(np.exp(logits - largest).sum(1, keepdims=True)) + largest - own)[:, 0]
 
 
 def label_ranks(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:

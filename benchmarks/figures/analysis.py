@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from scipy.stats import t
+from scipy.stats import linregress, t
 
 from train.spikes import LEAD
 
 TOP1 = "classes/zero_shot_top1"
 HELD_OUT = "heldout/zero_shot_top1"
+LOSS = "classes/zero_shot_loss"  # Rows from before 2026-11-29 lack it.
 # Scores on photos, by the headings of their columns.
 RECALL = {
   "image to text, %": "image_to_text_recall@1",
@@ -53,8 +54,8 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def by_run(rows: Sequence[dict], score: str = TOP1) -> dict[tuple[str, int], float]:
-  """The score in percent of the rows that did not diverge, by size and seed."""
-  scored = [row for row in rows if "scores" in row]
+  """100 times the score of the rows that have it and did not diverge, by size and seed."""
+  scored = [row for row in rows if score in row.get("scores", ())]
   return {(row["size"], row["seed"]): 100 * row["scores"][score] for row in scored}
 
 
@@ -66,6 +67,19 @@ def differences(ours: dict, base: dict) -> list[float]:
 def difference(ours: dict, base: dict) -> Estimate:
   """The mean of `differences`."""
   return estimate(differences(ours, base))
+
+
+def slope_of(points: Sequence[tuple[float, float]]) -> Estimate:
+  """The least-squares slope of points (x, y), and half of its 95 % interval.
+
+  >>> slope_of([(0.0, 1.0), (1.0, 3.0), (2.0, 5.0)])
+  Estimate(mean=2.0, half=0.0, n=3)
+  """
+  if len({x for x, _ in points}) < 2 or len(points) < 3:
+    return Estimate(math.nan, math.nan, len(points))
+  found = linregress(*np.transpose(points))
+  half = t.ppf(0.975, len(points) - 2) * found.stderr
+  return Estimate(float(found.slope), float(half), len(points))
 
 
 def at_change(step: int, change: int | None) -> bool:

@@ -17,6 +17,7 @@ from benchmarks.figures import draw_spikes
 from benchmarks.figures.analysis import (
   CIFAR10,
   HELD_OUT,
+  LOSS,
   RECALL,
   TOP1,
   Estimate,
@@ -24,11 +25,13 @@ from benchmarks.figures.analysis import (
   difference,
   differences,
   estimate,
+  slope_of,
 )
 from benchmarks.figures.arms import WORDS, Arm, series_of
 from benchmarks.figures.draw_spikes import legend
 
 Rows = dict[str, dict]
+_FINAL = {"top-1 minus `full`, points": TOP1, "loss minus `full`, hundredths": LOSS}
 
 
 def write(name: str, arms: Sequence[Arm], rows: Rows, folder: Path) -> None:
@@ -160,6 +163,91 @@ def _accuracy_table(arms, rows, what: str, scores: dict[str, str], limit: float)
       diverged = sum("diverged" in rows[arm.name] for arm in runs)
       lines.append(f"| {' | '.join([word, f'`{recipe}`', str(len(runs)), *cells])} | {diverged} |")
   return lines
+
+
+def pairs(figure, arms, rows) -> list[str]:
+  """Of each recipe: top-1 and the loss minus those of `full` with the same seed."""
+  recipes = series_of(arms, _recipe)
+  lines = [f"| recipe | seeds | {' | '.join(_FINAL)} | diverged |", "|---|---|---|---|---|"]
+  axes = figure.subplots(1, len(_FINAL))
+  for name, group in recipes.items():
+    apart = [
+      differences(_scores(group, rows, score), _scores(recipes.get("full", []), rows, score))
+      for score in _FINAL.values()
+    ]
+    if name == "full" or not apart[0]:
+      continue
+    for axis, found in zip(axes, apart, strict=True):
+      _dots(axis, name, found)
+    diverged = sum("diverged" in rows[arm.name] for arm in group)
+    cells = " | ".join(str(estimate(found)) for found in apart)
+    lines.append(f"| `{name}` | {len(apart[0])} | {cells} | {diverged} |")
+  for axis, title in zip(axes, _FINAL, strict=True):
+    axis.axvline(0, color="0.7", linewidth=0.8)
+    axis.set(xlabel=title, title="black: the mean and its 95 % interval")
+  return lines
+
+
+def _dots(axis, name: str, found: Sequence[float]) -> None:
+  """A dot for each of the values on a line of its own, and their mean."""
+  mean = estimate(found)
+  axis.plot(found, [name] * len(found), "o", alpha=0.5)
+  axis.errorbar(mean.mean, name, xerr=np.nan_to_num(mean.half), fmt="k|", capsize=5)
+
+
+def served(figure, arms, rows) -> list[str]:
+  """For each recipe of training: the same weights evaluated in 8 bits, minus in 16."""
+  lines = [f"| trained | evaluated | seeds | {' | '.join(_FINAL)} |", "|---|---|---|---|---|"]
+  axes = figure.subplots(1, len(_FINAL))
+  for trained, group in series_of(arms, _recipe).items():
+    runs = [rows[arm.name] for arm in group if "scores" in rows[arm.name]]
+    by_way = [{trained: run["scores"], **run["served"]} for run in runs if "served" in run]
+    for way in dict.fromkeys(way for run in by_way for way in run if way != "full"):
+      apart = [[100 * (run[way][s] - run["full"][s]) for run in by_way] for s in _FINAL.values()]
+      for axis, found in zip(axes, apart, strict=True):
+        _dots(axis, f"{trained},\nin {way}", found)
+      cells = " | ".join(str(estimate(found)) for found in apart)
+      lines.append(f"| `{trained}` | `{way}` | {len(by_way)} | {cells} |")
+  for axis, title in zip(axes, _FINAL, strict=True):
+    axis.axvline(0, color="0.7", linewidth=0.8)
+    axis.set(xlabel=title.replace("`full`", "in 16 bits"))
+  return lines
+
+
+def by_batch(figure, arms, rows) -> list[str]:
+  """The differences from `full` by batch size, and their slope against its logarithm."""
+  lines = [f"| recipe | batch | seeds | {' | '.join(_FINAL)} |", "|---|---|---|---|---|"]
+  axes = figure.subplots(1, len(_FINAL))
+  for name in sorted(series_of(arms, _recipe).keys() - {"full"}):
+    cells = {}
+    for axis, (title, score) in zip(axes, _FINAL.items(), strict=True):
+      found = _apart_by_batch(name, arms, rows, score)
+      means = {batch: estimate(values) for batch, values in found.items()}
+      halves = [np.nan_to_num(e.half) for e in means.values()]
+      axis.errorbar(
+        list(means), [e.mean for e in means.values()], halves, marker="o", capsize=3, label=name
+      )
+      axis.set(xlabel="images a batch", ylabel=title, xscale="log")
+      for batch, mean in means.items():
+        cells.setdefault(f"{batch:,}", [mean.n]).append(str(mean))
+      slope = slope_of([(np.log2(b), v) for b, values in found.items() for v in values])
+      cells.setdefault("slope, a doubling", [slope.n]).append(str(slope))
+    lines += [f"| `{name}` | {batch} | {' | '.join(map(str, c))} |" for batch, c in cells.items()]
+  for axis in axes:
+    axis.axhline(0, color="0.7", linewidth=0.8)
+    legend(axis)
+  return lines
+
+
+def _apart_by_batch(recipe: str, arms, rows, score: str) -> dict[int, list[float]]:
+  """By batch size: the differences of a recipe's runs from those of `full`."""
+  found = {}
+  for batch, group in series_of(arms, lambda arm: arm.value("batch_size")).items():
+    of = series_of(group, _recipe)
+    ours, base = (_scores(of.get(name, []), rows, score) for name in (recipe, "full"))
+    if apart := differences(ours, base):
+      found[batch] = apart
+  return dict(sorted(found.items()))
 
 
 def curves(label: Callable[[Arm], str]) -> Callable:
@@ -385,6 +473,9 @@ def accuracy_by_last_b2(figure, arms, rows) -> list[str]:
 DRAWINGS = {
   "easy": accuracy,
   "1": accuracy,
+  "pairs": pairs,
+  "served": served,
+  "batch": by_batch,
   "2": curves(_recipe),
   "5": remedies,
   "14": by_block,

@@ -6,6 +6,7 @@ is not finite has `diverged`, its last step. Runs that were interrupted continue
 checkpoints.
 """
 
+import dataclasses
 import json
 import os
 import queue
@@ -21,7 +22,8 @@ import numpy as np
 
 from benchmarks.figures import photos
 from benchmarks.figures.analysis import at_change
-from benchmarks.figures.arms import Arm, change_of, config_of, tiny_config
+from benchmarks.figures.arms import Arm, change_of, config_of, served, tiny_config
+from train.config import Config
 from train.record import read_metrics
 from train.spikes import Rules, find_spikes
 from train.workdir import write_json
@@ -145,7 +147,18 @@ def train_one(arm: Arm, workdir: Path, make_config=config_of, data: Path | None 
     if not diverged:
       raise
     result = {"diverged": int(diverged[1]), "why": str(error).partition("; the loss")[0]}
+  else:
+    result |= {"served": {name: served_scores(config, workdir, name) for name in served(arm)}}
   write_json(workdir / "end.json", result)
+
+
+def served_scores(config: Config, workdir: Path, recipe: str) -> dict[str, float]:
+  """The scores of a run's newest checkpoint, computed with another recipe."""
+  from train.run import make_run
+
+  config = dataclasses.replace(config, model=dataclasses.replace(config.model, recipe=recipe))
+  run = make_run(config, workdir, read_only=True)
+  return run.evaluate(run.restore().state.params)
 
 
 def read_row(arm: Arm, workdir: Path) -> dict:
@@ -160,7 +173,8 @@ def read_row(arm: Arm, workdir: Path) -> dict:
   records = [r for r in metrics if "loss" in r]
   names = ("diverged", "why")
   scores = {"scores": end["eval"]} if "eval" in end else {name: end[name] for name in names}
-  kept = {key: end[key] for key in ("device", "jax", "images_per_second") if key in end}
+  keys = ("device", "jax", "images_per_second", "served")
+  kept = {key: end[key] for key in keys if end.get(key)}
   if not records:  # It diverged before a step was logged.
     return row | scores | {"steps": 0, "curve": []}
   change, spikes = change_of(arm), spikes_of(records)

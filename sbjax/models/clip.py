@@ -138,17 +138,19 @@ class CLIP(nn.Module):
     """
     image_features, image_blocks = self.image(image, train=train, first_example=first_example)
     text_features, text_blocks = self.text(text)
-    if self.init_logit_bias is None:
-      bias, limits = {}, (0.0, MAX_LOG_LOGIT_SCALE)
-    else:
-      bias, limits = {"logit_bias": self.logit_bias}, (-math.inf, math.inf)
+    bias = {} if self.init_logit_bias is None else {"logit_bias": self.logit_bias}
     return {
       **bias,
       "image_features": _normalize(image_features),
       "text_features": _normalize(text_features),
-      "logit_scale": jnp.exp(_clamp(self.logit_scale, *limits)),
+      "logit_scale": self.scale(),
       **{name: {"image": image_blocks[name], "text": text_blocks[name]} for name in image_blocks},
     }
+
+  def scale(self) -> jax.Array:
+    """`logit_scale` of the call, without a pass through the towers."""
+    limits = (0.0, MAX_LOG_LOGIT_SCALE) if self.init_logit_bias is None else (-math.inf, math.inf)
+    return jnp.exp(_clamp(self.logit_scale, *limits))
 
   def encode_image(self, image: jax.Array, train: bool = False, normalize: bool = True):
     """Float32 features [B, E] of images [B, image_size, image_size, 3]."""

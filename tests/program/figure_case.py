@@ -8,6 +8,7 @@ from benchmarks.figures import analysis
 SCORES = [
   analysis.TOP1,
   analysis.HELD_OUT,
+  analysis.LOSS,
   *analysis.RECALL.values(),
   *analysis.CIFAR10.values(),
 ]
