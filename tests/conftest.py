@@ -3,6 +3,7 @@
 import gc
 import os
 import pathlib
+import signal
 
 os.environ["XLA_FLAGS"] = (
   os.environ.get("XLA_FLAGS", "")
@@ -21,6 +22,13 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
 
 import jax
 import pytest
+
+# `nohup` and a shell's `&` ignore these, and programs that tests start and signal would, too.
+for _number, _default in (
+  (signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler),
+):  # fmt: skip
+  if signal.getsignal(_number) is signal.SIG_IGN:
+    signal.signal(_number, _default)
 
 # Traces make many objects and few cycles: the default collects garbage for a sixth of the time.
 gc.set_threshold(100_000, 50, 100)

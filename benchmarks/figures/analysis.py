@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from scipy.stats import linregress, t
+from scipy.stats import t
 
 from train.spikes import LEAD
 
@@ -77,9 +77,11 @@ def slope_of(points: Sequence[tuple[float, float]]) -> Estimate:
   """
   if len({x for x, _ in points}) < 2 or len(points) < 3:
     return Estimate(math.nan, math.nan, len(points))
-  found = linregress(*np.transpose(points))
-  half = t.ppf(0.975, len(points) - 2) * found.stderr
-  return Estimate(float(found.slope), float(half), len(points))
+  x, y = np.transpose(points)
+  x, y, free = x - x.mean(), y - y.mean(), len(points) - 2
+  slope = x @ y / (x @ x)
+  error = math.sqrt(np.sum((y - slope * x) ** 2) / free / (x @ x))
+  return Estimate(float(slope), float(t.ppf(0.975, free) * error), len(points))
 
 
 def at_change(step: int, change: int | None) -> bool:

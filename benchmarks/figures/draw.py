@@ -167,25 +167,37 @@ def _accuracy_table(arms, rows, what: str, scores: dict[str, str], limit: float)
 
 def pairs(figure, arms, rows) -> list[str]:
   """Of each recipe: top-1 and the loss minus those of `full` with the same seed."""
-  recipes = series_of(arms, _recipe)
-  lines = [f"| recipe | seeds | {' | '.join(_FINAL)} | diverged |", "|---|---|---|---|---|"]
+  lines = [
+    f"| recipe | seeds | top-1, % | {' | '.join(_FINAL)} | diverged |",
+    "|---|---|---|---|---|---|",
+  ]
   axes = figure.subplots(1, len(_FINAL))
-  for name, group in recipes.items():
-    apart = [
-      differences(_scores(group, rows, score), _scores(recipes.get("full", []), rows, score))
-      for score in _FINAL.values()
-    ]
-    if name == "full" or not apart[0]:
-      continue
-    for axis, found in zip(axes, apart, strict=True):
+  for name, group in series_of(arms, _recipe).items():
+    apart = [_apart(name, arms, rows, score) for score in _FINAL.values()] if name != "full" else []
+    for axis, found in zip(axes, apart, strict=name != "full"):
       _dots(axis, name, found)
-    diverged = sum("diverged" in rows[arm.name] for arm in group)
-    cells = " | ".join(str(estimate(found)) for found in apart)
-    lines.append(f"| `{name}` | {len(apart[0])} | {cells} | {diverged} |")
+    cells = [estimate(list(_scores(group, rows).values())), *(estimate(found) for found in apart)]
+    lines.append(f"| `{name}` | {len(group)} | {_joined(cells)} | {_diverged(group, rows)} |")
   for axis, title in zip(axes, _FINAL, strict=True):
     axis.axvline(0, color="0.7", linewidth=0.8)
     axis.set(xlabel=title, title="black: the mean and its 95 % interval")
   return lines
+
+
+def _apart(recipe: str, arms, rows, score: str) -> list[float]:
+  """The scores of a recipe's runs minus those of `full` with the same seed."""
+  of = series_of(arms, _recipe)
+  return differences(*(_scores(of.get(name, []), rows, score) for name in (recipe, "full")))
+
+
+def _joined(cells: Sequence[Estimate]) -> str:
+  """The cells of top-1 and of `_FINAL`; empty without a run."""
+  texts = [str(cell) if cell.n else "" for cell in cells]
+  return " | ".join(texts + [""] * (1 + len(_FINAL) - len(texts)))
+
+
+def _diverged(arms, rows) -> int:
+  return sum("diverged" in rows[arm.name] for arm in arms)
 
 
 def _dots(axis, name: str, found: Sequence[float]) -> None:
@@ -197,7 +209,8 @@ def _dots(axis, name: str, found: Sequence[float]) -> None:
 
 def served(figure, arms, rows) -> list[str]:
   """For each recipe of training: the same weights evaluated in 8 bits, minus in 16."""
-  lines = [f"| trained | evaluated | seeds | {' | '.join(_FINAL)} |", "|---|---|---|---|---|"]
+  titles = [title.replace("`full`", "in 16 bits") for title in _FINAL]
+  lines = [f"| trained | evaluated | seeds | {' | '.join(titles)} |", "|---|---|---|---|---|"]
   axes = figure.subplots(1, len(_FINAL))
   for trained, group in series_of(arms, _recipe).items():
     runs = [rows[arm.name] for arm in group if "scores" in rows[arm.name]]
@@ -208,46 +221,47 @@ def served(figure, arms, rows) -> list[str]:
         _dots(axis, f"{trained},\nin {way}", found)
       cells = " | ".join(str(estimate(found)) for found in apart)
       lines.append(f"| `{trained}` | `{way}` | {len(by_way)} | {cells} |")
-  for axis, title in zip(axes, _FINAL, strict=True):
+  for axis, title in zip(axes, titles, strict=True):
     axis.axvline(0, color="0.7", linewidth=0.8)
-    axis.set(xlabel=title.replace("`full`", "in 16 bits"))
+    axis.set(xlabel=title)
   return lines
 
 
 def by_batch(figure, arms, rows) -> list[str]:
   """The differences from `full` by batch size, and their slope against its logarithm."""
-  lines = [f"| recipe | batch | seeds | {' | '.join(_FINAL)} |", "|---|---|---|---|---|"]
+  lines = [
+    f"| recipe | batch | seeds | top-1, % | {' | '.join(_FINAL)} |",
+    "|---|---|---|---|---|---|",
+  ]
   axes = figure.subplots(1, len(_FINAL))
-  for name in sorted(series_of(arms, _recipe).keys() - {"full"}):
-    cells = {}
-    for axis, (title, score) in zip(axes, _FINAL.items(), strict=True):
-      found = _apart_by_batch(name, arms, rows, score)
-      means = {batch: estimate(values) for batch, values in found.items()}
-      halves = [np.nan_to_num(e.half) for e in means.values()]
-      axis.errorbar(
-        list(means), [e.mean for e in means.values()], halves, marker="o", capsize=3, label=name
+  batches = dict(sorted(series_of(arms, lambda arm: arm.value("batch_size")).items()))
+  for name, group in series_of(arms, _recipe).items():
+    apart = [
+      {batch: _apart(name, some, rows, score) for batch, some in batches.items()}
+      for score in (_FINAL.values() if name != "full" else ())
+    ]
+    for axis, found in zip(axes, apart, strict=name != "full"):
+      means = [estimate(values) for values in found.values()]
+      halves = np.nan_to_num([mean.half for mean in means])
+      drawn = axis.errorbar(
+        [f"{b:,}" for b in batches], [m.mean for m in means], halves, marker="o", capsize=3
       )
-      axis.set(xlabel="images a batch", ylabel=title, xscale="log")
-      for batch, mean in means.items():
-        cells.setdefault(f"{batch:,}", [mean.n]).append(str(mean))
-      slope = slope_of([(np.log2(b), v) for b, values in found.items() for v in values])
-      cells.setdefault("slope, a doubling", [slope.n]).append(str(slope))
-    lines += [f"| `{name}` | {batch} | {' | '.join(map(str, c))} |" for batch, c in cells.items()]
-  for axis in axes:
+      drawn.set_label(name)
+    for batch, some in batches.items():
+      own = [arm for arm in some if arm in group]
+      cells = [estimate(list(_scores(own, rows).values()))]
+      cells += [estimate(found[batch]) for found in apart]
+      lines.append(f"| `{name}` | {batch:,} | {len(own)} | {_joined(cells)} |")
+    slopes = [slope_of([(np.log2(b), v) for b in f for v in f[b]]) for f in apart]
+    if slopes:
+      lines.append(
+        f"| `{name}` | slope, a doubling | {slopes[0].n} |  | {' | '.join(map(str, slopes))} |"
+      )
+  for axis, title in zip(axes, _FINAL, strict=True):
     axis.axhline(0, color="0.7", linewidth=0.8)
+    axis.set(xlabel="images a batch", ylabel=title)
     legend(axis)
   return lines
-
-
-def _apart_by_batch(recipe: str, arms, rows, score: str) -> dict[int, list[float]]:
-  """By batch size: the differences of a recipe's runs from those of `full`."""
-  found = {}
-  for batch, group in series_of(arms, lambda arm: arm.value("batch_size")).items():
-    of = series_of(group, _recipe)
-    ours, base = (_scores(of.get(name, []), rows, score) for name in (recipe, "full"))
-    if apart := differences(ours, base):
-      found[batch] = apart
-  return dict(sorted(found.items()))
 
 
 def curves(label: Callable[[Arm], str]) -> Callable:

@@ -224,7 +224,15 @@ def expected(model, params, examples):
   images = encode(normalize(jnp.asarray(examples["image"])), "encode_image")
   classifier = zero_shot_classifier(lambda _: features[len(texts) :], tokenize, NAMES, TEMPLATES)
   top = accuracy(images, examples["label"], classifier)
-  return recall(images, features[: len(texts)], owners) | {"zero_shot_top1": top["top1"]}
+  scores = {"zero_shot_top1": top["top1"], "zero_shot_loss": loss(images, classifier, examples)}
+  return recall(images, features[: len(texts)], owners) | scores
+
+
+def loss(images, classifier, examples):
+  """The mean cross-entropy of the labelled examples, with CLIP's first logit scale."""
+  log_likelihoods = np.log(np.exp(images @ classifier.T / 0.07))
+  log_likelihoods -= np.log(np.exp(log_likelihoods).sum(1, keepdims=True))
+  return -np.mean([log_likelihoods[i, label] for i, label in enumerate(examples["label"][:10])])
 
 
 @pytest.mark.parametrize("devices, fsdp", [(1, 1), (8, 2)])
@@ -240,6 +248,7 @@ def test_evaluation_on_any_mesh_equals_one_batch_of_all_examples(
     batch_size=4,
     class_names=NAMES,
     templates=TEMPLATES,
+    logit_scale=1 / 0.07,
   )
   assert scores == pytest.approx(expected)
   assert all(type(score) is float for score in scores.values())
@@ -299,11 +308,41 @@ def test_only_metrics_that_the_data_support_are_measured(examples):
   classes = {"class_names": NAMES, "templates": TEMPLATES}
   recalls = {f"{way}_recall@{k}" for way in ("image_to_text", "text_to_image") for k in KS}
   assert metrics() == recalls
-  assert metrics(**classes) == recalls | {"zero_shot_top1"}
-  assert metrics(**classes, retrieval=False) == {"zero_shot_top1"}
-  assert metrics(examples={"captions": [[]] * 11}, **classes) == {"zero_shot_top1"}
+  of_classes = {"zero_shot_top1", "zero_shot_loss"}
+  assert metrics(**classes) == recalls | of_classes
+  assert metrics(**classes, retrieval=False) == of_classes
+  assert metrics(examples={"captions": [[]] * 11}, **classes) == of_classes
   with pytest.raises(ValueError, match="split is empty"):
     evaluate(fake, None, tokenize, [], batch_size=4)
+
+
+def test_the_loss_has_the_logit_scale_of_the_parameters(examples):
+  task, mesh = CLIPTask(clip(recipe="full")), make_mesh(MeshConfig(), jax.devices()[:1])
+  size, length = MICRO.vision.image_size, MICRO.text.context_length
+  rng = np.random.default_rng(0)
+  batch = {"image": rng.integers(0, 256, (2, size, size, 3)).astype(np.uint8), "captions": [[], []]}
+
+  def tokens(texts):
+    ids = np.full((len(texts), length), 63, np.int32)
+    ids[:, 0] = np.arange(len(texts))
+    return ids
+
+  params = jax.jit(task.init)(jax.random.key(0))
+  found = [
+    task.evaluate(
+      params | {"logit_scale": jnp.log(scale)},
+      mesh,
+      lambda _: None,
+      tokens,
+      [batch | {"label": np.array([0, 1])}],
+      batch_size=2,
+      class_names=NAMES,
+      templates=["{}"],
+    )["zero_shot_loss"]
+    for scale in (1e-9, 1.0, 50.0, 100.0, 1e4)
+  ]
+  assert found[0] == found[1] and found[3] == found[4]  # It is in [1, 100].
+  assert len(set(found)) == 3
 
 
 def test_an_evaluation_compiles_only_what_it_says_beforehand(caplog):

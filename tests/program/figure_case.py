@@ -3,7 +3,7 @@
 import sys
 
 from benchmarks.figures import __main__ as program
-from benchmarks.figures import analysis
+from benchmarks.figures import analysis, arms
 
 SCORES = [
   analysis.TOP1,
@@ -40,6 +40,7 @@ def row_of(arm, top1=0.5) -> dict:
     "evaluations": [{"step": s, analysis.TOP1: top1 - 0.1 + s / 1e5} for s in (4000, 8000)],
     "curve": [[4000, 2.0], [8000, 1.0]],
     "last_loss": 1.0,
+    "served": dict.fromkeys(arms.served(arm), dict.fromkeys(SCORES, top1)),
     "spikes": {f"rms/image/{name}": spikes for name in names},
     "watched": [{"step": step, **statistics} for step in (20, 8000)],
     "trace": trace,

@@ -30,9 +30,11 @@ def test_arms_of_a_figure_differ_and_are_valid_configs(name):
   for arm in figure.arms:
     config = arms.config_of(arm)
     config.check()
-    assert config.seed == arm.seed and config.model.patch_dropout == 0.5
+    assert config.seed == arm.seed
+    assert config.model.patch_dropout == (0 if name == "batch" else 0.5)
     if arm.size in arms.SIZES:
-      assert config.steps >= 8000 and config.optimizer.warmup_steps == config.steps // 4
+      assert config.optimizer.warmup_steps == config.steps // 4
+      assert config.steps >= (1000 if name == "batch" else 8000)
 
 
 def test_figure_1_has_all_recipes_with_the_same_seeds():
@@ -374,6 +376,89 @@ def test_a_longer_run_has_the_difference_at_each_evaluation(tmp_path):
   ours = [line for line in lines if "switchback" in line]
   assert len(lines) == 4 and len(ours) == 2
   assert all("| 3 |" in line and line.endswith("| 1.00 ± 0.00 |") for line in ours)
+
+
+def _row(arm, better: dict[str, float]) -> dict:
+  """A row whose top-1 is 0.5 and something, and whose loss is 0.5, for its recipe."""
+  return row_of(arm, 0.5) | {
+    "scores": {
+      analysis.TOP1: 0.5 + better[arm.value("model.recipe")] * (1 + arm.seed % 2),
+      analysis.LOSS: 0.5,
+    }
+  }
+
+
+BETTER = {"full": 0.0, "switchback": -0.01, "switchback_c": 0.02}
+
+
+def test_pairs_are_compared_by_seed_and_the_older_ones_come_last(tmp_path):
+  chosen = FIGURES["pairs"].arms
+  assert [arm.seed for arm in chosen[::3]] == [*range(5, 16), *range(5)]
+  rows = {arm.name: _row(arm, BETTER) for arm in chosen}
+  for arm in FIGURES["1"].arms:  # Older rows have no loss: they count for top-1 only.
+    if arm.name in rows:
+      del rows[arm.name]["scores"][analysis.LOSS]
+  draw.write("pairs", chosen, rows, tmp_path)
+  assert (tmp_path / "figure_pairs.md").read_text().splitlines()[2:] == [
+    "| `full` | 16 | 50.00 ± 0.00 |  |  | 0 |",
+    "| `switchback` | 16 | 48.50 ± 0.28 | -1.50 ± 0.28 | 0.00 ± 0.00 | 0 |",
+    "| `switchback_c` | 16 | 53.00 ± 0.55 | 3.00 ± 0.55 | 0.00 ± 0.00 | 0 |",
+  ]
+
+
+def test_8_bits_are_compared_with_16_for_the_same_weights(tmp_path):
+  chosen = FIGURES["served"].arms
+  assert {arm.seed for arm in chosen} == set(range(5, 13))
+  own = chosen[1].value("model.recipe")
+  assert arms.served(chosen[1]) == ("full", "switchback_c") and own == "switchback"
+  assert not arms.served(FIGURES["1"].arms[0]) and not arms.served(FIGURES["batch"].arms[0])
+  rows = {}
+  for arm in chosen:
+    row = _row(arm, BETTER)
+    others = {
+      recipe: {analysis.TOP1: row["scores"][analysis.TOP1] + 0.01, analysis.LOSS: 0.75}
+      for recipe in arms.served(arm)
+    }
+    rows[arm.name] = row | {"served": others}
+  draw.write("served", chosen, rows, tmp_path)
+  table = (tmp_path / "figure_served.md").read_text()
+  assert "| `full` | `switchback` | 8 | 1.00 ± 0.00 | 25.00 ± 0.00 |" in table
+  assert "| `switchback` | `switchback` | 8 | -1.00 ± 0.00 | -25.00 ± 0.00 |" in table
+  assert "| `switchback` | `switchback_c` | 8 | 0.00 ± 0.00 | 0.00 ± 0.00 |" in table
+
+
+def test_the_slope_is_that_of_a_doubling_of_the_batch(tmp_path):
+  chosen = FIGURES["batch"].arms
+  assert len({a.name for a in chosen}) == 39
+  tokens = {arm.value("batch_size") * 65 for arm in chosen}
+  assert [round(n / 1e3) for n in sorted(tokens)] == [33, 266, 1065]
+  rows = {}
+  for arm in chosen:
+    row = _row(arm, dict.fromkeys(BETTER, 0))
+    if arm.value("model.recipe") == "switchback":
+      row["scores"][analysis.TOP1] -= math.log2(arm.value("batch_size") / 512) / 100
+    rows[arm.name] = row
+  draw.write("batch", chosen, rows, tmp_path)
+  assert (tmp_path / "figure_batch.md").read_text().splitlines()[2:9] == [
+    "| `full` | 512 | 5 | 50.00 ± 0.00 |  |  |",
+    "| `full` | 4,096 | 3 | 50.00 ± 0.00 |  |  |",
+    "| `full` | 16,384 | 5 | 50.00 ± 0.00 |  |  |",
+    "| `switchback` | 512 | 5 | 50.00 ± 0.00 | 0.00 ± 0.00 | 0.00 ± 0.00 |",
+    "| `switchback` | 4,096 | 3 | 47.00 ± 0.00 | -3.00 ± 0.00 | 0.00 ± 0.00 |",
+    "| `switchback` | 16,384 | 5 | 45.00 ± 0.00 | -5.00 ± 0.00 | 0.00 ± 0.00 |",
+    "| `switchback` | slope, a doubling | 13 |  | -1.00 ± 0.00 | 0.00 ± 0.00 |",
+  ]
+
+
+def test_a_run_is_scored_in_the_other_recipes_after_its_training(monkeypatch, tmp_path):
+  arm = arms.tiny(FIGURES["served"].arms[0])
+  arm = arm._replace(changes=(*((k, v) for k, v in arm.changes if k != "steps"), ("steps", 4)))
+  monkeypatch.setattr(runs, "served", lambda arm: ("switchback",))
+  runs.train_one(arm, tmp_path, arms.tiny_config)
+  row = runs.read_row(arm, tmp_path)
+  ours = row["served"]["switchback"]
+  assert ours.keys() == row["scores"].keys()
+  assert 0 < abs(ours[analysis.LOSS] - row["scores"][analysis.LOSS]) < 0.01
 
 
 def test_evaluations_are_kept_if_there_are_several():

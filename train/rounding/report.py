@@ -74,6 +74,8 @@ def _forward_cells(forward, layer: str) -> tuple[str, ...]:
 
 
 def _interval(estimate: Estimate) -> str:
+  if not math.isfinite(estimate.value):
+    return "unknown"
   return "{:.2g} ({:.2g} to {:.2g})".format(*estimate)
 
 

@@ -25,11 +25,11 @@ from sbjax.ops import rows as fused_ops
 from sbjax.pallas.triton.call import compute_capability, triton_call
 from sbjax.pallas.triton.rounding import (
   Config,
+  folded_row,
   load_row,
   quantize_row,
   row_constants,
   store_row,
-  times,
   to_float32,
   unsupported_rows,
   zero_row,
@@ -275,8 +275,6 @@ def _gelu_backward_kernel(
   first = tl.program_id(0) * ROWS
   RAGGED: tl.constexpr = M % ROWS != 0
   end = tl.minimum(first + ROWS, M) if RAGGED else first + ROWS
-  if FOLD:
-    fold = load_row(fold_ptr, 0, 1, False, K, PIECES, VECTOR)
   sums = zero_row(PIECES)
   hs_ahead = load_row(h_ptr, first, end, RAGGED, K, PIECES, VECTOR)
   dgs_ahead = load_row(dg_ptr, first, end, RAGGED, K, PIECES, VECTOR)
@@ -303,7 +301,7 @@ def _gelu_backward_kernel(
     store_row(g_ptr, gs, row, M, RAGGED, K, PIECES, VECTOR)
     store_row(dh_ptr, dhs, row, M, RAGGED, K, PIECES, VECTOR)
     if FOLD:
-      dhs = times(dhs, fold)
+      dhs = folded_row(dhs, fold_ptr, K, PIECES, VECTOR)
     if LIMIT is not None:
       quantize_row(
         values_ptr, scale_ptr, dhs, row, M, RAGGED, K, PIECES, VECTOR, THREADS, LIMIT, VIA_FLOAT16

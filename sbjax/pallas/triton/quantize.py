@@ -14,13 +14,13 @@ from sbjax.pallas.triton.call import compute_capability, triton_call
 from sbjax.pallas.triton.rounding import (
   Config,
   cast,
+  folded_row,
   larger,
   load_row,
   pieces,
   power_of_two_factor,
   quantize_row,
   rounding_factor,
-  times,
   to_float32,
 )
 from sbjax.quantize import Quantized, Spec, check_quantizable, factor_and_scale, folded
@@ -228,12 +228,10 @@ def _rowwise_kernel(
   for r in tl.static_range(BLOCK_ROWS):
     rows += (load_row(x_ptr, first_row + r, ROWS, RAGGED, K, PIECES, VECTOR),)
 
-  if FOLD:
-    fold = load_row(fold_ptr, 0, 1, False, K, PIECES, VECTOR)
   for r in tl.static_range(BLOCK_ROWS):
     xs = to_float32(rows[r])
     if FOLD:
-      xs = times(xs, fold)
+      xs = folded_row(xs, fold_ptr, K, PIECES, VECTOR)
     quantize_row(
       *(values_ptr, scale_ptr, xs),
       *(first_row + r, ROWS, RAGGED, K, PIECES, VECTOR, THREADS, LIMIT, VIA_FLOAT16),

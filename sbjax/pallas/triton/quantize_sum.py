@@ -11,12 +11,11 @@ from sbjax.pallas.triton.call import compute_capability, triton_call
 from sbjax.pallas.triton.quantize import quantize
 from sbjax.pallas.triton.rounding import (
   Config,
-  load_row,
+  folded_row,
   piece,
   quantize_row,
   row_constants,
   store_row,
-  times,
   to_float32,
   zero_row,
 )
@@ -111,8 +110,6 @@ def _quantize_sum_kernel(
   first = tl.program_id(0) * ROWS
   RAGGED: tl.constexpr = M % ROWS != 0
   end = tl.minimum(first + ROWS, M) if RAGGED else first + ROWS
-  if FOLD:
-    fold = load_row(fold_ptr, 0, 1, False, K, PIECES, VECTOR)
   sums = zero_row(PIECES)
   ahead = _load_parts(parts, first, end, RAGGED, K // PARTS, PIECES, VECTOR)
   for r in range(ROWS):
@@ -126,7 +123,7 @@ def _quantize_sum_kernel(
       sums_next += (sums[i] + dys[i],)
     sums = sums_next
     if FOLD:
-      dys = times(dys, fold)
+      dys = folded_row(dys, fold_ptr, K, PIECES, VECTOR)
     quantize_row(
       values_ptr, scale_ptr, dys, row, M, RAGGED, K, PIECES, VECTOR, THREADS, LIMIT, VIA_FLOAT16
     )

@@ -168,12 +168,12 @@ def load_row(x_ptr, row, ROWS, RAGGED, K: tl.constexpr, PIECES: tl.constexpr, VE
 
 
 @triton.jit
-def times(xs, ys):
-  """The product of two rows."""
-  zs = ()
-  for i in tl.static_range(len(xs)):
-    zs += (xs[i] * ys[i],)
-  return zs
+def folded_row(xs, fold_ptr, K: tl.constexpr, PIECES: tl.constexpr, VECTOR: tl.constexpr):
+  """A row of float32 pieces xs times fold [K], which is read again: a row fills the registers."""
+  fold, ys = load_row(fold_ptr, 0, 1, False, K, PIECES, VECTOR), ()
+  for i in tl.static_range(len(PIECES)):
+    ys += (xs[i] * fold[i],)
+  return ys
 
 
 @triton.jit
