@@ -7,6 +7,7 @@ zero means "off" where its help says so. `check` is called once, after the flags
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -28,6 +29,7 @@ from train.fields import (
   one_of,
   zero_or_more,
 )
+from train.paths import check_local
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -102,12 +104,44 @@ class DataConfig:
   train_shards: str = field(
     "",
     """Tar shards to import under `name`: globs or {000..099} ranges, relative to root; "::" joins
-    several. "": none.""",
-    PATH,
+    several. "": none. With `stream` also https://, s3://, gs:// and hf://, csv, tsv and parquet
+    files, and @FILE for a list.""",
     MAY_CHANGE,
   )
-  eval_shards: str = field(
-    "", "likewise, for eval_split, which then is one split", PATH, MAY_CHANGE
+  eval_shards: str = field("", "likewise, for eval_split, which then is one split", MAY_CHANGE)
+  stream: bool = field(
+    False, "read train_shards where they lie, again in each run, and import nothing"
+  )
+  streams: int = field(
+    64,
+    """With `stream`: each reads its own shards, and a batch takes equally from each. A divisor of
+    the batch size, a multiple of the processes""",
+    AT_LEAST_1,
+  )
+  block: int = field(
+    256,
+    """With `stream`: neighbouring samples of a shard that are shuffled together. Each stream holds
+    two such blocks in memory""",
+    AT_LEAST_1,
+  )
+  weights: tuple[float, ...] = field(
+    (),
+    """With `stream`: how often samples are drawn from each of the sets of train_shards that "::"
+    joins, such as (2, 1). (): all shards are one set""",
+    Limit("numbers above 0", lambda x: all(0 < each < math.inf for each in x)),
+  )
+  unreadable: str = field(
+    "end",
+    """With `stream`: what a shard does that cannot be read after all tries: "end" the run, or
+    "skip", which lists it""",
+    one_of("end", "skip"),
+    MAY_CHANGE,
+  )
+  max_bad_share: float = field(
+    0.05,
+    "With `stream`: a larger share of samples that cannot be used ends the run",
+    Limit("from 0 to 1", lambda x: 0 <= x <= 1),
+    MAY_CHANGE,
   )
   caption_key: str = field(
     "",
@@ -378,6 +412,9 @@ class Config:
       )
     self._check_parametrization()
     self.profiled()
+    for name in ("train_shards", "eval_shards") if not self.data.stream else ():
+      for each in getattr(self.data, name).split("::"):
+        check_local(each, f"data.{name}", "; data.stream=true reads such shards where they are")
 
   def _check_parametrization(self) -> None:
     """Raises a ValueError for fields that do not go with `model.parametrization`."""

@@ -101,6 +101,7 @@ KINDS = {  # By a field's type.
   float: Kind("float", "a number", float),
   bool: Kind("bool", "true or false", _bool),
   tuple[float, float]: Kind("tuple", "two numbers, such as (0.5, 1)", _numbers),
+  tuple[float, ...]: Kind("tuple", "numbers, such as (2, 1)", _numbers),
   tuple[str, ...]: Kind("texts", "texts, such as ('a {}', 'one {}')", _texts),
 }
 

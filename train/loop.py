@@ -19,6 +19,7 @@ import numpy as np
 from train import memory
 from train.config import Config
 from train.data.prefetch import prefetch_to_device
+from train.data.source import merged
 from train.due import Abandoned, Due, interruptible
 from train.errors import RunError
 from train.optimizer import learning_rates
@@ -95,6 +96,7 @@ def _train(run: Run, workdir: Path, watchdog: Watchdog, due: Due) -> None:
     **run.task.example_sizes,
     process_index=jax.process_index(),
     process_count=jax.process_count(),
+    workdir=workdir,
   )
   watchdog.pauses_for("the checkpoint to continue from")
   restored = run.restore()
@@ -224,7 +226,8 @@ class _Steps:
       return
     self._meter.flush()  # Nothing is saved before it is known to be finite.
     self._watchdog.pauses_for(f"the checkpoint of step {self._step}")
-    position = {**self._position, "tokenizer": self._run.tokenizer_checksum}
+    positions = agreement.gather("the position in the data", self._position)
+    position = {**merged(positions), "tokenizer": self._run.tokenizer_checksum}
     self._run.checkpointer.save(self._step, self._state, position)
     self._saved = self._step
 

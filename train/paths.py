@@ -25,13 +25,16 @@ def local_path(path: str | os.PathLike, what: str, utf8: bool = False) -> Path:
   return Path(path).expanduser()
 
 
-def check_local(path: str | os.PathLike, what: str) -> None:
-  """Raises a RunError for a place on another machine, a null byte, and a ~ without a home."""
+def check_local(path: str | os.PathLike, what: str, but: str = "") -> None:
+  """Raises a RunError for a place on another machine, a null byte, and a ~ without a home.
+
+  but: what else would take such a place.
+  """
   text = os.fspath(path)
   if _SCHEME.match(text):
     raise RunError(
       f"{what}={text!r} is no path of this machine: only local files and folders are read and"
-      " written. Mount that place, or copy the files to a disk."
+      f" written{but}. Mount that place, or copy the files to a disk."
     )
   if "\0" in text:
     raise RunError(f"{what}={text!r} has a null byte, which no path may have.")

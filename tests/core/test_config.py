@@ -8,7 +8,7 @@ import pytest
 
 from train import memory, run, task
 from train.config import Config, DataConfig
-from train.data import prepared
+from train.data import collate
 from train.data.builders import prepare
 from train.data.tokenizer import make_tokenizer
 
@@ -121,7 +121,7 @@ def test_a_tilde_in_a_data_path_is_the_home_folder(tmp_path, monkeypatch):
 
 def test_other_braces_in_a_template_stay_as_they_are(tmp_path):
   config = loop_case.config(tmp_path, **{"data.templates": ("a {} {x}",)})
-  assert prepared._prompts(config, "dog") == ["a dog {x}"]
+  assert collate.prompts(config.data.templates, "dog") == ["a dog {x}"]
 
 
 def test_a_run_reads_its_size_once(tmp_path, monkeypatch):

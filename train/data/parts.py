@@ -23,7 +23,7 @@ import tensorflow_datasets as tfds
 from train.data import sample, tar_shards
 from train.data.classes import check_labels
 from train.data.decode import Limits
-from train.data.sample import Unusable
+from train.data.sample import Unusable, Wanted
 from train.workdir import replace_text
 
 _MOST = 256
@@ -39,11 +39,7 @@ class Shard(NamedTuple):
 
 
 class Options(NamedTuple):
-  """What an import takes from a sample.
-
-  Where both captions and labels are wanted, a sample may lack its label; in a split to evaluate,
-  its captions.
-  """
+  """What an import takes from a sample: `sample.Wanted`, the names of classes, and limits."""
 
   captions: bool
   caption_key: str
@@ -210,22 +206,22 @@ def _example(job: Job, shard: Shard, name: str, files: sample.Files, values: Fou
 def _read_sample(files: sample.Files, options: Options, values: Found) -> dict:
   example = {"image": sample.image(files)}
   sample.check_image(example["image"], options.limits)
-  both, source = options.captions and options.num_classes is not None, ""
+  wanted = Wanted(options.captions, options.caption_key, options.num_classes, options.trains)
+  try:
+    texts = sample.texts(files, wanted)
+  except Unusable as error:
+    if error.reason == sample.OUT_OF_RANGE:
+      values.labels[error.detail] += 1
+    raise
   if options.captions:
-    if both and not options.trains and "cls" in files and not {"txt", "json"} & set(files):
-      example["captions"] = []
-    else:
-      example["captions"], source = sample.captions(files, options.caption_key)
-  if both and "cls" not in files:
-    example["label"] = -1
-  elif options.num_classes is not None:
-    example["label"] = sample.label(files)
-    values.labels[str(example["label"])] += 1  # JSON has no other keys.
-    if not 0 <= example["label"] < options.num_classes:
-      raise Unusable("label out of range", str(example["label"]))
-  if source:
-    values.sources[source] += 1
-    values.captions += len(example["captions"])
+    example["captions"] = texts.captions
+  if texts.label is not None:
+    example["label"] = texts.label
+    if texts.label >= 0:
+      values.labels[str(texts.label)] += 1  # JSON has no other keys.
+  if texts.source:
+    values.sources[texts.source] += 1
+    values.captions += len(texts.captions)
   values.uncaptioned += example.get("captions") == []
   values.unlabelled += example.get("label") == -1
   return example

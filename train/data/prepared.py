@@ -7,14 +7,10 @@ position is one number, so a run resumes exactly, even on another machine.
 """
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import json
 import os
-import re
-import shutil
-import signal
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -23,17 +19,18 @@ import grain
 import jax
 import numpy as np
 import tensorflow_datasets as tfds
-from absl import flags
 from jax.sharding import Mesh
 from tensorflow_datasets.proto import tf_example_pb2
 
 from train.config import Config
+from train.data import collate
 from train.data.augment import CentreCrop, RandomCrop
 from train.data.builders import feature, prepare, unreadable
 from train.data.decode import Limits
-from train.data.machine import cores, describe_exit
+from train.data.machine import cores
 from train.data.records import Records
 from train.data.tokenizer import Tokenizer
+from train.data.workers import in_workers, worker_died
 from train.errors import RunError
 from train.parallel.sharding import batch_sharding
 
@@ -92,7 +89,7 @@ class Prepared(NamedTuple):
         yield from examples[i]["captions"]
     else:
       for name in self.class_names:
-        yield from _prompts(self.config, name)
+        yield from collate.prompts(self.config.data.templates, name)
 
   def train_iterator(
     self,
@@ -102,9 +99,10 @@ class Prepared(NamedTuple):
     context_length: int,
     process_index: int = 0,
     process_count: int = 1,
+    **_,
   ) -> grain.DatasetIterator:
     """This process's share of every batch: its rows of what `to_devices` gives."""
-    tokenize = _Tokenize(tokenizer, context_length)
+    tokenize = collate.Tokenize(tokenizer, context_length)
     share = slice(process_index, None, process_count)
     return _Batches(self, functools.partial(_train_batches, self, tokenize, image_size, share))
 
@@ -118,7 +116,7 @@ class Prepared(NamedTuple):
     batches = (
       grain.MapDataset.source(_Examples(self, split))
       .map(CentreCrop(image_size, Limits.of(self.config.data)))
-      .batch(batch_size, batch_fn=_stack)
+      .batch(batch_size, batch_fn=collate.stack)
       .to_iter_dataset(_threads(self.config.data.prefetch))
     )
     with contextlib.closing(iter(batches)) as iterator:
@@ -140,7 +138,7 @@ def _digest(paths: Iterable[os.PathLike]) -> str:
 
 def _train_batches(
   source: Prepared,
-  tokenize: "_Tokenize",
+  tokenize: collate.Tokenize,
   image_size: int,
   share: slice,  # of the batches of all processes
   split: str,
@@ -220,7 +218,7 @@ class _Examples:
         texts = record[keys.text_key].bytes_list.value
         texts = [text.decode("utf-8", errors="replace") for text in texts]
       else:
-        texts = _prompts(self._config, self._names[label]) if label >= 0 else []
+        texts = collate.prompts(keys.templates, self._names[label]) if label >= 0 else []
     except Exception as error:  # ArrayRecord and protobuf have their own kinds.
       raise unreadable(f"Record {where}", self._folder, error) from error
     if not texts and (label < 0 or self._split == keys.train_split):
@@ -237,32 +235,6 @@ def _only(values: Any, key: str) -> Any:
   if len(values.value) != 1:
     raise ValueError(f"its {key} has {len(values.value)} values")
   return values.value[0]
-
-
-def _prompts(config: Config, name: str) -> list[str]:
-  return [template.replace("{}", name) for template in config.data.templates]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Tokenize:
-  """Makes a batch: stacks the images and tokenizes the captions."""
-
-  tokenizer: Tokenizer
-  context_length: int
-
-  def __call__(self, examples: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
-    return {
-      "image": np.stack([example["image"] for example in examples]),
-      "text": self.tokenizer([example["caption"] for example in examples], self.context_length),
-    }
-
-
-def _stack(examples: Sequence[dict[str, Any]]) -> dict[str, Any]:
-  return {
-    "image": np.stack([example["image"] for example in examples]),
-    "captions": [example["captions"] for example in examples],
-    "label": np.array([example["label"] for example in examples], np.int32),
-  }
 
 
 def _threads(ahead: int) -> grain.ReadOptions:
@@ -292,29 +264,14 @@ class _Batches(grain.DatasetIterator):
     batches = self._batches.slice(slice(first, None))
     if not self._workers:
       return batches.to_iter_dataset(_threads(self._ahead))
-    if not flags.FLAGS.is_parsed():  # grain's workers read flags; absl's `app.run` parses them.
-      flags.FLAGS.mark_as_parsed()
     # One thread in each worker is enough, since the workers run in parallel.
-    return batches.to_iter_dataset(_threads(1)).mp_prefetch(
-      grain.MultiprocessingOptions(
-        num_workers=self._workers,
-        per_worker_buffer_size=max(1, self._ahead // self._workers),
-      ),
-      worker_init_fn=_leave_the_accelerator,
-    )
+    dataset = batches.to_iter_dataset(_threads(1))
+    return in_workers(dataset, self._workers, self._ahead // self._workers)
 
   def __next__(self) -> dict[str, np.ndarray]:
     self.start_prefetch()
-    try:
+    with worker_died(self._workers):
       batch = next(self._iterator)
-    except RuntimeError as error:
-      code = re.search(r"Worker process was terminated .* exit code (-?\d+)", str(error))
-      if not code:
-        raise
-      raise RunError(
-        f"A worker process that loads data {_describe_end(int(code[1]), self._workers)} The same"
-        " command continues."
-      ) from error
     self._given += 1
     # Copies out of the workers' shared memory. grain frees that with its arrays: late, at exit.
     return {name: np.array(values) for name, values in batch.items()} if self._workers else batch
@@ -344,19 +301,3 @@ class _Batches(grain.DatasetIterator):
     if self._iterator is not None:
       self._iterator.close()
       self._iterator = None
-
-
-def _describe_end(code: int, workers: int) -> str:
-  """How a worker ended, and what would need less memory or less of /dev/shm, where batches pass."""
-  if -code not in (signal.SIGKILL, signal.SIGBUS):
-    return f"{describe_exit(code)}."
-  room = shutil.disk_usage("/dev/shm").total / 1e6
-  return (
-    f"{describe_exit(code)}. Fewer data.workers (now {workers}) and a smaller data.prefetch take"
-    f" less; /dev/shm has {room:,.0f} MB, and data.workers=0 takes nothing there."
-  )
-
-
-def _leave_the_accelerator(worker: int, workers: int) -> None:
-  """Keeps JAX in a worker off the GPU."""
-  jax.config.update("jax_platforms", "cpu")

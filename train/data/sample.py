@@ -7,11 +7,13 @@ dot of a file's name, in lower case. In place of a content that cannot be read i
 import json
 import warnings
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from train.data import decode
 from train.data.decode import Limits
 
 IMAGES = ("jpg", "jpeg", "png", "webp", "avif", "gif", "bmp", "tif", "tiff")  # The first counts.
+OUT_OF_RANGE = "label out of range"
 READ = (*IMAGES, "txt", "json", "cls")
 
 
@@ -56,6 +58,46 @@ def check_image(content: bytes, limits: Limits) -> None:
     raise  # An error of the machine, not of the image.
   except Exception as error:  # Each of Pillow's decoders has its own errors.
     raise Unusable("undecodable image") from error
+
+
+class Wanted(NamedTuple):
+  """The texts that a sample must have.
+
+  Where both captions and labels are wanted, a sample may lack its label; in a split to evaluate,
+  its captions.
+  """
+
+  captions: bool
+  caption_key: str
+  num_classes: int | None  # Labels are less; None: labels are left out.
+  trains: bool  # whether the split is the one to train on
+
+
+class Texts(NamedTuple):
+  captions: list[str]
+  source: str  # of the captions; "": there are none
+  label: int | None  # -1: the sample has none; None: no label is wanted
+
+
+def texts(files: Files, wanted: Wanted) -> Texts:
+  """The captions and the label of a sample.
+
+  Raises:
+    Unusable: one that is wanted is missing or wrong.
+  """
+  found, source, number = [], "", None
+  both = wanted.captions and wanted.num_classes is not None
+  if wanted.captions and (
+    wanted.trains or not both or "cls" not in files or {"txt", "json"} & set(files)
+  ):
+    found, source = captions(files, wanted.caption_key)
+  if both and "cls" not in files:
+    number = -1
+  elif wanted.num_classes is not None:
+    number = label(files)
+    if not 0 <= number < wanted.num_classes:
+      raise Unusable(OUT_OF_RANGE, str(number))
+  return Texts(found, source, number)
 
 
 def captions(files: Files, key: str = "") -> tuple[list[str], str]:

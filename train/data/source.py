@@ -4,7 +4,8 @@ A new format is a file with a class of these methods and a function that opens i
 `_FORMATS`. An evaluation also reads folders as CLIP_benchmark has them (train/data/wds_folder.py).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import grain
@@ -13,6 +14,8 @@ from jax.sharding import Mesh
 from train.config import Config
 from train.data import prepared
 from train.data.scenes import scenes
+from train.data.stream import batches
+from train.data.stream import source as stream
 from train.data.tokenizer import Tokenizer
 from train.data.wds_folder import EVAL_SPLIT, WdsFolder, open_folder
 from train.errors import RunError
@@ -51,11 +54,14 @@ class Source(Protocol):
     context_length: int,
     process_index: int = 0,
     process_count: int = 1,
+    workdir: Path | None = None,
   ) -> grain.DatasetIterator:
     """This process's items, one for each step, without end, for `to_devices`.
 
-    Its state is small, is JSON, and is the same in all processes. Each epoch draws crop, flip and
-    one of the captions anew.
+    Its state is small and JSON. A process may have a part of it: `merged` joins them. Each epoch
+    draws crop, flip and one of the captions anew.
+
+    workdir: for a list of samples that cannot be used, if a run finds them as it reads.
     """
 
   def to_devices(
@@ -80,6 +86,7 @@ class Source(Protocol):
 # takes all that are left.
 _FORMATS: tuple[Callable[[Config], Source | None], ...] = (
   scenes.open_scenes,
+  stream.open_streamed,
   prepared.open_prepared,
 )
 
@@ -91,6 +98,11 @@ def open_source(config: Config) -> Source:
     ValueError, RunError: there is none, or it is damaged.
   """
   return next(source for opens in _FORMATS if (source := opens(config)) is not None)
+
+
+def merged(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+  """The state of all processes' `train_iterator`s, for a checkpoint."""
+  return batches.merged(states)
 
 
 def check_split(source: Source, split: str) -> None:

@@ -1,0 +1,245 @@
+"""The Source of tar shards that are read where they lie: of a disk or of an object store.
+
+A run reads them in the order that `order` gives, keeps nothing on the disk but a list of what it
+left out, and holds `data.streams` x two blocks in memory, over all processes.
+"""
+
+import contextlib
+import hashlib
+import itertools
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from train.config import Config
+from train.data import collate, sample
+from train.data.augment import CentreCrop, RandomCrop
+from train.data.classes import read_class_names
+from train.data.decode import Limits
+from train.data.machine import cores
+from train.data.sample import Unusable, Wanted
+from train.data.stream import formats, stores
+from train.data.stream.batches import Batches, Plan
+from train.data.stream.streams import Reading, ShardSet
+from train.data.tar_shards import DamagedShard
+from train.data.tokenizer import Tokenizer
+from train.errors import RunError
+from train.parallel.sharding import batch_sharding
+from train.paths import local_path
+
+_CAPTIONS = 100_000  # that a tokenizer is made of
+_SHARDS_OF_CAPTIONS = 16  # from which these are taken
+
+
+class Streamed(NamedTuple):
+  """Sets of shards to train on, and those to evaluate on."""
+
+  config: Config
+  sets: tuple[ShardSet, ...]
+  eval_shards: tuple[str, ...]
+  class_names: list[str] | None
+
+  @property
+  def full_name(self) -> str:
+    return self.config.data.name
+
+  def identity(self) -> dict[str, object]:
+    shards = sum(len(each.shards) for each in self.sets)
+    return {
+      "its shards (number, digest of their names)": [shards, self._digest()],
+      "those to evaluate on": _digest(self.eval_shards),
+    }
+
+  def size(self, split: str) -> int | None:
+    data = self.config.data
+    if split == data.train_split:
+      return None
+    if split == data.eval_split and self.eval_shards:
+      return len(self.eval_shards)  # Their samples are not counted.
+    raise ValueError(
+      f"data.stream reads whole splits: data.train_split={data.train_split!r} is that of"
+      f" data.train_shards, and data.eval_split={data.eval_split!r} needs data.eval_shards."
+    )
+
+  def captions(self) -> Iterator[str]:
+    """The first captions of some shards: all of a large set would take as long as a run."""
+    data = self.config.data
+    if not data.text_key:
+      for name in self.class_names or ():
+        yield from collate.prompts(data.templates, name)
+      return
+    shards = [shard for each in self.sets for shard in each.shards]
+    places = np.linspace(0, len(shards) - 1, min(len(shards), _SHARDS_OF_CAPTIONS)).astype(int)
+    chosen = [shards[i] for i in places]
+    for shard in chosen:
+      examples = self._examples(shard, trains=True)
+      texts = (text for example in examples for text in example["captions"])
+      yield from itertools.islice(texts, _CAPTIONS // len(chosen))
+
+  def train_iterator(
+    self,
+    tokenizer: Tokenizer,
+    *,
+    image_size: int,
+    context_length: int,
+    process_index: int = 0,
+    process_count: int = 1,
+    workdir: Path | None = None,
+  ) -> Batches:
+    config, data = self.config, self.config.data
+    own, rest = divmod(data.streams, process_count)
+    each, over = divmod(config.batch_size, data.streams)
+    if rest or over:
+      raise ValueError(self._does_not_divide(process_count))
+    if few := next((each for each in self.sets if len(each.shards) < data.streams), None):
+      most = _largest(config.batch_size, process_count, len(few.shards))
+      raise ValueError(
+        f"data.streams={data.streams} need as many shards, and {few.shards[0]} is one of"
+        f" {len(few.shards)}: set data.streams={most}, or make smaller shards."
+      )
+    limits = Limits.of(data)
+    plan = Plan(
+      sets=self.sets,
+      streams=data.streams,
+      each=each,
+      seed=config.seed,
+      reading=Reading(
+        self._wanted(trains=True),
+        tuple(tuple(collate.prompts(data.templates, name)) for name in self.class_names or ()),
+        data.max_member_bytes,
+        data.block,
+        data.unreadable == "skip",
+      ),
+      crop=RandomCrop(image_size, tuple(data.crop_scale), data.flip, limits),
+      tokenize=collate.Tokenize(tokenizer, context_length),
+    )
+    name = "skipped.jsonl" if not process_index else f"skipped-{process_index}.jsonl"
+    return Batches(
+      plan,
+      range(process_index * own, (process_index + 1) * own),
+      data.workers,
+      data.prefetch,
+      self._digest(),
+      workdir / name if workdir else None,
+      data.max_bad_share,
+    )
+
+  def to_devices(self, mesh: Mesh, **_) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    sharding = batch_sharding(mesh)
+    return lambda batch: {
+      name: jax.make_array_from_process_local_data(sharding, values)
+      for name, values in batch.items()
+    }
+
+  def eval_batches(
+    self, split: str, *, image_size: int, batch_size: int
+  ) -> Iterator[dict[str, Any]]:
+    self.size(split)
+    crop = CentreCrop(image_size, Limits.of(self.config.data))
+    examples = (e for shard in self.eval_shards for e in self._examples(shard, trains=False))
+    with contextlib.closing(examples), ThreadPoolExecutor(cores()) as pool:
+      while some := list(itertools.islice(examples, batch_size)):
+        yield collate.stack(list(pool.map(crop, some)))
+
+  def _examples(self, shard: str, trains: bool) -> Iterator[dict[str, Any]]:
+    """The samples of a shard that can be used, in their order."""
+    data, wanted = self.config.data, self._wanted(trains)
+    try:
+      for _, key, files in formats.samples(shard, 0, data.max_member_bytes):
+        with contextlib.suppress(Unusable):
+          image, texts = sample.image(files), sample.texts(files, wanted)
+          if not trains:
+            sample.check_image(image, Limits.of(data))
+          label = -1 if texts.label is None else texts.label
+          captions = texts.captions
+          if not data.text_key and label >= 0:
+            captions = collate.prompts(data.templates, self.class_names[label])
+          where = f"{shard}:{key}"
+          yield {"where": where, "image": image, "captions": captions, "label": label}
+    except DamagedShard as error:
+      raise RunError(f"{error} The shard is damaged: copy it again.") from error
+    except stores.Unreadable as error:
+      raise RunError(f"{error} The same command continues.") from error
+
+  def _wanted(self, trains: bool) -> Wanted:
+    data, names = self.config.data, self.class_names
+    return Wanted(
+      bool(data.text_key), data.caption_key, None if names is None else len(names), trains
+    )
+
+  def _digest(self) -> str:
+    return _digest(f"{each.weight:g} {shard}" for each in self.sets for shard in each.shards)
+
+  def _does_not_divide(self, process_count: int) -> str:
+    batch, streams = self.config.batch_size, self.config.data.streams
+    fits = [n for n in range(1, batch + 1) if batch % n == 0 and n % process_count == 0]
+    nearest = min(fits, key=lambda n: abs(n - streams), default=None)
+    advice = f"the nearest that is both is {nearest}" if nearest else "no number is both"
+    return (
+      f"data.streams={streams} must divide batch_size={batch}, and be a multiple of the"
+      f" {process_count} processes: {advice}."
+    )
+
+
+def open_streamed(config: Config) -> Streamed | None:
+  """The shards that the config names, if it streams them.
+
+  Raises:
+    ValueError, RunError: there are none, or the config asks for something else of them.
+  """
+  data = config.data
+  if not data.stream:
+    return None
+  if not data.train_shards:
+    raise ValueError("data.stream=true needs data.train_shards, the shards to read.")
+  parts = data.train_shards.split("::") if data.weights else [data.train_shards]
+  weights = data.weights or (1.0,)
+  if len(parts) != len(weights):
+    raise ValueError(
+      f"data.weights={weights} are {len(weights)} numbers, and data.train_shards="
+      f"{data.train_shards!r} are {len(parts)} sets, joined by '::': give each set a weight."
+    )
+  sets = tuple(
+    ShardSet(tuple(stores.expand(part, data.root)), weight)
+    for part, weight in zip(parts, weights, strict=True)
+  )
+  evaluated = tuple(stores.expand(data.eval_shards, data.root)) if data.eval_shards else ()
+  trained = {shard for each in sets for shard in each.shards}
+  if shared := trained & set(evaluated):
+    raise ValueError(
+      f"data.train_shards={data.train_shards!r} and data.eval_shards={data.eval_shards!r} both name"
+      f" {min(shared)}: an evaluation would score what was trained on."
+    )
+  return Streamed(config, sets, evaluated, _class_names(config))
+
+
+def _class_names(config: Config) -> list[str] | None:
+  data = config.data
+  if not data.label_key:
+    return None
+  if not data.class_names:
+    raise ValueError(
+      "data.stream with data.label_key needs data.class_names, a file with the name of each class:"
+      " what labels there are is not known before all shards were read."
+    )
+  try:
+    return read_class_names(local_path(data.root, "data.root") / data.class_names)
+  except FileNotFoundError as error:
+    raise ValueError(f"No file data.class_names={data.class_names!r}.") from error
+
+
+def _digest(names) -> str:
+  digest = hashlib.sha256()
+  for name in names:
+    digest.update(name.encode(errors="surrogateescape") + b"\0")
+  return digest.hexdigest()[:16]
+
+
+def _largest(batch_size: int, process_count: int, most: int) -> int:
+  fits = (n for n in range(most, 0, -1) if batch_size % n == 0 and n % process_count == 0)
+  return next(fits, 1)

@@ -1,0 +1,222 @@
+"""A logical stream: samples of its shards without end, in blocks that are shuffled within.
+
+A block is read ahead in a thread while the one before is given. What a stream gives next is a
+function of its state, some whole numbers, and of what its shards hold; so a run that resumes reads
+a block of each stream again and goes on.
+"""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, Future
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from train.data import sample
+from train.data.sample import Unusable
+from train.data.stream import formats, stores
+from train.data.stream.order import Order, Position
+from train.data.tar_shards import DamagedShard
+from train.errors import RunError
+
+MOST_BYTES = 2**26  # of a block: larger samples make shorter blocks
+
+
+class Reading(NamedTuple):
+  """How samples are read."""
+
+  wanted: sample.Wanted
+  prompts: tuple[tuple[str, ...], ...]  # of each label, for data without captions
+  max_bytes: int  # of a file
+  block: int  # samples that are shuffled together
+  leaves_out: bool  # whether an unreadable shard is left out, and does not end the run
+
+
+class ShardSet(NamedTuple):
+  """Shards that are read with one weight."""
+
+  shards: tuple[str, ...]
+  weight: float = 1.0
+
+
+class Skipped(NamedTuple):
+  """A sample, or the rest of a shard, that was left out."""
+
+  shard: str
+  key: str | None  # None: the rest of the shard
+  reason: str
+  detail: str = ""
+
+
+class Block(NamedTuple):
+  position: Position  # of its beginning
+  examples: list[dict[str, Any]]  # in the order in which they are given
+  skipped: list[Skipped]
+
+
+def blocks(
+  shards: Sequence[str], order: Order, position: Position, reading: Reading
+) -> Iterator[Block]:
+  """The blocks of a stream from a position on, without end.
+
+  Raises:
+    RunError: a shard cannot be read or has changed, or none of the stream has a sample.
+  """
+  found, sizes = True, {}
+  if position.size:
+    sizes[order.shard(position)] = position.size
+  while True:
+    number = order.shard(position)
+    if number is None:
+      if not found:
+        raise RunError(f"No shard of stream {order.stream} has a sample that can be used.")
+      position, found = position.next_epoch(), False
+      continue
+    for block in _of_shard(shards[number], order, position, reading):
+      if (size := block.position.size) != sizes.setdefault(number, size):
+        raise RunError(
+          f"{shards[number]} has changed under this run: it has {size:,} bytes now, and had"
+          f" {sizes[number]:,}. Bring it back, or begin a run of its own in a new --workdir."
+        )
+      found |= bool(block.examples)
+      yield block
+    position = position.next_shard()
+
+
+def _of_shard(shard: str, order: Order, begins: Position, reading: Reading) -> Iterator[Block]:
+  """The blocks of a shard from a position on; the last may hold only what was left out."""
+  examples, skipped, count, size = [], [], 0, 0
+
+  def block() -> Block:
+    return Block(begins, [examples[i] for i in order.shuffled(begins, len(examples))], skipped)
+
+  for item in _samples(shard, begins.start, reading):
+    match item:
+      case int(bytes_of_shard):
+        begins = begins._replace(size=bytes_of_shard, taken=0)
+      case Skipped():
+        skipped.append(item)
+      case end, key, files:
+        count += 1
+        try:
+          examples.append(_example(shard, key, files, reading))
+          size += len(examples[-1]["image"])
+        except Unusable as error:
+          skipped.append(Skipped(shard, key, error.reason, error.detail))
+        if count == reading.block or size >= MOST_BYTES:
+          yield block()
+          begins = begins._replace(start=end)
+          examples, skipped, count, size = [], [], 0, 0
+  if examples or skipped:
+    yield block()
+
+
+def _samples(
+  shard: str, start: int, reading: Reading
+) -> Iterator[int | tuple[int, str, sample.Files] | Skipped]:
+  """The shard's size, its samples from `start` on, and what ended it before its end."""
+  try:
+    yield stores.version(shard).size
+    yield from formats.samples(shard, start, reading.max_bytes)
+  except DamagedShard as error:
+    yield Skipped(shard, None, "damaged", str(error))
+  except stores.Unreadable as error:
+    if not reading.leaves_out:
+      raise RunError(
+        f"{error} data.unreadable='skip' leaves such shards out. The same command continues."
+      ) from error
+    yield Skipped(shard, None, "unreadable", str(error))
+
+
+def _example(shard: str, key: str, files: sample.Files, reading: Reading) -> dict[str, Any]:
+  image = sample.image(files)
+  texts = sample.texts(files, reading.wanted)
+  captions = texts.captions or list(reading.prompts[texts.label])
+  return {"shard": shard, "key": key, "image": image, "captions": captions, "label": texts.label}
+
+
+class Stream:
+  """Samples of one logical stream; `state` is where it is.
+
+  With several sets each draw chooses one by a seeded number and the weights.
+  """
+
+  def __init__(
+    self,
+    sets: Sequence[ShardSet],
+    index: int,
+    count: int,
+    seed: int,
+    reading: Reading,
+    state: Sequence,
+    executor: Executor,
+  ):
+    """
+    Args:
+      index, count: which of how many streams.
+      state: as `state` returned it, or () at the beginning.
+      executor: reads ahead.
+    """
+    self.drawn, self.skipped, *positions = state or (0, 0)
+    self._seed = (seed, index)
+    weights = np.array([each.weight for each in sets])
+    self._edges = np.cumsum(weights / weights.sum())[:-1]
+    self._readers = [
+      _Reader(
+        each.shards,
+        Order(len(each.shards), count, index, (seed, number)),
+        Position(*positions[number]) if positions else Position(),
+        reading,
+        executor,
+      )
+      for number, each in enumerate(sets)
+    ]
+
+  @property
+  def state(self) -> list:
+    return [self.drawn, self.skipped, *(list(reader.position) for reader in self._readers)]
+
+  def draw(self) -> tuple[dict[str, Any], np.random.Generator, list[Skipped]]:
+    """The next sample, the random numbers for it, and what was left out before it."""
+    rng = np.random.default_rng((*self._seed, self.drawn))
+    number = 0
+    if len(self._edges):
+      number = int(np.searchsorted(self._edges, rng.random(), side="right"))
+    example, skipped = self._readers[number].take()
+    self.drawn += 1
+    self.skipped += len(skipped)
+    return example, rng, skipped
+
+  def leave_out(self) -> None:
+    """Counts the sample that was drawn last as left out."""
+    self.skipped += 1
+
+
+class _Reader:
+  """The samples of a stream in one set; the next block is read ahead."""
+
+  def __init__(
+    self,
+    shards: Sequence[str],
+    order: Order,
+    position: Position,
+    reading: Reading,
+    executor: Executor,
+  ):
+    self.position = position
+    self._blocks = blocks(shards, order, position, reading)
+    self._executor, self._block = executor, None
+    self._ahead: Future[Block] = executor.submit(next, self._blocks)
+
+  def take(self) -> tuple[dict[str, Any], list[Skipped]]:
+    skipped = []
+    while self._block is None or self.position.taken >= len(self._block.examples):
+      block = self._ahead.result()
+      self._ahead = self._executor.submit(next, self._blocks)
+      resumed = self._block is None and self.position.taken > 0
+      if not resumed:  # Else it was counted before.
+        self.position = block.position
+        skipped += block.skipped
+      self._block = block
+    example = self._block.examples[self.position.taken]
+    self.position = self.position._replace(taken=self.position.taken + 1)
+    return example, skipped
