@@ -19,7 +19,7 @@ import numpy as np
 from train import memory
 from train.config import Config
 from train.data.prefetch import prefetch_to_device
-from train.data.source import merged
+from train.data.source import left_out, merged
 from train.due import Abandoned, Due, interruptible
 from train.errors import RunError
 from train.optimizer import learning_rates
@@ -186,7 +186,7 @@ class _Steps:
     self._step, self._position = step, position
     stop.defer()  # Now there is something to lose.
     watchdog.waits_for(f"the result of step {max(step - 1, self._start + 1)}", first=first)
-    self._meter.push(step, metrics, finite, waited)
+    self._meter.push(step, metrics, finite, waited, position)
     self._run.checkpointer.check()
 
   def _next(self, batches):
@@ -321,10 +321,10 @@ class _Meter:
     self._ended = step
     self._start_clock()
 
-  def push(self, step, metrics, finite, waited) -> None:
+  def push(self, step, metrics, finite, waited, position) -> None:
     self._waited += waited  # First: the clock of the previous step still runs.
     self._ended = step - 1 if self._ended is None else self._ended
-    pending, self._pending = self._pending, (step, metrics, finite)
+    pending, self._pending = self._pending, (step, metrics, finite, position)
     self._read(pending)
 
   def flush(self) -> None:
@@ -334,7 +334,7 @@ class _Meter:
   def _read(self, pending) -> None:
     if pending is None:
       return
-    step, metrics, finite = pending
+    step, metrics, finite, position = pending
     finite = np.asarray(finite)
     if not finite.all():
       raise self._not_finite(step, finite, float(metrics["loss"]))
@@ -342,16 +342,16 @@ class _Meter:
     config = self._run.config
     if step % config.log_every == 0 or step == config.steps:
       self._read_clock(step)
-      self._log(step, metrics)
+      self._log(step, metrics, left_out(position))
     elif self._first:
       self._read_clock(step)
       self._recorder.say(step, f"the first step took {self._seconds:.1f} s")
     self._first = False
 
-  def _log(self, step, metrics) -> None:
+  def _log(self, step, metrics, left_out: float | None) -> None:
     config = self._run.config
     seconds = self._seconds
-    waited, peak_bytes = largest_of_all(self._wait, _peak_bytes())
+    waited, peak_bytes, bad = largest_of_all(self._wait, _peak_bytes(), left_out or 0.0)
     scalars = {name: float(value) for name, value in jax.device_get(metrics).items()}
     scalars |= {
       "learning_rate": self._learning_rate(step),
@@ -359,6 +359,8 @@ class _Meter:
       "data_wait_seconds": waited,
       "images_per_second": config.batch_size / seconds,
     }
+    if left_out is not None:
+      scalars["left_out_share"] = bad
     if self._peak_flops:
       scalars["mfu"] = self._flops / seconds / self._peak_flops
     if peak_bytes:

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from train.config import Config, ModelConfig
-from train.data.source import merged
+from train.data.source import left_out, merged
 from train.data.stream import source
 from train.data.stream.order import Order, Position
 from train.data.stream.source import open_streamed
@@ -184,8 +184,13 @@ def test_what_cannot_be_used_is_listed_once_and_counted(folder, tmp_path):
   _, state = take(config(folder), 1, state, workdir=tmp_path)
   listed = [json.loads(line) for line in (tmp_path / "skipped.jsonl").read_text().splitlines()]
   keys = collections.Counter(line["key"] for line in listed)
-  assert set(keys) <= {"000003", "000017"} and all("undecodable" in line["reason"] for line in listed)
-  assert sum(skipped for _, skipped, *_ in state["streams"].values()) == len(listed)
+  assert set(keys) <= {"000003", "000017"} and all(
+    "undecodable" in line["reason"] for line in listed
+  )
+  assert sum(undecodable for _, _, undecodable, *_ in state["streams"].values()) == len(listed)
+  drawn = sum(drawn for drawn, *_ in state["streams"].values())
+  assert left_out(state) == len(listed) / drawn and drawn == 80 + len(listed)
+  assert left_out({"batches": 3}) is None
 
 
 def test_samples_without_a_caption_are_listed_with_their_shard(tmp_path):
@@ -214,7 +219,7 @@ def test_sets_are_mixed_by_their_weights_and_each_is_passed_over(tmp_path):
   batches, state = take(mixed, 60)
   share = np.mean(np.array(ids(batches)) >= 1000)
   assert 0.2 < share < 0.3
-  epochs = [[position[0] for position in stream[2:]] for stream in state["streams"].values()]
+  epochs = [[position[0] for position in stream[3:]] for stream in state["streams"].values()]
   assert all(first > second for first, second in epochs)
   again, end = take(mixed, 25, take(mixed, 35, processes=2)[1])
   same(again, batches[35:])
@@ -275,7 +280,7 @@ def test_parts_of_splits_are_refused(folder):
 
 
 def test_a_shard_to_evaluate_on_is_not_trained_on(folder):
-  with pytest.raises(ValueError, match="both name .*004.tar"):
+  with pytest.raises(ValueError, match=r"both name .*004.tar"):
     open_streamed(config(folder, eval_split="val", eval_shards=str(folder / "004.tar")))
 
 
@@ -292,7 +297,7 @@ def test_a_shard_that_changed_under_a_run_is_seen(tmp_path):
   _, state = take(config(tmp_path / "a"), 2)
   for path in (tmp_path / "a").glob("*.tar"):
     path.write_bytes(path.read_bytes() + bytes(10240))
-  with pytest.raises(RunError, match="has changed under this run: it has .* bytes now, and had"):
+  with pytest.raises(RunError, match=r"has changed under this run: it has .* bytes now, and had"):
     take(config(tmp_path / "a"), 20, state)
 
 
@@ -300,5 +305,5 @@ def test_without_streaming_a_place_elsewhere_is_refused_with_what_reads_it(folde
   remote = config(folder, train_shards="s3://bucket/{000..009}.tar")
   remote.check()
   remote.data.stream = False
-  with pytest.raises(RunError, match="data.train_shards='s3://.*data.stream=true reads such"):
+  with pytest.raises(RunError, match=r"data.train_shards='s3://.*data.stream=true reads such"):
     remote.check()

@@ -105,6 +105,11 @@ def merged(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
   return batches.merged(states)
 
 
+def left_out(state: dict[str, Any]) -> float | None:
+  """The share of samples that could not be used, of this process's; None: an import left them."""
+  return batches.left_out(state)
+
+
 def check_split(source: Source, split: str) -> None:
   """Raises a ValueError if `split` is no split of the data set, or a wrong or empty part of one."""
   if source.size(split) == 0:

@@ -101,12 +101,12 @@ class Batches(grain.DatasetIterator):
       with self._listed.open("a", encoding="utf-8") as file:
         # ASCII, since texts of strangers can have halves of characters.
         file.writelines(json.dumps(each._asdict()) + "\n" for each in skipped)
-    drawn, bad = (sum(state[i] for state in self._states.values()) for i in (0, 1))
-    if drawn + bad >= _FEW and bad > self._max_bad_share * (drawn + bad):
+    bad, seen = _counts(self._states)
+    if seen >= _FEW and bad > self._max_bad_share * seen:
       reasons = ", ".join(f"{reason} ({n:,})" for reason, n in self._reasons.most_common(3))
       where = f" {self._listed} lists them." if self._listed else ""
       raise RunError(
-        f"{bad:,} of {drawn + bad:,} samples could not be used, more than data.max_bad_share="
+        f"{bad:,} of {seen:,} samples could not be used, more than data.max_bad_share="
         f"{self._max_bad_share:g}: {reasons}.{where}"
       )
 
@@ -135,6 +135,20 @@ def merged(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
   for other in others if "streams" in first else ():
     first = first | {"streams": first["streams"] | other["streams"]}
   return first
+
+
+def left_out(state: dict[str, Any]) -> float | None:
+  """The share of samples that could not be used; None: of data that are no streams."""
+  if "streams" not in state:
+    return None
+  bad, seen = _counts(state["streams"])
+  return bad / max(1, seen)
+
+
+def _counts(states: dict[str, list]) -> tuple[int, int]:
+  """How many samples could not be used, of how many."""
+  drawn, unusable, undecodable = (sum(state[i] for state in states.values()) for i in range(3))
+  return unusable + undecodable, drawn + unusable
 
 
 class _Groups(grain.IterDataset):
@@ -189,7 +203,7 @@ class _Parts(grain.DatasetIterator):
       run = self._executors[1].map if self._threads > 1 else map
       for i, result in zip(missing, run(self._crop, drawn), strict=True):
         if isinstance(result, Skipped):
-          self._streams[i].skipped += 1
+          self._streams[i].undecodable += 1
           skipped.append(result)
         else:
           rows[i].append(result)

@@ -137,6 +137,9 @@ def _example(shard: str, key: str, files: sample.Files, reading: Reading) -> dic
 class Stream:
   """Samples of one logical stream; `state` is where it is.
 
+  drawn: samples so far, of which the caller counts the `undecodable` ones.
+  unusable: samples, or rests of shards, that were left out before they could be drawn.
+
   With several sets each draw chooses one by a seeded number and the weights.
   """
 
@@ -156,7 +159,7 @@ class Stream:
       state: as `state` returned it, or () at the beginning.
       executor: reads ahead.
     """
-    self.drawn, self.skipped, *positions = state or (0, 0)
+    self.drawn, self.unusable, self.undecodable, *positions = state or (0, 0, 0)
     self._seed = (seed, index)
     weights = np.array([each.weight for each in sets])
     self._edges = np.cumsum(weights / weights.sum())[:-1]
@@ -173,7 +176,8 @@ class Stream:
 
   @property
   def state(self) -> list:
-    return [self.drawn, self.skipped, *(list(reader.position) for reader in self._readers)]
+    positions = (list(reader.position) for reader in self._readers)
+    return [self.drawn, self.unusable, self.undecodable, *positions]
 
   def draw(self) -> tuple[dict[str, Any], np.random.Generator, list[Skipped]]:
     """The next sample, the random numbers for it, and what was left out before it."""
@@ -183,12 +187,8 @@ class Stream:
       number = int(np.searchsorted(self._edges, rng.random(), side="right"))
     example, skipped = self._readers[number].take()
     self.drawn += 1
-    self.skipped += len(skipped)
+    self.unusable += len(skipped)
     return example, rng, skipped
-
-  def leave_out(self) -> None:
-    """Counts the sample that was drawn last as left out."""
-    self.skipped += 1
 
 
 class _Reader:
