@@ -1,24 +1,18 @@
 """Samples of a stream: from any position on, as an import reads them, and up to the damage."""
 
 import bz2
-import csv
 import gzip
 import io
-import json
 import lzma
 import os
 import random
-import sys
 import tarfile
-import tracemalloc
 
 import pytest
-from shards_case import write_shard
 
-from train.data import sample, tar_shards
+from train.data import tar_shards
 from train.data.sample import Unusable
 from train.data.stream import formats, stores
-from train.errors import RunError
 
 LIMIT = 4000
 PACK = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
@@ -162,10 +156,12 @@ def test_of_a_shard_that_is_cut_come_the_samples_before_the_cut(tmp_path, packin
   path = tmp_path / f"a.tar{packing}"
   path.write_bytes(packed)
   samples, _ = read(path)
-  edges = {0, len(packed) - 1} | {512 * i + j for i in range(len(packed) // 512) for j in (-1, 0, 1)}
+  edges = {0, len(packed) - 1} | {
+    512 * i + j for i in range(len(packed) // 512) for j in (-1, 0, 1)
+  }
   counts = set()
   for cut in sorted(edges | {*range(3, len(packed), max(1, len(packed) // 99))}):
-    if 0 <= cut:
+    if cut >= 0:
       path.write_bytes(packed[:cut])
       found, damaged = read(path)
       counts.add(len(found))
