@@ -113,10 +113,11 @@ class DataConfig:
     False, "read train_shards where they lie, again in each run, and import nothing"
   )
   streams: int = field(
-    64,
+    0,
     """With `stream`: each reads its own shards, and a batch takes equally from each. A divisor of
-    the batch size, a multiple of the processes""",
-    AT_LEAST_1,
+    the batch size, a multiple of the processes. 0: a power of two, at most 64, that shards and
+    batch allow""",
+    zero_or_more("at most 64"),
   )
   block: int = field(
     256,

@@ -15,6 +15,7 @@ from train.data.source import left_out, merged
 from train.data.stream import source
 from train.data.stream.order import Order, Position
 from train.data.stream.source import open_streamed
+from train.data.stream.streams import ShardSet
 from train.errors import RunError
 
 SHARDS = 6
@@ -259,8 +260,8 @@ def test_evaluation_shards_are_read_in_their_order(folder, tmp_path):
 @pytest.mark.parametrize(
   ("data", "message"),
   [
-    ({"streams": 3}, "data.streams=3 must divide batch_size=8, .*: the nearest that is both is 2"),
-    ({"streams": 8}, "data.streams=8 need as many shards, .* one of 6: set data.streams=4"),
+    ({"streams": 3}, "data.streams=3 must divide batch_size=8, .*: set data.streams=2"),
+    ({"streams": 8}, "data.streams=8 .* at most the 6 shards .*000.tar: set data.streams=4"),
     ({"train_shards": ""}, "data.stream=true needs data.train_shards"),
     ({"weights": (1.0, 2.0)}, r"data.weights=\(1.0, 2.0\) are 2 numbers, .* are 1 sets"),
     ({"label_key": "label"}, "needs data.class_names"),
@@ -269,6 +270,20 @@ def test_evaluation_shards_are_read_in_their_order(folder, tmp_path):
 def test_wrong_values_are_named(folder, data, message):
   with pytest.raises(ValueError, match=message):
     iterators(config(folder, **data))
+
+
+def test_streams_follow_from_the_shards_and_the_batch(folder):
+  found = open_streamed(config(folder, streams=0))
+  assert found._streams(1) == found._streams(2) == 4
+  with pytest.raises(ValueError, match=r"8 processes, and at most the 6 shards .* more and smaller"):
+    found._streams(8)
+  with pytest.raises(ValueError, match=r"data.streams=4 .* the 3 processes, .* more and smaller"):
+    found._streams(3)
+  many = found._replace(sets=(ShardSet(("a",) * 1000),))
+  many.config.batch_size = 4096
+  assert many._streams(1) == 64
+  many.config.batch_size = 96
+  assert many._streams(1) == 32
 
 
 def test_parts_of_splits_are_refused(folder):

@@ -7,6 +7,7 @@ left out, and holds `data.streams` x two blocks in memory, over all processes.
 import contextlib
 import hashlib
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from train.config import Config
+from train.config import Config, DataConfig
 from train.data import collate, sample
 from train.data.augment import CentreCrop, RandomCrop
 from train.data.classes import read_class_names
@@ -32,6 +33,7 @@ from train.errors import RunError
 from train.parallel.sharding import batch_sharding
 from train.paths import local_path
 
+_MOST_STREAMS = 64  # by default
 _CAPTIONS = 100_000  # that a tokenizer is made of
 _SHARDS_OF_CAPTIONS = 16  # from which these are taken
 
@@ -91,33 +93,25 @@ class Streamed(NamedTuple):
     process_count: int = 1,
     workdir: Path | None = None,
   ) -> Batches:
-    config, data = self.config, self.config.data
-    own, rest = divmod(data.streams, process_count)
-    each, over = divmod(config.batch_size, data.streams)
-    if rest or over:
-      raise ValueError(self._does_not_divide(process_count))
-    if few := next((each for each in self.sets if len(each.shards) < data.streams), None):
-      most = _largest(config.batch_size, process_count, len(few.shards))
-      raise ValueError(
-        f"data.streams={data.streams} need as many shards, and {few.shards[0]} is one of"
-        f" {len(few.shards)}: set data.streams={most}, or make smaller shards."
-      )
+    config, data, streams = self.config, self.config.data, self._streams(process_count)
     limits = Limits.of(data)
     plan = Plan(
       sets=self.sets,
-      streams=data.streams,
-      each=each,
+      streams=streams,
+      each=config.batch_size // streams,
       seed=config.seed,
       reading=Reading(
         self._wanted(trains=True),
         tuple(tuple(collate.prompts(data.templates, name)) for name in self.class_names or ()),
         data.max_member_bytes,
+        self._columns,
         data.block,
         data.unreadable == "skip",
       ),
       crop=RandomCrop(image_size, tuple(data.crop_scale), data.flip, limits),
       tokenize=collate.Tokenize(tokenizer, context_length),
     )
+    own = streams // process_count
     name = "skipped.jsonl" if not process_index else f"skipped-{process_index}.jsonl"
     return Batches(
       plan,
@@ -150,7 +144,7 @@ class Streamed(NamedTuple):
     """The samples of a shard that can be used, in their order."""
     data, wanted = self.config.data, self._wanted(trains)
     try:
-      for _, key, files in formats.samples(shard, 0, data.max_member_bytes):
+      for _, key, files in formats.samples(shard, 0, data.max_member_bytes, *self._columns):
         with contextlib.suppress(Unusable):
           image, texts = sample.image(files), sample.texts(files, wanted)
           if not trains:
@@ -166,6 +160,13 @@ class Streamed(NamedTuple):
     except stores.Unreadable as error:
       raise RunError(f"{error} The same command continues.") from error
 
+  @property
+  def _columns(self) -> tuple[str, str]:
+    """The columns of a csv; by default those of open_clip."""
+    data = self.config.data
+    image = "filepath" if data.image_key == DataConfig.image_key else data.image_key
+    return image, data.caption_key or "title"
+
   def _wanted(self, trains: bool) -> Wanted:
     data, names = self.config.data, self.class_names
     return Wanted(
@@ -175,15 +176,26 @@ class Streamed(NamedTuple):
   def _digest(self) -> str:
     return _digest(f"{each.weight:g} {shard}" for each in self.sets for shard in each.shards)
 
-  def _does_not_divide(self, process_count: int) -> str:
-    batch, streams = self.config.batch_size, self.config.data.streams
+  def _streams(self, process_count: int) -> int:
+    """The number of streams, which does not depend on that of the processes.
+
+    Raises:
+      ValueError: it does not go with the shards, the batch or the processes.
+    """
+    batch, asked = self.config.batch_size, self.config.data.streams
+    few = min(self.sets, key=lambda each: len(each.shards)).shards
+    found = asked or min(_MOST_STREAMS, batch & -batch, 1 << (len(few).bit_length() - 1))
     fits = [n for n in range(1, batch + 1) if batch % n == 0 and n % process_count == 0]
-    nearest = min(fits, key=lambda n: abs(n - streams), default=None)
-    advice = f"the nearest that is both is {nearest}" if nearest else "no number is both"
-    return (
-      f"data.streams={streams} must divide batch_size={batch}, and be a multiple of the"
-      f" {process_count} processes: {advice}."
-    )
+    if found > len(few) or found not in fits:
+      fits = [n for n in fits if n <= len(few)]
+      nearest = min(fits, key=lambda n: abs(n - found), default=None)
+      advice = f"set data.streams={nearest}" if nearest else "make more and smaller shards"
+      raise ValueError(
+        f"data.streams={found} must divide batch_size={batch}, be a multiple of the"
+        f" {process_count} processes, and at most the {len(few)} shards of a set, such as"
+        f" {few[0]}: {advice}."
+      )
+    return found
 
 
 def open_streamed(config: Config) -> Streamed | None:
@@ -208,6 +220,8 @@ def open_streamed(config: Config) -> Streamed | None:
     ShardSet(tuple(stores.expand(part, data.root)), weight)
     for part, weight in zip(parts, weights, strict=True)
   )
+  for shard in {os.path.splitext(s)[1]: s for each in sets for s in each.shards}.values():
+    formats.kind(shard)  # Another ending fails now, and not hours later.
   evaluated = tuple(stores.expand(data.eval_shards, data.root)) if data.eval_shards else ()
   trained = {shard for each in sets for shard in each.shards}
   if shared := trained & set(evaluated):
@@ -238,8 +252,3 @@ def _digest(names) -> str:
   for name in names:
     digest.update(name.encode(errors="surrogateescape") + b"\0")
   return digest.hexdigest()[:16]
-
-
-def _largest(batch_size: int, process_count: int, most: int) -> int:
-  fits = (n for n in range(most, 0, -1) if batch_size % n == 0 and n % process_count == 0)
-  return next(fits, 1)

@@ -27,6 +27,7 @@ class Reading(NamedTuple):
   wanted: sample.Wanted
   prompts: tuple[tuple[str, ...], ...]  # of each label, for data without captions
   max_bytes: int  # of a file
+  columns: tuple[str, str]  # of a csv: those of the images' paths and of the captions
   block: int  # samples that are shuffled together
   leaves_out: bool  # whether an unreadable shard is left out, and does not end the run
 
@@ -116,7 +117,7 @@ def _samples(
   """The shard's size, its samples from `start` on, and what ended it before its end."""
   try:
     yield stores.version(shard).size
-    yield from formats.samples(shard, start, reading.max_bytes)
+    yield from formats.samples(shard, start, reading.max_bytes, *reading.columns)
   except DamagedShard as error:
     yield Skipped(shard, None, "damaged", str(error))
   except stores.Unreadable as error:
