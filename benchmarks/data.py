@@ -1,16 +1,18 @@
 """How many images a second does the input pipeline give?
 
-  python -m benchmarks.data [--open_clip]
+  python -m benchmarks.data [--open_clip] [--s3]
 
 Two data sets: `shapes` (PNGs of 48x48, resized to 48 pixels) and photos (JPEGs of 500x375 made here
-from smooth noise, resized to 224 pixels). Adds a row to results/data.jsonl for each data set and
-number of worker processes; 0 uses threads of this process. `--open_clip` adds rows of open_clip's
-loader of tar shards on the same photos, if it is installed. Contenders run in turns, and medians
-are reported. `images_per_cpu_second` is the rate of one fully used core: images divided by the
+from smooth noise, resized to 224 pixels), which are imported and streamed. Adds a row to
+results/data.jsonl for each data set and number of worker processes; 0 uses threads of this process.
+`--s3` adds streams from moto's S3 on the loopback, a process of its own; `--open_clip` adds rows of
+open_clip's loader of the same shards. Both if they are installed. Contenders run in turns, and
+medians are reported. `images_per_cpu_second` is the rate of one fully used core: images divided by the
 processor time of all threads and processes. Trust this figure if others use the machine too.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import importlib.metadata
@@ -19,12 +21,16 @@ import json
 import os
 import pathlib
 import platform
+import socket
 import statistics
 import subprocess
 import sys
 import tarfile
 import tempfile
+import time
+from collections.abc import Iterator
 
+import fsspec
 import numpy as np
 from PIL import Image
 
@@ -46,11 +52,13 @@ def main() -> None:
   parser.add_argument("--turns", type=int, default=3, help="of each contender")
   parser.add_argument("--data", nargs="+", default=["shapes", "photos"], help="which of the two")
   parser.add_argument("--workers", nargs="+", type=int, default=[0, 1, 2], help="processes")
+  parser.add_argument("--s3", action="store_true", help="stream from a store, too")
   parser.add_argument("--open_clip", action="store_true", help="compare with open_clip's loader")
   options = parser.parse_args()
-  with tempfile.TemporaryDirectory() as folder:
+  with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as closing:
     _write_photos(pathlib.Path(folder))
-    contenders = _contenders(folder, options)
+    stores = [closing.enter_context(_s3(folder))] if options.s3 else []
+    contenders = _contenders(folder, options, stores)
     found = [[] for _ in contenders]
     for _ in range(options.turns):
       for (row, measured), turns in zip(contenders, found, strict=True):
@@ -69,21 +77,22 @@ def main() -> None:
       file.write(json.dumps(row) + "\n")
 
 
-def _contenders(folder: str, options: argparse.Namespace) -> list:
+def _contenders(folder: str, options: argparse.Namespace, stores: list[str]) -> list:
   """Pairs of a row's description and the function that measures it."""
-  sets = {
-    48: DataConfig(name="shapes", data_dir=folder),
-    224: DataConfig(name="photos", data_dir=folder, root=folder, train_shards=_SHARDS),
-  }
+  photos = DataConfig(name="photos", data_dir=folder, root=folder, train_shards=_SHARDS)
+  sets = [(48, {}, DataConfig(name="shapes", data_dir=folder)), (224, {}, photos)]
+  for place in [folder, *stores]:
+    streamed = dataclasses.replace(photos, stream=True, train_shards=f"{place}/{_SHARDS}")
+    sets.append((224, {"loader": "stream" + " from s3" * (place != folder)}, streamed))
   found = []
-  for image_size, data_config in sets.items():
+  for image_size, loader, data_config in sets:
     for workers in options.workers if data_config.name in options.data else ():
       config = Config(
         model=ModelConfig(size=""),
         data=dataclasses.replace(data_config, workers=workers),
         batch_size=options.batch_size,
       )
-      row = {"data": data_config.name, "image_size": image_size, "workers": workers}
+      row = {"data": data_config.name, **loader, "image_size": image_size, "workers": workers}
       found.append((row, functools.partial(measure, config, image_size, options.batches)))
   for workers in filter(None, options.workers if options.open_clip else ()):
     row = {"data": "photos", "loader": "open_clip", "image_size": 224, "workers": workers}
@@ -101,6 +110,27 @@ def measure(config: Config, image_size: int, batches: int) -> dict:
   result = rate(lambda: next(iterator), config.batch_size, warm_up, batches)
   iterator.close()
   return result
+
+
+@contextlib.contextmanager
+def _s3(folder: str) -> Iterator[str]:
+  """The URL of the photos' shards in moto's S3."""
+  with socket.socket() as server:
+    server.bind(("127.0.0.1", 0))
+    port = server.getsockname()[1]
+  os.environ |= {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_DEFAULT_REGION": "us-east-1"}
+  os.environ |= dict.fromkeys(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), "testing")
+  command = [sys.executable, "-m", "moto.server", "-H127.0.0.1", f"-p{port}"]
+  with subprocess.Popen(command, stderr=subprocess.DEVNULL) as store:
+    try:
+      while socket.socket().connect_ex(("127.0.0.1", port)):
+        time.sleep(0.1)
+      bucket = fsspec.filesystem("s3")
+      bucket.mkdir("photos")
+      bucket.put([str(path) for path in pathlib.Path(folder).glob("*.tar")], "photos/")
+      yield "s3://photos"
+    finally:
+      store.kill()
 
 
 def _measure_open_clip(shards: str, workers: int, options: argparse.Namespace) -> dict:

@@ -4,7 +4,8 @@
       --workdir=runs/clip_vit_b32
 
 The paper trained it in 16 bits on 16 A100s, 1,024 images each, to 41.7 % zero-shot accuracy on
-ImageNet. data.root is the folder of webdataset shards; data.train_shards is a pattern of names.
+ImageNet. data.root is the folder of webdataset shards, and data.train_shards a pattern of names or
+of URLs, such as s3://bucket/{00000..23295}.tar. They are read where they are.
 """
 
 from train.config import Config, DataConfig, MeshConfig, ModelConfig, OptimizerConfig
@@ -19,6 +20,7 @@ def get_config() -> Config:
     ),
     data=DataConfig(
       name="laion2b_en",
+      stream=True,
       train_shards="train-*.tar",
       eval_shards="val-*.tar",
       eval_split="eval",

@@ -275,7 +275,9 @@ def test_wrong_values_are_named(folder, data, message):
 def test_streams_follow_from_the_shards_and_the_batch(folder):
   found = open_streamed(config(folder, streams=0))
   assert found._streams(1) == found._streams(2) == 4
-  with pytest.raises(ValueError, match=r"8 processes, and at most the 6 shards .* more and smaller"):
+  with pytest.raises(
+    ValueError, match=r"8 processes, and at most the 6 shards .* more and smaller"
+  ):
     found._streams(8)
   with pytest.raises(ValueError, match=r"data.streams=4 .* the 3 processes, .* more and smaller"):
     found._streams(3)

@@ -34,7 +34,7 @@ from train.parallel.sharding import batch_sharding
 from train.paths import local_path
 
 _MOST_STREAMS = 64  # by default
-_CAPTIONS = 100_000  # that a tokenizer is made of
+_CAPTIONS = 20_000  # that a tokenizer is made of
 _SHARDS_OF_CAPTIONS = 16  # from which these are taken
 
 
