@@ -158,18 +158,14 @@ class _Steps:
     train_step = self._begin(first)
     batches = prefetch_to_device(iterator, put, run.config.data.prefetch)
     with contextlib.closing(batches):
-      # The run has its policy now, so that an error does not offer what it has.
-      with memory.explain_out_of_memory(self._run, lambda: self._watchdog.what):
-        if start and self._due.evaluates_after(start) and not self._recorder.has_scores(start):
-          self._evaluate()
-        self._take_stage(first, train_step, batches)
+      if start and self._due.evaluates_after(start) and not self._recorder.has_scores(start):
+        self._evaluate()
+      self._take_stage(first, train_step, batches)
       for stage in later:
-        train_step = self._change(stage)
-        with memory.explain_out_of_memory(self._run, lambda: self._watchdog.what):
-          self._take_stage(stage, train_step, batches)
+        self._take_stage(stage, self._change(stage), batches)
 
   def _trace(self, stages: Sequence[Stage]) -> None:
-    """Finds what is wrong with the steps of later stages before the first one."""
+    """Raises what is wrong with the steps of later stages, before the first one is taken."""
     for stage in stages:
       self._watchdog.waits_for(f"the step with recipe {stage.recipe} to be traced", first=True)
       run = self._whole.at(stage.last)
@@ -203,9 +199,11 @@ class _Steps:
     return train_step
 
   def _take_stage(self, stage: Stage, train_step: Callable, batches) -> None:
-    for step in range(self._step + 1, stage.last + 1):
-      self._take(step, train_step, batches)
-      self._follow(step)
+    # The run has its policy now, so that an error does not offer what it has.
+    with memory.explain_out_of_memory(self._run, lambda: self._watchdog.what):
+      for step in range(self._step + 1, stage.last + 1):
+        self._take(step, train_step, batches)
+        self._follow(step)
 
   def _take(self, step: int, train_step: Callable, batches) -> None:
     watchdog, first = self._watchdog, self._is_first(step)

@@ -9,11 +9,20 @@ import loop_case
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from pairwise import mainly
+from test_step import SHALLOW
 from test_stop import calling, measured, saved, send, stopped
 
+from sbjax.models.clip import CLIP
+from sbjax.models.transformer import BlockOptions
+from sbjax.recipes import RECIPES, SIMULATED
 from train import inference, loop
+from train.config import OptimizerConfig
 from train.evaluate import evaluate_checkpoint
+from train.optimizer import make_optimizer
 from train.run import Run
+from train.step import make_init, make_train_step
+from train.task import CLIPTask
 
 SCHEDULE = {
   "model.recipe": "switchback until 0.5, full",
@@ -21,6 +30,7 @@ SCHEDULE = {
   "eval_every": 1,
   "checkpoint_every": 0,
 }
+JIT_TRAIN_STEP, NEW_STATE = loop.jit_train_step, Run.new_state  # The fixture replaces them.
 MESH = {"devices": 8, "mesh.data": 2, "mesh.fsdp": 4}
 
 
@@ -69,10 +79,10 @@ def assert_same_state(one, other):
     np.testing.assert_array_equal(a, b)
 
 
-def continue_by_hand(train, workdir, recipe, **options):
+def continue_by_hand(train, workdir, recipe, make=recipe_step, **options):
   """Takes three steps of switchback, and the rest of a run's with another recipe."""
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(loop, "jit_train_step", at_step(3, lambda: send(signal.SIGTERM)))
+    patch.setattr(loop, "jit_train_step", at_step(3, lambda: send(signal.SIGTERM), make))
     stopped(train, workdir, **{**SCHEDULE, "model.recipe": "switchback"}, **options)
   path = workdir / "config.json"
   config = json.loads(path.read_text())
@@ -90,20 +100,55 @@ def test_a_schedule_has_the_bits_of_its_recipes_in_turn(train, whole, tmp_path, 
     assert_same_state(tmp_path / "plain", whole[0])
 
 
-def at_step(number, do):
-  """`recipe_step`, which calls `do` in that step of the run."""
+def at_step(number, do, make=recipe_step):
+  """The steps of `make`, which call `do` in that step of the run."""
 
-  def make(run):
-    step = recipe_step(run)
+  def calling(run):
+    step = make(run)
 
-    def calling(state, batch):
+    def call(state, batch):
       if not isinstance(state.step, jax.core.Tracer) and int(state.step) == number - 1:
         do()
       return step(state, batch)
 
-    return calling
+    return call
 
-  return make
+  return calling
+
+
+ALL_RECIPES = [*RECIPES, *SIMULATED, "fp8_cscale:3"]
+
+
+@pytest.mark.standard_promotion  # As optax needs.
+@pytest.mark.parametrize("recipe", mainly(["fp8_static", "switchback_cm"], ALL_RECIPES))
+def test_no_recipe_changes_what_the_state_holds(recipe):
+  task = CLIPTask(CLIP(SHALLOW, BlockOptions(recipe=recipe)))
+  optimizer, _ = make_optimizer(OptimizerConfig(warmup_steps=1), 10)
+  state = jax.eval_shape(make_init(task.with_recipe("full"), optimizer, seed=0))
+  step = make_train_step(task, optimizer, seed=0)
+  assert jax.eval_shape(step, state, task.abstract_batch(8))[0] == state
+
+
+@pytest.mark.slow
+@pytest.mark.standard_promotion
+def test_a_clip_on_eight_devices_has_the_bits_of_its_recipes_in_turn(train, tmp_path, monkeypatch):
+  made = {}  # Each recipe is compiled once.
+
+  def make(run):
+    return made.setdefault(rounds(run), JIT_TRAIN_STEP(run))
+
+  monkeypatch.setattr(Run, "new_state", NEW_STATE)
+  monkeypatch.setattr(loop, "jit_train_step", make)
+  continue_by_hand(train, tmp_path / "hand", "full", make, **MESH)
+  monkeypatch.setattr(loop, "jit_train_step", at_step(5, lambda: send(signal.SIGTERM), make))
+  stopped(train, tmp_path / "run", **MESH, **SCHEDULE)
+  monkeypatch.setattr(loop, "jit_train_step", make)
+  train(tmp_path / "run", **MESH, **SCHEDULE)
+  assert len(made) == 2
+  assert_same_state(tmp_path / "run", tmp_path / "hand")
+  train(tmp_path / "plain", **MESH, **{**SCHEDULE, "model.recipe": "switchback"})
+  with pytest.raises(AssertionError):
+    assert_same_state(tmp_path / "plain", tmp_path / "hand")
 
 
 @pytest.mark.parametrize(("number", "mesh"), [(2, MESH), (3, {}), (5, MESH), (5, {})])
