@@ -157,7 +157,8 @@ def quality(config, workdir: Path) -> dict:
 
   exact, scores = of("full", params)
   found = {"full float32": {"megabytes": round(size_of(params) / 1e6, 3), "scores": scores}}
-  contenders = {f"trained {config.model.recipe}": (config.model.recipe, params)}
+  own = config.at(restored.step).model.recipe
+  contenders = {f"trained {own}": (own, params)}
   for recipe in RECIPES:
     contenders[f"serving {recipe}"] = recipe, serving_params(params, recipe)
   for name, (recipe, own) in contenders.items():

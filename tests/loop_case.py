@@ -37,8 +37,8 @@ def config(data_dir, **options):
   return made
 
 
-def adding_step(run: Run):
-  """Adds a function of the batch, in sixty-fourths, to all floats of the state."""
+def adding_step(run: Run, factor: int = 1):
+  """Adds a function of the batch, in sixty-fourths, to all floats of the state, times a factor."""
   shardings = jax.tree.map(lambda x: x.sharding, run.abstract_state)
   names = tensor_names(run.abstract_state.params, run.task)
 
@@ -46,7 +46,8 @@ def adding_step(run: Run):
     total = batch["image"].astype(jnp.int32).sum() + batch["text"].sum()
     part = (total % 64).astype(jnp.float32) / 64
     added = jax.tree.map(
-      lambda x: x + part.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, state
+      lambda x: factor * x + part.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x,
+      state,
     )
     metrics = {"loss": total.astype(jnp.float32)}
     return added._replace(step=state.step + 1), metrics, jnp.ones(len(names), bool)

@@ -10,7 +10,7 @@ import functools
 import math
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from train.fields import (
   AT_LEAST_1,
@@ -48,7 +48,8 @@ class ModelConfig:
   recipe: str = field(
     "switchback",
     """A key of sbjax.RECIPES, "fp8_cscale:4" or another exponent, "fp4" (simulated), or rules by
-    the path of a linear layer: "*/fc1=full, *=switchback".""",
+    the path of a linear layer: "*/fc1=full, *=switchback". Several in turn: "switchback until 0.9,
+    full", a share of `steps`, or the number of a step.""",
   )
   backend: str = field("", '"xla", "mosaic", "triton"; "" chooses', MAY_CHANGE)
   attention_backend: str = field("", '"xla", "cudnn", "mosaic", "triton"; "" chooses', MAY_CHANGE)
@@ -306,6 +307,13 @@ class MeshConfig:
   )
 
 
+class Stage(NamedTuple):
+  """The steps of a run that have one recipe."""
+
+  recipe: str
+  last: int  # step
+
+
 @dataclasses.dataclass(kw_only=True)
 class Config:
   model: ModelConfig
@@ -393,6 +401,34 @@ class Config:
       )
     return first, last
 
+  def stages(self) -> tuple[Stage, ...]:
+    """The recipes of `model.recipe` in turn; one stage if it has no "until".
+
+    Raises:
+      ValueError: an end is no share of the steps and no step, or a stage has no steps.
+    """
+    text = self.model.recipe
+    recipe, *parts = re.split(r"(?:^|\s)until(?:\s|$)", text)
+    if not parts:
+      return (Stage(text, self.steps),)
+    stages: list[Stage] = []
+    for part in parts:
+      end, _, following = part.partition(",")
+      stages.append(Stage(recipe.strip(), _last_step(text, end.strip(), self.steps)))
+      recipe = following
+    stages.append(Stage(recipe.strip(), self.steps))
+    _check_stages(text, stages)
+    return tuple(stages)
+
+  def stage(self, step: int) -> int:
+    """The index of the stage of a step; the last one's for later steps."""
+    return sum(step > stage.last for stage in self.stages()[:-1])
+
+  def at(self, step: int) -> "Config":
+    """The same config with the recipe of a step alone."""
+    recipe = self.stages()[self.stage(step)].recipe
+    return dataclasses.replace(self, model=dataclasses.replace(self.model, recipe=recipe))
+
   def check(self) -> None:
     """Raises a ValueError that names the first field with an invalid value.
 
@@ -416,6 +452,7 @@ class Config:
     for name in ("train_shards", "eval_shards") if not self.data.stream else ():
       for each in getattr(self.data, name).split("::"):
         check_local(each, f"data.{name}", "; data.stream=true reads such shards where they are")
+    self.stages()
 
   def _check_parametrization(self) -> None:
     """Raises a ValueError for fields that do not go with `model.parametrization`."""
@@ -452,6 +489,41 @@ class Config:
   def from_dict(cls, values: dict) -> "Config":
     """The inverse of `to_dict`: a missing field takes its default, an unknown one is ignored."""
     return _from_dict(cls, values)
+
+
+def _last_step(recipe: str, end: str, steps: int) -> int:
+  """The step of an end in `model.recipe`: a whole number, or a share of the steps."""
+  if re.fullmatch(r"[0-9]{1,15}", end):
+    return int(end)
+  try:
+    share = float(end)
+  except ValueError:
+    share = math.nan
+  if not 0 < share < 1:
+    raise ValueError(
+      f"model.recipe={recipe!r}: 'until {end}' must be followed by a comma and the next recipe, and"
+      f" {end!r} be a share of the steps between 0 and 1, such as 0.9, or a step, such as 9000."
+    )
+  return round(share * steps)
+
+
+def _check_stages(recipe: str, stages: list[Stage]) -> None:
+  """Raises a ValueError if one of the stages has no recipe or no step."""
+  if not stages[-1].recipe:
+    raise ValueError(
+      f"model.recipe={recipe!r} must end with a recipe without 'until', such as"
+      " 'switchback until 0.9, full'."
+    )
+  before = 0
+  for own, last in stages:
+    if not own:
+      raise ValueError(f"model.recipe={recipe!r} must have a recipe before each 'until'.")
+    if last <= before:
+      raise ValueError(
+        f"model.recipe={recipe!r} leaves no step to {own!r}, after step {before} and up to step"
+        f" {last} of steps={stages[-1].last}: each recipe must end after the one before."
+      )
+    before = last
 
 
 def flat(config: dict, prefix: str = "") -> dict:

@@ -47,14 +47,15 @@ class Due:
     self._since, self._saved, self._looked = hours_since, time.monotonic(), 0.0
     self._found = False  # the file
     self._agree = _Agreement(config.log_every)
+    self._ends = {stage.last for stage in config.stages()}
     self.end = 0  # the reason to end that all know of
 
   def after(self, step: int) -> Next:
     config = self._config
     end, minutes = self._agree(self._reason(), self._minutes())
     self.end = int(end)
-    last = step == config.steps
-    save = last or self.end > 0 or _is_multiple(step, config.checkpoint_every)
+    # The step of the next stage is compiled with nothing to lose.
+    save = step in self._ends or self.end > 0 or _is_multiple(step, config.checkpoint_every)
     save = save or 0 < config.checkpoint_minutes <= minutes
     if save:
       self._saved = time.monotonic()

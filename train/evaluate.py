@@ -51,7 +51,7 @@ def evaluate_checkpoint(config: Config, workdir: Path) -> dict[str, float]:
   restored = run.restore()
   if restored is None:
     raise RunError(f"{run.checkpointer.directory} holds no checkpoint any more: try again.")
-  scores = run.evaluate(restored.state.params)
+  scores = run.at(restored.step).evaluate(restored.state.params)
   if jax.process_index() != 0:
     return scores
   data_set, split = run.source.full_name, config.data.eval_split or "eval_data"

@@ -211,7 +211,7 @@ def _run(workdir: Path, size: str, tokenizer: str):
   if restored is None:
     raise RunError(f"{workdir / 'checkpoints'} holds no finished checkpoint.")
   check_tokenizer(restored, workdir)
-  return config, task, restored.state.params, made, restored.step
+  return config.at(restored.step), task, restored.state.params, made, restored.step
 
 
 def _in_int8(config: Config, params):

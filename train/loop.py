@@ -8,7 +8,7 @@ import contextlib
 import functools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from train import memory
-from train.config import Config
+from train.config import Config, Stage
 from train.data.prefetch import prefetch_to_device
 from train.data.source import left_out, merged
 from train.due import Abandoned, Due, interruptible
@@ -112,26 +112,18 @@ def _train(run: Run, workdir: Path, watchdog: Watchdog, due: Due) -> None:
   recorder = Recorder(workdir, config, start)
   with contextlib.closing(checkpointer), contextlib.closing(recorder):
     describe(run, recorder, start)
-    run, train_step, choice = memory.choose_remat(
-      run,
-      jit_train_step,
-      workdir,
-      resumes=restored is not None,
-      waits_for=lambda what: watchdog.waits_for(what, first=True),
-    )
-    if choice:
-      recorder.say(start, choice)
     tracer = Tracer(workdir / "profile", config.profiled())
-    # The run has its policy now, so that an error does not offer what it has.
-    with contextlib.closing(tracer), memory.explain_out_of_memory(run, lambda: watchdog.what):
-      steps = _Steps(run, workdir, state, start, recorder, watchdog, tracer, due)
-      steps.take(train_step, iterator)
+    with contextlib.closing(tracer):
+      _Steps(run, workdir, state, start, recorder, watchdog, tracer, due).take(iterator)
     watchdog.pauses_for("the last checkpoint")
     checkpointer.wait()
 
 
 class _Steps:
   """The steps of a run after `start`, and what is due after each.
+
+  A run has a stage for each recipe (`Config.stages`). A later stage's step is compiled when the one
+  before it has ended: on a GPU the compiler measures kernels, which steps would disturb.
 
   A save comes before an evaluation, which takes long: what a kill cuts off there is made up for at
   the next start.
@@ -148,13 +140,14 @@ class _Steps:
     tracer: Tracer,
     due: Due,
   ):
-    self._run, self._workdir, self._recorder = run, workdir, recorder
+    self._whole, self._workdir, self._recorder = run, workdir, recorder
+    self._run = run  # with the recipe of its stage
     self._watchdog, self._tracer, self._due = watchdog, tracer, due
     self._state, self._position = state, None
-    self._start = self._step = self._saved = start
+    self._start = self._began = self._step = self._saved = start
     self._meter = _Meter(run, state, recorder)
 
-  def take(self, train_step: Callable, iterator) -> None:
+  def take(self, iterator) -> None:
     """Takes all steps.
 
     Raises:
@@ -162,11 +155,55 @@ class _Steps:
     """
     run, start = self._run, self._start
     put = run.source.to_devices(run.mesh, **run.task.example_sizes)
+    first, *later = run.config.stages()[run.config.stage(start + 1) :]
+    self._trace(later)
+    train_step = self._begin(first)
     batches = prefetch_to_device(iterator, put, run.config.data.prefetch)
     with contextlib.closing(batches):
       if start and self._due.evaluates_after(start) and not self._recorder.has_scores(start):
         self._evaluate()
-      for step in range(start + 1, run.config.steps + 1):
+      self._take_stage(first, train_step, batches)
+      for stage in later:
+        self._take_stage(stage, self._change(stage), batches)
+
+  def _trace(self, stages: Sequence[Stage]) -> None:
+    """Raises what is wrong with the steps of later stages, before the first one is taken."""
+    for stage in stages:
+      self._watchdog.waits_for(f"the step with recipe {stage.recipe} to be traced", first=True)
+      run = self._whole.at(stage.last)
+      batch = run.task.abstract_batch(run.config.batch_size)
+      jax.eval_shape(jit_train_step(run), run.abstract_state, batch)
+
+  def _begin(self, stage: Stage) -> Callable:
+    """The jitted or compiled step of a stage."""
+    self._began = self._step
+    self._run, train_step, choice = memory.choose_remat(
+      self._whole.at(stage.last),
+      jit_train_step,
+      self._workdir,
+      resumes=self._step > 0,
+      waits_for=lambda what: self._watchdog.waits_for(what, first=True),
+    )
+    if choice:
+      self._recorder.say(self._step, choice)
+    return train_step
+
+  def _change(self, stage: Stage) -> Callable:
+    """The compiled step of a stage that follows another; what came before is saved."""
+    self._watchdog.waits_for(f"the step with recipe {stage.recipe} to be compiled", first=True)
+    began = time.perf_counter()
+    with self._ending():
+      train_step = self._begin(stage)
+      train_step = memory.compile_step(self._run, train_step)
+    seconds = time.perf_counter() - began
+    self._recorder.say(self._step, f"recipe {stage.recipe} from here, compiled in {seconds:.1f} s")
+    self._meter.restart_clock(self._step)
+    return train_step
+
+  def _take_stage(self, stage: Stage, train_step: Callable, batches) -> None:
+    # The run has its policy now, so that an error does not offer what it has.
+    with memory.explain_out_of_memory(self._run, lambda: self._watchdog.what):
+      for step in range(self._step + 1, stage.last + 1):
         self._take(step, train_step, batches)
         self._follow(step)
 
@@ -219,7 +256,7 @@ class _Steps:
     self._meter.restart_clock(step)
 
   def _is_first(self, step: int) -> bool:
-    return step <= self._start + 2  # The first step's result is read in the second.
+    return step <= self._began + 2  # The first step's result is read in the second.
 
   def _save(self) -> None:
     if self._saved == self._step:
@@ -232,21 +269,27 @@ class _Steps:
     self._saved = self._step
 
   def _evaluate(self) -> None:
-    step, run, recorder = self._step, self._run, self._recorder
+    step, run, recorder = self._step, self._run.at(self._step), self._recorder
     self._watchdog.pauses_for(f"the evaluation after step {step}")
+    with self._ending():
+      scores = run._replace(between_batches=self._due.look).evaluate(self._state.params)
+    if scores:
+      recorder.write(step, {f"eval/{name}": value for name, value in scores.items()})
+      recorder.say(step, "  ".join(f"{name} {value:.3f}" for name, value in scores.items()))
+    _report(run, self._workdir, step, self._state.params, scores)
+
+  @contextlib.contextmanager
+  def _ending(self) -> Iterator[None]:
+    """What takes long between two steps: it is abandoned if the run has to end."""
     try:
       with self._due.abandoning(self._end):
-        scores = run._replace(between_batches=self._due.look).evaluate(self._state.params)
+        yield
     except Abandoned:
       self._end(self._due.end)
     except Exception:
       if jax.process_count() > 1 or not stop.received_soon():
         raise
       self._end(stop.received())  # The signal ended the compiler, too.
-    if scores:
-      recorder.write(step, {f"eval/{name}": value for name, value in scores.items()})
-      recorder.say(step, "  ".join(f"{name} {value:.3f}" for name, value in scores.items()))
-    _report(run, self._workdir, step, self._state.params, scores)
 
   def _end(self, reason: int) -> NoReturn:
     """Saves, and raises `stop.Stopped`."""
@@ -361,6 +404,8 @@ class _Meter:
     }
     if left_out is not None:
       scalars["left_out_share"] = bad
+    if len(config.stages()) > 1:
+      scalars["stage"] = config.stage(step) + 1
     if self._peak_flops:
       scalars["mfu"] = self._flops / seconds / self._peak_flops
     if peak_bytes:

@@ -128,6 +128,13 @@ def _is_hopeless(none: Memory | None, share: float, limit: float) -> bool:
   return none.fixed + 0.99 * share * none.temporary > limit
 
 
+def compile_step(run: Run, step: Callable) -> Callable:
+  """The step of a run, compiled if it is jitted."""
+  if not hasattr(step, "lower"):
+    return step
+  return step.lower(run.abstract_state, run.task.abstract_batch(run.config.batch_size)).compile()
+
+
 def _compiled(run: Run, make_step: Callable) -> tuple[Callable, Memory]:
   """The compiled step of a run, or the jitted one if XLA ran out of memory; and what it takes."""
   step, batch = make_step(run), run.task.abstract_batch(run.config.batch_size)
@@ -135,7 +142,7 @@ def _compiled(run: Run, make_step: Callable) -> tuple[Callable, Memory]:
   a_batch = sum(math.prod(rows.shard_shape(x.shape)) * x.dtype.itemsize for x in batch.values())
   fixed, temporary = run.config.data.prefetch * a_batch, math.inf
   try:
-    step = step.lower(run.abstract_state, batch).compile()
+    step = compile_step(run, step)
   except jax.errors.JaxRuntimeError as error:
     if not is_out_of_memory(error):
       raise
@@ -180,6 +187,7 @@ def _with_remat(run: Run, policy: str) -> Run:
 
 def _conditions(run: Run, limit: float) -> dict:
   """What a step's memory depends on among all that may change when a run continues."""
+  stages = len(run.config.stages()) > 1
   return {
     "device": jax.devices()[0].device_kind,
     "gigabytes": round(limit / 1e9, 1),
@@ -191,6 +199,7 @@ def _conditions(run: Run, limit: float) -> dict:
     "attention_backend": run.config.model.attention_backend,
     "unroll": run.task.model.options.unroll,
     "prefetch": run.config.data.prefetch,
+    **({"recipe": repr(run.task.model.options.recipe)} if stages else {}),
   }
 
 

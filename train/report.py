@@ -4,6 +4,7 @@ The picture has the curves of metrics.jsonl and a few images with their nearest 
 drawn at each evaluation, and a failure to draw never ends a run.
 """
 
+import itertools
 import sys
 import textwrap
 import warnings
@@ -87,6 +88,7 @@ def _draw_curves(figure, records: list[dict]) -> list:
     "images/s": _named(records, lambda n: n == "images_per_second"),
     "mean |feature| of a block's output": _some_blocks(records),
   }
+  changes = _changes(records)
   legends = []
   for axis, (heading, curves) in zip(figure.subplots(3, 2).flat, panels.items(), strict=True):
     for name, (steps, values) in curves.items():
@@ -96,6 +98,11 @@ def _draw_curves(figure, records: list[dict]) -> list:
     axis.set_xlabel("step")
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.grid(alpha=0.3)
+    for step, stage in changes.items():
+      axis.axvline(step, color="gray", linestyle=":", linewidth=1)
+      if heading == "loss":
+        place = {"transform": axis.get_xaxis_transform(), "va": "top", "fontsize": "small"}
+        axis.text(step, 0.99, f" recipe {stage}", color="gray", **place)
     if heading == "RMS of the patch embedding" and curves:
       axis.axhline(1.0, color="gray", linestyle="--", linewidth=1)
       place = {"transform": axis.get_yaxis_transform(), "va": "bottom", "fontsize": "small"}
@@ -110,6 +117,14 @@ def _draw_curves(figure, records: list[dict]) -> list:
     if not curves:
       axis.text(0.5, 0.5, "not measured", ha="center", transform=axis.transAxes)
   return legends
+
+
+def _changes(records: list[dict]) -> dict[int, int]:
+  """The first recorded step of each stage of the recipe but the first one, and its number."""
+  stages = [(r["step"], r["stage"]) for r in records if "stage" in r]
+  return {
+    step: stage for (_, before), (step, stage) in itertools.pairwise(stages) if stage != before
+  }
 
 
 def _draw_samples(figure, samples: Sequence[Sample]) -> None:

@@ -4,6 +4,7 @@ Training and evaluation both use this, so they cannot disagree.
 """
 
 import contextlib
+import dataclasses
 import functools
 import sys
 import zlib
@@ -54,6 +55,12 @@ class Run(NamedTuple):
   abstract_state: TrainState  # shapes and shardings
   checkpointer: Checkpointer
   between_batches: Callable[..., None] = lambda _: None  # See CLIPTask.evaluate.
+
+  def at(self, step: int) -> "Run":
+    """The run as it computes at a step: with the recipe of its stage."""
+    if len(self.config.stages()) == 1:
+      return self
+    return self._replace(task=self.task.with_recipe(self.config.at(step).model.recipe))
 
   def new_state(self) -> TrainState:
     """The state at step 0, created in its shardings, with the parameters of `init` if given."""
@@ -275,6 +282,21 @@ def _describe_schedules(config: Config, steps_before: int, done: int) -> str:
     f"steps={steps_before} -> {config.steps} changes the schedule: the learning rate falls to 0 at"
     f" step {config.steps} now. Step {done} had {before(done):.3g}; step {done + 1} has"
     f" {now(done + 1):.3g}, where steps={steps_before} gives {before(done + 1):.3g}."
+    f"{_describe_stages(config, steps_before, done)}"
+  )
+
+
+def _describe_stages(config: Config, steps_before: int, done: int) -> str:
+  """What another number of steps changes in a schedule of recipes; "" if nothing."""
+  before = dataclasses.replace(config, steps=steps_before)
+  pairs = [*zip(config.stages()[:-1], before.stages()[:-1], strict=True)]
+  if all(now == then for now, then in pairs):
+    return ""
+  ends = ", ".join(f"{now.recipe} after step {now.last} ({then.last})" for now, then in pairs)
+  had, has = before.at(done).model.recipe, config.at(done + 1).model.recipe
+  return (
+    f" The recipes end elsewhere, too, with those of steps={steps_before} in brackets: {ends}. Step"
+    f" {done} had {had}; step {done + 1} has {has}."
   )
 
 

@@ -48,6 +48,16 @@ class CLIPTask(NamedTuple):
     """The same task, whose model computes in another way."""
     return self._replace(model=self.model.clone(options=options))
 
+  def with_recipe(self, recipe: str) -> "CLIPTask":
+    """The same task with another recipe.
+
+    Raises:
+      ValueError: it is unknown, or its rules do not fit the linear layers.
+    """
+    task = self.with_options(dataclasses.replace(self.model.options, recipe=recipe))
+    jax.eval_shape(lambda: task.model.init(jax.random.key(0), method="scale"))
+    return task
+
   def with_tokenizer(self, tokenizer: Tokenizer) -> "CLIPTask":
     """The same task with the tokenizer's vocabulary in place of the size's own."""
     size = self.model.config
@@ -153,16 +163,25 @@ class CLIPTask(NamedTuple):
 def make_task(config: Config) -> CLIPTask:
   """The CLIP of the config's size, options and loss; its vocabulary is the size's own.
 
+  It has the recipe of the first step; those of later stages are checked.
+
   Raises:
     ValueError: one of these names nothing.
   """
   size = _size(config.model)
-  options = dataclasses.replace(block_options(config.model), block_maxima=bool(config.watch))
+  first = block_options(config.at(0).model)
+  options = dataclasses.replace(first, block_maxima=bool(config.watch))
   if config.loss not in LOSSES:
     raise ValueError(f"loss={config.loss!r} is none of {', '.join(LOSSES)}.")
   siglip = {"init_logit_scale": 10.0, "init_logit_bias": -10.0} if config.loss == "siglip" else {}
   model = CLIP(size, options, patch_dropout=config.model.patch_dropout, **siglip)
-  return CLIPTask(model, LOSSES[config.loss], matrix_dtype(config.optimizer.states))
+  task = CLIPTask(model, LOSSES[config.loss], matrix_dtype(config.optimizer.states))
+  try:
+    for stage in config.stages()[1:]:
+      task.with_recipe(stage.recipe)
+  except ValueError as error:
+    raise ValueError(f"model.recipe={config.model.recipe!r}: {error}") from error
+  return task
 
 
 def _size(c: ModelConfig) -> CLIPConfig:

@@ -170,6 +170,16 @@ def test_a_run_chooses_again_on_another_device_or_without_a_checkpoint(choose, t
     assert choose(1e12, run=two, resumes=True)[2] == ["none"]
 
 
+def test_each_stage_of_recipes_has_a_policy_of_its_own(choose):
+  run = make("switchback until 0.5, full")
+  stages = [run.at(stage.last) for stage in run.config.stages()]
+  for stage in stages:
+    assert choose(1e12, run=stage, resumes=True)[2] == ["none"]
+    assert choose(1e12, run=stage, resumes=True)[2] == []
+  plain = make()
+  assert "recipe" not in memory._conditions(plain, 1e12)
+
+
 @pytest.mark.parametrize("policy", ["none", "block", *REMAT_POLICIES])
 def test_a_policy_of_the_config_is_taken_as_it_is(choose, tmp_path, policy):
   assert choose(1.0, run=make(remat=policy), make_step=lambda _: len) == (policy, "", [])
