@@ -10,7 +10,7 @@ import re
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 FAULTS = ("429", "500", "503", "reset", "stall", "truncated", "short")
 
@@ -157,7 +157,7 @@ class Proxy(http.server.BaseHTTPRequestHandler):
     self.close_connection = fault in ("truncated", "short")
 
 
-def seeded(seed: int, most: int = 3, faults: tuple[str, ...] = FAULTS):
+def seeded(seed: int, most: int = 3, faults: Sequence[str] = FAULTS):
   """A script in which each request fails up to `most` times."""
 
   def script(name: str) -> list[str]:

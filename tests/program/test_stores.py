@@ -36,6 +36,7 @@ def folder(tmp_path):
   (tmp_path / "shards").mkdir()
   for i in range(3):
     (tmp_path / "shards" / f"{i}.tar").write_bytes(BYTES[i:])
+  (tmp_path / "shards" / "._0.tar").touch()
   return tmp_path
 
 
@@ -237,10 +238,28 @@ def test_remote_patterns_give_what_local_ones_give(folder, s3):
     return [name.removeprefix(place) for name in stores.expand(f"{place}{pattern}")]
 
   with store_case.serving(store_case.Ranges, folder=folder) as server:
-    for pattern in ("/shards/[01].tar", "/shards/*.tar", "/shards/{0..1}.tar", "/shards/2.tar"):
+    for pattern in ("/shards/[01].tar", "/shards/*", "/s*s/{0,2}.t*", "/shards/{0..1}.tar",
+                    "/*/1.tar"):  # fmt: skip
       local = names(str(folder), pattern)
       assert local
       assert local == names(server.url, pattern) == names("s3://shards", pattern)
+
+
+def test_a_failing_store_hides_no_name(folder, s3, moto):
+  noticed = [fault for fault in store_case.FAULTS if fault != "short"]  # HTML has no size.
+  with (
+    store_case.serving(store_case.Ranges, folder=folder) as server,
+    store_case.failing(server.url, store_case.seeded(0, 2, noticed)) as proxy,
+    store_case.failing(moto, store_case.seeded(1, 2, noticed)) as s3_proxy,
+  ):
+    s3(s3_proxy.url)
+    for place in (proxy.url, "s3://shards"):
+      assert stores.expand(f"{place}/sh*/*.tar") == [f"{place}/shards/{i}.tar" for i in range(3)]
+    assert proxy.injected.total() > proxy.injected[None]
+    assert s3_proxy.injected.total() > s3_proxy.injected[None]
+    proxy.script = store_case.always("500")
+    with pytest.raises(RunError, match=r"Shards cannot be listed. .*500.*, tried 10 times"):
+      stores.expand(f"{proxy.url}/sh*/*.tar")
 
 
 def test_braces_alone_ask_no_store():
