@@ -4,6 +4,7 @@ import collections
 import contextlib
 import http.client
 import http.server
+import json
 import os
 import random
 import re
@@ -94,6 +95,34 @@ class Unsized(Whole):
       while part := file.read(50_000):
         self.wfile.write(b"%x\r\n%b\r\n" % (len(part), part))
     self.wfile.write(b"0\r\n\r\n")
+
+
+class Hub(Ranges):
+  """The files of `server.folder` as Hugging Face's data set a/b, by what is asked of its API."""
+
+  def do_GET(self):
+    api, name, path = "/api/datasets/a/b", "/datasets/a/b/resolve/main", self.path.partition("?")[0]
+    files = sorted(os.scandir(self.server.folder), key=lambda file: file.name)
+    if path.startswith(f"{name}/"):
+      self.path = path.removeprefix(name)
+      super().do_GET()
+    elif path in (api, f"{api}/revision/main"):
+      self._answer(200, {"id": "a/b", "sha": "0" * 40, "siblings": []})
+    elif path.rstrip("/") == f"{api}/tree/main":
+      self._answer(200, [
+        {"type": "file", "path": file.name, "oid": file.name, "size": file.stat().st_size}
+        for file in files
+      ])  # fmt: skip
+    else:
+      self._answer(404, {"error": "Repository not found"})
+
+  def _answer(self, status, content):
+    body = json.dumps(content).encode()
+    self.send_response(status)
+    self.send_header("X-Error-Code", "RepoNotFound" if status == 404 else "")
+    self.send_header("Content-Length", str(len(body)))
+    self.end_headers()
+    self.wfile.write(body)
 
 
 class Proxy(http.server.BaseHTTPRequestHandler):
