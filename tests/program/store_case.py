@@ -2,15 +2,18 @@
 
 import collections
 import contextlib
+import gzip
 import http.client
 import http.server
+import json
 import os
 import random
 import re
+import select
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 FAULTS = ("429", "500", "503", "reset", "stall", "truncated", "short")
 
@@ -80,6 +83,23 @@ class Ranges(Whole):
     super().end_headers()
 
 
+class Packing(Ranges):
+  """Packs files for clients that take gzip; a range is one of the packed bytes then."""
+
+  def do_GET(self):
+    if "gzip" not in self.headers.get("Accept-Encoding", ""):
+      return super().do_GET()
+    with open(self.translate_path(self.path), "rb") as file:
+      packed = gzip.compress(file.read(), 1)
+    start, end = map(int, re.findall(r"\d+", self.headers["Range"]))
+    self.send_response(206)
+    self.send_header("Content-Encoding", "gzip")
+    self.send_header("Content-Range", f"bytes {start}-{end}/{len(packed)}")
+    self.send_header("Content-Length", str(len(packed[start : end + 1])))
+    self.end_headers()
+    self.wfile.write(packed[start : end + 1])
+
+
 class Unsized(Whole):
   """Sends files in HTTP's chunks, without their size."""
 
@@ -94,6 +114,34 @@ class Unsized(Whole):
       while part := file.read(50_000):
         self.wfile.write(b"%x\r\n%b\r\n" % (len(part), part))
     self.wfile.write(b"0\r\n\r\n")
+
+
+class Hub(Ranges):
+  """The files of `server.folder` as Hugging Face's data set a/b, by what is asked of its API."""
+
+  def do_GET(self):
+    api, name, path = "/api/datasets/a/b", "/datasets/a/b/resolve/main", self.path.partition("?")[0]
+    files = sorted(os.scandir(self.server.folder), key=lambda file: file.name)
+    if path.startswith(f"{name}/"):
+      self.path = path.removeprefix(name)
+      super().do_GET()
+    elif path in (api, f"{api}/revision/main"):
+      self._answer(200, {"id": "a/b", "sha": "0" * 40, "siblings": []})
+    elif path.rstrip("/") == f"{api}/tree/main":
+      self._answer(200, [
+        {"type": "file", "path": file.name, "oid": file.name, "size": file.stat().st_size}
+        for file in files
+      ])  # fmt: skip
+    else:
+      self._answer(404, {"error": "Repository not found"})
+
+  def _answer(self, status, content):
+    body = json.dumps(content).encode()
+    self.send_response(status)
+    self.send_header("X-Error-Code", "RepoNotFound" if status == 404 else "")
+    self.send_header("Content-Length", str(len(body)))
+    self.end_headers()
+    self.wfile.write(body)
 
 
 class Proxy(http.server.BaseHTTPRequestHandler):
@@ -116,7 +164,9 @@ class Proxy(http.server.BaseHTTPRequestHandler):
     fault = faults[number] if number < len(faults) else None
     self.server.injected[fault] += 1
     if fault == "stall":
-      self.server.stopping.wait(30)
+      while not self.server.stopping.is_set():
+        if select.select([self.connection], [], [], 0.05)[0]:
+          break  # The client is gone.
       self.close_connection = True
     elif fault == "reset":
       linger = struct.pack("ii", 1, 0)
@@ -157,7 +207,7 @@ class Proxy(http.server.BaseHTTPRequestHandler):
     self.close_connection = fault in ("truncated", "short")
 
 
-def seeded(seed: int, most: int = 3, faults: tuple[str, ...] = FAULTS):
+def seeded(seed: int, most: int = 3, faults: Sequence[str] = FAULTS):
   """A script in which each request fails up to `most` times."""
 
   def script(name: str) -> list[str]:

@@ -113,7 +113,7 @@ class _Ranges:
         raise failures.NoRanges from error
     if self._fs.async_impl:
       return await failures.in_time(self._fs._cat_file(self._path, start=start, end=end))
-    return await failures.in_time(asyncio.to_thread(self._read, start, end))
+    return await asyncio.to_thread(self._read, start, end)
 
   def _read(self, start: int, end: int) -> bytes:
     with self._fs.open(self._path, "rb", size=self._size, cache_type="none") as file:

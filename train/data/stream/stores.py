@@ -7,6 +7,7 @@ for again if the store fails (failures.py).
 
 import asyncio
 import contextlib
+import fnmatch
 import functools
 import glob
 import io
@@ -115,8 +116,7 @@ def _names(parts: list[str], root: str) -> set[str]:
     if part.startswith("@"):
       names.update(_lines(_placed(part[1:], root)))
     elif _is_remote(part):
-      is_http = part.lower().startswith("http")
-      names.update(_listed(part) if re.search(r"[*[]" if is_http else r"[*?[]", part) else [part])
+      names.update(_listed(part) if _is_glob(part, part) else [part])
     elif glob.has_magic(part):
       names.update(tar_shards.expand(part, root))
     else:
@@ -140,16 +140,43 @@ def _lines(name: str) -> list[str]:
   return [_placed(line, os.path.dirname(name)) for line in lines if line]
 
 
+def _is_glob(part: str, url: str) -> bool:
+  letters = "*[" if url.lower().startswith("http") else "*?["  # http://host/name?query
+  return any(letter in part for letter in letters)
+
+
 def _listed(pattern: str) -> list[str]:
+  """What a glob of a store names, folder by folder, as `glob.glob` does.
+
+  fsspec's own glob takes a folder whose listing failed for an empty one.
+  """
   fs, path = _store(pattern)
+  parts = path.split("/")
+  fixed = next(i for i, part in enumerate(parts) if _is_glob(part, pattern))
+  found = ["/".join(parts[:fixed])]
+  for part in parts[fixed:]:
+    found = [name for folder in found for name in _matches(pattern, fs, folder, part)]
+  if not found:
+    _check_bucket(pattern, fs, path)
+  return [fs.unstrip_protocol(name) for name in found]
+
+
+def _matches(pattern: str, fs: Any, folder: str, part: str) -> list[str]:
   try:
-    names = failures.ask(pattern, functools.partial(_call, fs, "glob", path))
-    return [fs.unstrip_protocol(name) for name in names]
+    names = failures.ask(pattern, functools.partial(_call, fs, "ls", folder, detail=False))
   except Unreadable as error:
     if failures.is_absence(error):
-      _check_bucket(pattern, fs, path)
       return []
     raise RunError(f"Shards cannot be listed. {error}") from error
+  if not _is_glob("?", pattern):
+    part = part.replace("?", "[?]")
+  found = []
+  for name in names:
+    parent, _, last = name.rstrip("/").rpartition("/")
+    hidden = last.startswith(".") and not part.startswith(".")
+    if parent == folder and not hidden and fnmatch.fnmatchcase(last, part):
+      found.append(name.rstrip("/"))
+  return found
 
 
 def _store(url: str) -> tuple[Any, str]:
@@ -183,10 +210,10 @@ def _options(extra: str) -> dict[str, Any]:
   return {"client_kwargs": {"timeout": timeout}, "headers": {"Accept-Encoding": "identity"}}
 
 
-async def _call(fs: Any, method: str, path: str) -> Any:
+async def _call(fs: Any, method: str, path: str, **options) -> Any:
   if fs.async_impl:
-    return await getattr(fs, f"_{method}")(path)
-  return await asyncio.to_thread(getattr(fs, method), path)
+    return await getattr(fs, f"_{method}")(path, **options)
+  return await asyncio.to_thread(getattr(fs, method), path, **options)
 
 
 def _info(url: str, fs: Any, path: str) -> dict[str, Any]:
