@@ -28,13 +28,13 @@ def expand(pattern: str, root: str = "") -> list[str]:
 
   It is relative to `root`, whose name is no pattern.
   """
-  return sorted({path for part in _expand_braces(pattern) for path in _matches(part, root)})
+  return sorted({path for part in expand_braces(pattern) for path in _matches(part, root)})
 
 
 def missing(pattern: str, root: str = "") -> list[str]:
   """What a pattern names in braces or between `::` that is not there, under none of `ENDINGS`."""
   found: dict[str, str] = {}
-  for part in _expand_braces(pattern):
+  for part in expand_braces(pattern):
     stem = part.removesuffix(next((e for e in ENDINGS[::-1] if part.endswith(e)), ""))
     if any(map(os.path.exists, _matches(part, root))):  # A link may lead nowhere.
       found[stem] = ""
@@ -51,9 +51,9 @@ def _matches(part: str, root: str) -> list[str]:
   return [os.path.join(root, name) for name in glob.glob(part, root_dir=root or None)]
 
 
-def _expand_braces(pattern: str) -> list[str]:
+def expand_braces(pattern: str) -> list[str]:
   if "::" in pattern:
-    return [path for part in pattern.split("::") for path in _expand_braces(part)]
+    return [path for part in pattern.split("::") for path in expand_braces(part)]
   braces = re.search(r"\{([^{}]*)\}", pattern)
   if braces is None:
     return [pattern]
@@ -63,7 +63,7 @@ def _expand_braces(pattern: str) -> list[str]:
   else:
     options = braces[1].split(",")
   parts = (pattern[: braces.start()] + option + pattern[braces.end() :] for option in options)
-  return [path for part in parts for path in _expand_braces(part)]
+  return [path for part in parts for path in expand_braces(part)]
 
 
 def samples(path: str, max_bytes: int) -> Iterator[tuple[str, Files]]:
