@@ -7,8 +7,8 @@ from smooth noise, resized to 224 pixels), which are imported and streamed. Adds
 results/data.jsonl for each data set and number of worker processes; 0 uses threads of this process.
 `--s3` adds streams from moto's S3 on the loopback, a process of its own; `--open_clip` adds rows of
 open_clip's loader of the same shards. Both if they are installed. Contenders run in turns, and
-medians are reported. `images_per_cpu_second` is the rate of one fully used core: images divided by the
-processor time of all threads and processes. Trust this figure if others use the machine too.
+medians are reported. `images_per_cpu_second` is the rate of one fully used core: images divided by
+the processor time of all threads and processes. Trust this figure if others use the machine too.
 """
 
 import argparse

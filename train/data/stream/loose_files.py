@@ -5,7 +5,6 @@ it ends nothing.
 """
 
 import csv
-import errno
 import io
 import os
 import posixpath
@@ -19,15 +18,6 @@ from train.data.tar_members import DamagedShard
 from train.errors import RunError
 
 _LONGEST_LINE = 2**20  # characters of a csv
-# Errors of one file; others are the machine's.
-_NO_FILE = {
-  errno.ENOENT,
-  errno.ENOTDIR,
-  errno.EISDIR,
-  errno.EACCES,
-  errno.ENAMETOOLONG,
-  errno.ELOOP,
-}
 
 
 def rows(
@@ -42,7 +32,9 @@ def rows(
     RunError: a column is missing.
     DamagedShard: there is no next row, as after a quote that nothing closes.
   """
-  with stores.open_at(url) as stored, _text(stored) as text:
+  # Bytes that are no UTF-8 become halves of characters, which `caption_line` makes bytes again.
+  text = io.TextIOWrapper(stores.open_at(url), "utf-8-sig", "surrogateescape", newline="")
+  with text:
     header = text.readline(_LONGEST_LINE)
     tabs = without_query(url).lower().endswith(".tsv") or "\t" in header
     columns, *_ = [*csv.reader([header], delimiter="\t" if tabs else ","), []]
@@ -57,12 +49,6 @@ def rows(
           yield position, path, {_image_ending(path): image, "txt": caption_line(caption)}
     except csv.Error as error:
       raise DamagedShard(f"{url}: line {reader.line_num + 1}: {error}") from error
-
-
-def _text(stored) -> io.TextIOWrapper:
-  """Bytes that are no UTF-8 become halves of characters, which `caption_line` makes bytes again."""
-  file = io.BufferedReader(_Raw(stored))
-  return io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="")
 
 
 def _lines(text: io.TextIOWrapper) -> Iterator[str]:
@@ -126,36 +112,24 @@ def pairs(url: str, start: int, max_bytes: int) -> Iterator[tuple[int, str, File
 def _files_in(url: str) -> list[str]:
   if "://" in url:
     return stores.expand(f"{url.rstrip('/')}/*")
-  with os.scandir(url) as entries:
-    return [entry.path for entry in entries if entry.is_file()]
+  try:
+    with os.scandir(url) as entries:
+      return [entry.path for entry in entries if entry.is_file()]
+  except OSError as error:
+    raise stores.Unreadable(f"{url}: {error.strerror}, tried once") from error
 
 
 def content(url: str, max_bytes: int) -> bytes | Unusable:
-  """What a file holds, or why it cannot be used."""
+  """What a file holds, or why it cannot be used.
+
+  Raises:
+    RunError: an extra is not installed, which other files need, too.
+  """
   try:
     with stores.open_at(url) as stored:
-      found = io.BufferedReader(_Raw(stored)).read(max_bytes + 1)
-  except (FileNotFoundError, PermissionError, ValueError) as error:  # ValueError: a null byte.
-    return Unusable("missing file", f"{url!r}: {type(error).__name__}")
-  except stores.Unreadable as error:
-    return Unusable("unreadable file", str(error))
-  except OSError as error:
-    if error.errno not in _NO_FILE:
+      found = stored.read(max_bytes + 1)
+  except (RunError, stores.Unreadable, ValueError) as error:  # ValueError: a null byte in the path.
+    if isinstance(error.__cause__, ImportError):
       raise
-    return Unusable("missing file", f"{url!r}: {os.strerror(error.errno)}")
+    return Unusable("file that cannot be read", str(error))
   return found if len(found) <= max_bytes else tar_members.too_large(max_bytes)
-
-
-class _Raw(io.RawIOBase):
-  """What io's readers need of a stored file."""
-
-  def __init__(self, stored):
-    self._stored = stored
-
-  def readable(self) -> bool:
-    return True
-
-  def readinto(self, buffer) -> int:
-    found = self._stored.read(len(buffer))
-    buffer[: len(found)] = found
-    return len(found)

@@ -17,6 +17,7 @@ from train.data.tar_members import DamagedShard
 from train.errors import RunError
 
 _ROWS = 64  # that are decoded at once
+_GAP = 2**20  # bytes that are read and dropped, for a store takes longer to be asked again
 
 
 def samples(url: str, start: int, max_bytes: int) -> Iterator[tuple[int, str, Files]]:
@@ -97,7 +98,7 @@ def _file(value: Any, max_bytes: int) -> bytes | Unusable | None:
 
 
 class _Seekable(io.RawIOBase):
-  """A stored file that is opened again wherever it is read next."""
+  """A stored file that is opened again where it is read next, unless that is a little ahead."""
 
   def __init__(self, url: str):
     self._url, self._size = url, stores.version(url).size
@@ -116,9 +117,11 @@ class _Seekable(io.RawIOBase):
     return self._position
 
   def readinto(self, buffer) -> int:
-    if self._stored is None or self._at != self._position:
+    if not 0 <= self._position - self._at <= _GAP:
       self._close_stored()
-      self._stored = stores.open_at(self._url, self._position)
+    if self._stored is None:
+      self._stored, self._at = stores.open_at(self._url, self._position), self._position
+    self._stored.read(self._position - self._at)
     found = self._stored.read(len(buffer))
     buffer[: len(found)] = found
     self._position = self._at = self._position + len(found)
@@ -131,3 +134,4 @@ class _Seekable(io.RawIOBase):
   def _close_stored(self) -> None:
     if self._stored is not None:
       self._stored.close()
+      self._stored = None
