@@ -2,12 +2,14 @@
 
 import collections
 import contextlib
+import gzip
 import http.client
 import http.server
 import json
 import os
 import random
 import re
+import select
 import socket
 import struct
 import threading
@@ -81,6 +83,23 @@ class Ranges(Whole):
     super().end_headers()
 
 
+class Packing(Ranges):
+  """Packs files for clients that take gzip; a range is one of the packed bytes then."""
+
+  def do_GET(self):
+    if "gzip" not in self.headers.get("Accept-Encoding", ""):
+      return super().do_GET()
+    with open(self.translate_path(self.path), "rb") as file:
+      packed = gzip.compress(file.read(), 1)
+    start, end = map(int, re.findall(r"\d+", self.headers["Range"]))
+    self.send_response(206)
+    self.send_header("Content-Encoding", "gzip")
+    self.send_header("Content-Range", f"bytes {start}-{end}/{len(packed)}")
+    self.send_header("Content-Length", str(len(packed[start : end + 1])))
+    self.end_headers()
+    self.wfile.write(packed[start : end + 1])
+
+
 class Unsized(Whole):
   """Sends files in HTTP's chunks, without their size."""
 
@@ -145,7 +164,9 @@ class Proxy(http.server.BaseHTTPRequestHandler):
     fault = faults[number] if number < len(faults) else None
     self.server.injected[fault] += 1
     if fault == "stall":
-      self.server.stopping.wait(30)
+      while not self.server.stopping.is_set():
+        if select.select([self.connection], [], [], 0.05)[0]:
+          break  # The client is gone.
       self.close_connection = True
     elif fault == "reset":
       linger = struct.pack("ii", 1, 0)
