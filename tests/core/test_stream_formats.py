@@ -348,8 +348,9 @@ def test_a_parquet_file_has_images_in_other_columns_too(tmp_path):
     ("1", {}),
     ("2", {"txt": "\u2028".encode()}),
   ]
-  write_parquet(tmp_path / "a.parquet", 2, jpg=None, webp=[b"W", b"x" * (LIMIT + 1)])
+  write_parquet(tmp_path / "a.parquet", 2, jpg=None, key=[None, 7], webp=[b"W", b"x" * (LIMIT + 1)])
   samples, _ = without_positions(read(tmp_path / "a.parquet"))
+  assert [key for key, _ in samples] == ["0", "7"]
   assert [files["webp"] for _, files in samples] == [b"W", f"file larger than {TOO_LARGE}"]
 
 
