@@ -348,8 +348,9 @@ def test_a_parquet_file_has_images_in_other_columns_too(tmp_path):
     ("1", {}),
     ("2", {"txt": "\u2028".encode()}),
   ]
-  write_parquet(tmp_path / "a.parquet", 2, jpg=None, webp=[b"W", b"x" * (LIMIT + 1)])
+  write_parquet(tmp_path / "a.parquet", 2, jpg=None, key=[None, 7], webp=[b"W", b"x" * (LIMIT + 1)])
   samples, _ = without_positions(read(tmp_path / "a.parquet"))
+  assert [key for key, _ in samples] == ["0", "7"]
   assert [files["webp"] for _, files in samples] == [b"W", f"file larger than {TOO_LARGE}"]
 
 
@@ -372,6 +373,17 @@ def test_parquet_needs_an_extra(tmp_path, monkeypatch):
   monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
   with pytest.raises(RunError, match=r"pip install 'sbjax\[parquet\]'"):
     read(tmp_path / "a.parquet")
+
+
+def test_columns_of_a_parquet_file_that_are_not_read_are_passed_over(tmp_path, forward_only):
+  noise, path = random.Random(0), tmp_path / "a.parquet"
+  images, unread, labels = ([noise.randbytes(n) for _ in range(30)] for n in (3000, 2000, 9))
+  write_parquet(path, 30, 10, jpg=images, caption=None, unread=unread, txt=labels)
+  samples, _ = without_positions(read(path))
+  assert [files for _, files in samples] == [
+    {"jpg": image, "txt": label} for image, label in zip(images, labels, strict=True)
+  ]
+  assert len(forward_only) == 2  # At the end, for what is where, and at the first row.
 
 
 def test_of_a_damaged_parquet_file_come_the_rows_before_the_damage(tmp_path):
@@ -415,10 +427,11 @@ def test_rows_of_a_csv_are_images_beside_it_and_captions(tmp_path, name, delimit
     (7, "x", "n" * 300),
     (8, "x"),
     (9, "", "1.PNG"),
+    (10, "x", "ftp://x/0.jpg"),
   ]
   write_csv(tmp_path / name, rows, delimiter)
   samples = assert_resumes(tmp_path / name)
-  assert [position for position, _, _ in samples] == [*range(1, 11)]
+  assert [position for position, _, _ in samples] == [*range(1, 12)]
   assert samples[0][1:] == ("deep/0.jpg", {"jpg": b"A", "txt": b'one, "two"\tand three'})
   assert samples[1][1:] == (f"{tmp_path}/1.PNG", {"png": b"B", "txt": b"\xff"})
   assert samples[2][2]["jpg"] == f"file larger than {TOO_LARGE}"
@@ -427,6 +440,7 @@ def test_rows_of_a_csv_are_images_beside_it_and_captions(tmp_path, name, delimit
     "row without a path",
   ]
   assert samples[9][2] == {"png": b"B", "txt": b""}
+  assert samples[10][2]["jpg"].startswith("file that cannot be read (ftp://x/0.jpg: ")
 
 
 def test_a_csv_names_its_columns(tmp_path):
@@ -443,11 +457,18 @@ def test_a_csv_names_its_columns(tmp_path):
     read(tmp_path / "a.csv")
 
 
-@pytest.mark.parametrize("row", ['x,"' + "y" * 2**18, "x," + "y\t" * 2**20])
+@pytest.mark.parametrize("row", ['x,"' + "y" * 2**18, "x" + ",y" * 2**20])
 def test_a_csv_with_an_endless_row_is_damage(tmp_path, row):
   (tmp_path / "a.csv").write_text(f"filepath,title\n0.jpg,a\n{row}\n1.jpg,b\n")
   samples, noticed = read(tmp_path / "a.csv")
   assert ([key for _, key, _ in samples], noticed) == (["0.jpg"], True)
+
+
+def test_a_csv_of_urls_needs_the_extra_of_their_store(tmp_path, monkeypatch):
+  (tmp_path / "a.csv").write_text("filepath,title\ns3://bucket/0.jpg,a\n")
+  monkeypatch.setitem(sys.modules, "s3fs", None)
+  with pytest.raises(RunError, match=r"pip install 'sbjax\[s3\]'"):
+    read(tmp_path / "a.csv")
 
 
 def test_a_path_in_a_csv_is_relative_to_it_wherever_it_is():
@@ -482,6 +503,11 @@ def test_a_folder_of_pairs_is_a_shard(tmp_path):
     (3, "c", {"jpg": "duplicate key (several files c.jpg)"}),
     (4, "d", {"jpg": b"b.jpg"}),
   ]
+
+
+def test_a_folder_that_is_not_there_is_unreadable(tmp_path):
+  with pytest.raises(stores.Unreadable, match="missing/: No such file or directory"):
+    next(formats.samples(f"{tmp_path}/missing/", 0, LIMIT))
 
 
 @pytest.mark.parametrize(

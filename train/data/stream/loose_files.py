@@ -25,8 +25,8 @@ def rows(
 ) -> Iterator[tuple[int, str, Files]]:
   """The rows of a csv or tsv, as open_clip has them: the path or url of an image, and a caption.
 
-  A path is relative to the csv's folder, and is the key of its sample. A .tsv has tabs, and so has
-  a .csv whose header has one. Rows before `start` are read, but not their images.
+  A path is relative to the csv's folder, and is the key of its sample. Tabs separate columns if the
+  header has one, else commas. Rows before `start` are read, but not their images.
 
   Raises:
     RunError: a column is missing.
@@ -36,10 +36,10 @@ def rows(
   text = io.TextIOWrapper(stores.open_at(url), "utf-8-sig", "surrogateescape", newline="")
   with text:
     header = text.readline(_LONGEST_LINE)
-    tabs = without_query(url).lower().endswith(".tsv") or "\t" in header
-    columns, *_ = [*csv.reader([header], delimiter="\t" if tabs else ","), []]
+    delimiter = "\t" if "\t" in header else ","
+    columns, *_ = [*csv.reader([header], delimiter=delimiter), []]
     _check_columns(url, columns, image_key, caption_key)
-    reader = csv.reader(_lines(text), delimiter="\t" if tabs else ",")
+    reader = csv.reader(_lines(text), delimiter=delimiter)
     try:
       for position, row in enumerate(filter(None, reader), 1):  # Without empty lines.
         if position > start:

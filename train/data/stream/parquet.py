@@ -31,9 +31,7 @@ def samples(url: str, start: int, max_bytes: int) -> Iterator[tuple[int, str, Fi
   with tar_shards.noted(damage, url, passing=(RunError, stores.Unreadable)):
     for number, row in _rows(url, start):
       if row.get("status") in (None, b"success"):
-        key = row.get("key", number)
-        key = key.decode("utf-8", "replace") if isinstance(key, bytes) else str(key)
-        yield number + 1, key, _files(row, max_bytes)
+        yield number + 1, _key(row.get("key"), number), _files(row, max_bytes)
   if damage:
     raise DamagedShard(f"{url}: {damage[0]}") from damage[0]
 
@@ -77,6 +75,12 @@ def _value(scalar) -> Any:
   return value.encode() if isinstance(value, str) else value
 
 
+def _key(value: Any, number: int) -> str:
+  if isinstance(value, bytes):
+    return value.decode("utf-8", "replace")
+  return str(number if value is None else value)
+
+
 def _files(row: dict[str, Any], max_bytes: int) -> Files:
   files = {ending: _file(row.get(ending), max_bytes) for ending in READ}
   files["jpg"] = files["jpg"] or _file(row.get("image"), max_bytes)
@@ -104,6 +108,8 @@ class _Seekable(io.RawIOBase):
     self._url, self._size = url, stores.version(url).size
     self._position = self._at = 0
     self._stored: BinaryIO | None = None
+    if self._size < 0:
+      raise RunError(f"{url} is parquet, whose end is read first, and its server says no size.")
 
   def readable(self) -> bool:
     return True
