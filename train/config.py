@@ -196,8 +196,20 @@ class DataConfig:
 @dataclasses.dataclass(kw_only=True)
 class OptimizerConfig:
   name: str = field("stable_adamw", "a key of train.optimizer.OPTIMIZERS")
-  learning_rate: float = field(2e-3, "after the warm-up; then a half cosine to 0", FINITE)
+  learning_rate: float = field(2e-3, "after the warm-up; then as schedule says", FINITE)
   warmup_steps: int = field(5000, "steps of linear warm-up")
+  schedule: str = field(
+    "cosine",
+    """After the warm-up: "cosine", half a one to 0; "constant"; "inverse_sqrt", the rate times
+    sqrt(warmup_steps / step)""",
+  )
+  cooldown_steps: int = field(
+    0,
+    """for "constant" and "inverse_sqrt": the last of `steps`, in which the rate falls to 0 along a
+    line""",
+    zero_or_more("no cool-down"),
+    MAY_CHANGE,
+  )
   b1: float = field(0.9, "decay of the first moment", SHARE)
   b2: float = field(0.98, "decay of the second moment", SHARE)
   b2_power: float = field(

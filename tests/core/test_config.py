@@ -47,6 +47,9 @@ REFUSED = [
   *(("optimizer.b2_power", bad, "must be from 0 (b2 stays the same) to 1")
     for bad in (-0.5, 1.5, float("nan"))),
   ("optimizer.warmup_steps", -1, "optimizer.warmup_steps=-1 must be in [0, steps=4)"),
+  ("optimizer.schedule", "linear", "optimizer.schedule='linear' is none of cosine, constant"),
+  ("optimizer.cooldown_steps", -1, "must be 0 (no cool-down) or more"),
+  ("optimizer.cooldown_steps", 2, "must be 0 with optimizer.schedule='cosine'"),
   ("optimizer.decay_with", "rms", "decay_with='rms' is not a rule for weight decay"),
   ("mesh.data", 0, "must be -1 (what the other leaves) or at least 1"),
   ("mesh.fsdp", -2, "must be -1 (what the other leaves) or at least 1"),

@@ -337,6 +337,23 @@ def test_more_steps_of_a_run_say_how_the_learning_rate_changes(train, tmp_path, 
   assert rates[5] > rates[4]
 
 
+def test_a_constant_run_cools_down_from_a_checkpoint_and_says_so(train, tmp_path, capsys):
+  constant = {"optimizer.schedule": "constant", "steps": 8}
+  train(tmp_path, **constant | {"steps": 4})
+  train(tmp_path, **constant)
+  assert "the learning rate has no cool-down now" in capsys.readouterr().out
+  records = train(tmp_path, **constant | {"steps": 12, "optimizer.cooldown_steps": 4})
+  said = capsys.readouterr().out
+  rates = {r["step"]: r["learning_rate"] for r in records if "learning_rate" in r}
+  peak = rates[1]
+  assert [rates[step] / peak for step in range(8, 13)] == pytest.approx([1, 1, 0.75, 0.5, 0.25])
+  assert (
+    "steps=8 -> 12, optimizer.cooldown_steps=0 -> 4 changes the schedule: the learning rate falls"
+    f" to 0 from step 8 to 12 now. Step 8 had {peak:.3g}; step 9 has {peak:.3g}, where steps=8,"
+    f" optimizer.cooldown_steps=0 gives {peak:.3g}." in said
+  )
+
+
 def test_a_run_without_a_split_to_evaluate_is_not_evaluated(data_dir, tmp_path, capsys, train):
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(Run, "evaluate", EVALUATE)
