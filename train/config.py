@@ -327,6 +327,15 @@ class Config:
     MAY_CHANGE,
   )
   checkpoint_keep: int = field(3, "how many of the newest checkpoints stay", AT_LEAST_1, MAY_CHANGE)
+  checkpoint_keep_every: int = field(
+    0, "the checkpoints at its multiples stay, too; 0: none", zero_or_more("none"), MAY_CHANGE
+  )
+  checkpoint_best: str = field(
+    "",
+    """A score, such as "zero_shot_top1": the checkpoint with the best stays, too, and each
+    evaluated step has one. Of a loss the least is the best. "": none""",
+    MAY_CHANGE,
+  )
   max_hours: float = field(
     0.0,
     """The run saves and stops when it has taken so many hours in one start (exit code 75), but not
@@ -388,8 +397,23 @@ class Config:
         f"mesh.gradient_exchange={exchange!r} sums in float32, mesh.gradient_dtype={dtype!r} does"
         " not: leave one of them at 'float32'."
       )
+    self._check_checkpoints()
     self._check_parametrization()
     self.profiled()
+
+  def _check_checkpoints(self) -> None:
+    """Raises a ValueError for checkpoints that are to stay and would not be made."""
+    kept, every = self.checkpoint_keep_every, self.checkpoint_every
+    if kept and (not every or kept % every):
+      raise ValueError(
+        f"checkpoint_keep_every={kept} must be a multiple of checkpoint_every={every}, which must"
+        " be more than 0: other steps have no checkpoint."
+      )
+    if self.checkpoint_best and not (self.data.eval_split or self.data.eval_data):
+      raise ValueError(
+        f"checkpoint_best={self.checkpoint_best!r} needs an evaluation: set data.eval_split or"
+        " data.eval_data."
+      )
 
   def _check_parametrization(self) -> None:
     """Raises a ValueError for fields that do not go with `model.parametrization`."""

@@ -200,7 +200,13 @@ def make_run(config: Config, workdir: Path, read_only: bool = False) -> Run:
     optimizer=optimizer,
     schedule=schedule,
     abstract_state=abstract,
-    checkpointer=Checkpointer(workdir / "checkpoints", config.checkpoint_keep, read_only),
+    checkpointer=Checkpointer(
+      workdir / "checkpoints",
+      config.checkpoint_keep,
+      read_only,
+      keep_every=config.checkpoint_keep_every,
+      best=config.checkpoint_best,
+    ),
   )
 
 

@@ -200,6 +200,39 @@ def test_the_newest_steps_are_kept(tmp_path, state):
   assert sorted(p.name for p in tmp_path.iterdir() if p.name.isdigit()) == ["3", "4"]
 
 
+def steps_that_stay(directory, state, scores, **options):
+  """The steps on disk after steps 1 to len(scores), each evaluated after its save."""
+  checkpointer = Checkpointer(directory, **options)
+  for step, score in enumerate(scores, start=1):
+    checkpointer.save(step, after(state, step), {})
+    checkpointer.wait()
+    checkpointer.scored(step, {"top1": score, "loss": 10 - score, "other": step})
+  checkpointer.close()
+  return sorted(int(p.name) for p in directory.iterdir() if p.name.isdigit())
+
+
+@pytest.mark.parametrize(
+  ("options", "stay"),
+  [
+    ({"best": "top1", "keep": 2}, [2, 5, 6]),
+    ({"best": "loss", "keep": 1}, [2, 6]),
+    ({"best": "missing", "keep": 1}, [6]),
+    ({"keep_every": 3, "keep": 1}, [3, 6]),
+    ({"keep_every": 4, "best": "top1", "keep": 1}, [2, 4, 6]),
+  ],
+)
+def test_the_best_and_every_nth_stay_beside_the_newest(tmp_path, state, options, stay):
+  scores = [0.5, 0.7, 0.6, 0.1, 0.2, 0.3]
+  assert steps_that_stay(tmp_path, {"count": state["count"]}, scores, **options) == stay
+  assert restore(tmp_path, {"count": state["count"]}).step == 6
+
+
+def test_a_better_score_frees_the_checkpoint_that_was_the_best(tmp_path, state):
+  scores = [0.7, 0.1, 0.8, 0.1, 0.8, 0.1, 0.1]
+  small = {"count": state["count"]}
+  assert steps_that_stay(tmp_path, small, scores, best="top1") == [5, 7]
+
+
 @pytest.mark.parametrize("damage", [truncate, delete_state, flip_bits, take_the_state_before])
 def test_a_damaged_newest_checkpoint_falls_back_and_says_so(tmp_path, state, damage, capfd):
   save(tmp_path, state, [1, 2])

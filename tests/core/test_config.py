@@ -75,6 +75,8 @@ REFUSED = [
   ("eval_batch_size", 0, "must be at least 1"),
   ("checkpoint_every", -1, "must be 0 (only at the end) or more"),
   ("checkpoint_keep", 0, "must be at least 1"),
+  ("checkpoint_keep_every", -1, "must be 0 (none) or more"),
+  ("checkpoint_keep_every", 3, "checkpoint_keep_every=3 must be a multiple of checkpoint_every=2"),
   ("step_timeout_seconds", -1, "must be 0 (no limit) or more"),
   ("profile_steps", "9:1", "must be 'first:last'"),
 ]  # fmt: skip
@@ -92,6 +94,15 @@ def test_a_value_that_cannot_be_meant_is_refused_before_data_are_touched(
     run.make_run(config, tmp_path)
   named = field.rpartition(".")[2]
   assert named in str(raised.value) and str(value).strip("(),") in str(raised.value)
+
+
+def test_checkpoints_that_are_to_stay_need_steps_and_scores(tmp_path):
+  config = loop_case.config(tmp_path, checkpoint_every=0, checkpoint_keep_every=2)
+  with pytest.raises(ValueError, match="a multiple of checkpoint_every=0, which must be more"):
+    config.check()
+  config = loop_case.config(tmp_path, checkpoint_best="top1", **{"data.eval_split": ""})
+  with pytest.raises(ValueError, match="checkpoint_best='top1' needs an evaluation: set"):
+    config.check()
 
 
 def test_a_field_takes_values_of_its_type(tmp_path):

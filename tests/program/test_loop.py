@@ -363,6 +363,36 @@ def test_a_run_without_a_split_to_evaluate_is_not_evaluated(data_dir, tmp_path, 
   assert json.loads((tmp_path / "result.json").read_text())["eval"] == {}
 
 
+def checkpoints(workdir) -> list[int]:
+  return sorted(int(path.name) for path in (workdir / "checkpoints").iterdir())
+
+
+def test_the_best_checkpoint_stays_and_is_named_though_the_run_was_interrupted(
+  train, tmp_path, monkeypatch, capsys
+):
+  scores = {2: 0.1, 3: 0.9, 4: 0.3, 6: 0.2, 8: 0.2}
+  options = {"checkpoint_best": "top1", "checkpoint_every": 4, "checkpoint_keep": 1}
+  options |= {"eval_every": 2, "checkpoint_keep_every": 4}
+  monkeypatch.setattr(loop._Steps, "_scores", lambda self: {"top1": scores[self._step]})
+  train(tmp_path, steps=3, **options)
+  assert checkpoints(tmp_path) == [3]
+  records = train(tmp_path, steps=8, **options)
+  assert checkpoints(tmp_path) == [3, 4, 8]  # 2 and 6 had a checkpoint, too.
+  assert [r["step"] for r in records if "eval/top1" in r] == [2, 3, 4, 6, 8]
+  assert json.loads((tmp_path / "result.json").read_text())["best_step"] == 3
+  assert f"\n  the best    {tmp_path / 'checkpoints' / '3'}\n" in capsys.readouterr().out
+
+
+def test_a_score_that_no_evaluation_has_is_named_after_a_save(train, tmp_path):
+  options = {"eval_every": 2, "checkpoint_every": 0}
+  with pytest.raises(RunError, match=r"='top5' is no score of step 2: choose one of top1\."):
+    train(tmp_path, **options, checkpoint_best="top5")
+  assert checkpoints(tmp_path) == [2]
+  records = train(tmp_path, **options, checkpoint_best="top1")
+  assert [r["step"] for r in records if "eval/top1" in r] == [2, 4]
+  assert checkpoints(tmp_path) == [2, 4]
+
+
 def test_folders_of_clip_benchmark_are_scored_beside_a_split(train, tmp_path):
   root = tmp_path / "root"
   for name, ending in (("wds_classes", "cls"), ("wds_texts", "txt")):
