@@ -124,14 +124,17 @@ class Checkpointer:
       with self._reporting():
         write.result()
 
-  def restore(self, like) -> Restored | None:
+  def restore(self, like, only: int | None = None) -> Restored | None:
     """The newest undamaged checkpoint, laid out as `like` (shapes with shardings), or None.
 
+    only: the step of the checkpoint, in place of the newest.
+
     Raises:
-      RunError: there are checkpoints, but none of them can be read into `like`.
+      RunError: there are checkpoints, but none of them can be read into `like`; or there is none of
+        the step `only`.
     """
     failed = {}
-    while steps := self._steps() - failed.keys():
+    while steps := self._steps(only) - failed.keys():
       step = max(steps)
       restored, reason = self._restore(step, like)
       if restored is None and (before := older(like)) is not None:
@@ -183,9 +186,15 @@ class Checkpointer:
       return None, f"checksum of {wrong[0]} ({len(wrong)} arrays in all)"
     return Restored(step, items.state, items.record["data"]), ""
 
-  def _steps(self) -> set[int]:
-    """The steps that process 0 sees."""
-    return set(gather("the names of the checkpoints", sorted(steps_on_disk(self.directory)))[0])
+  def _steps(self, only: int | None = None) -> set[int]:
+    """The steps that process 0 sees; of them `only` one, if it says which."""
+    steps = gather("the names of the checkpoints", sorted(steps_on_disk(self.directory)))[0]
+    if only is None:
+      return set(steps)
+    if only not in steps:
+      there = ", ".join(map(str, steps)) or "none"
+      raise RunError(f"{self.directory} has no checkpoint of step {only}: it has {there}.")
+    return {only}
 
   def _still_there(self, failed: dict[int, str]) -> dict[int, str]:
     """The failed steps that are damaged, not deleted by a training program beside this one."""

@@ -255,6 +255,12 @@ class OptimizerConfig:
     3.6); "dynamic" skips whole steps then, and adapts the scale""",
   )
   initial_loss_scale: float = field(65_536.0, "a power of two rounds nothing", POSITIVE)
+  ema: float = field(
+    0.0,
+    """decay of an average of the parameters over the steps, such as 0.9999; evaluations score it,
+    too. 0: none""",
+    Limit("0 (no average) or more, and less than 1", lambda x: 0 <= x < 1),
+  )
   learning_rate_scale: tuple[str, ...] = field(
     (),
     """Factors on the learning rate by a parameter's path: "image/.*=0.1"; the first match

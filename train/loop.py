@@ -255,7 +255,7 @@ class _Steps:
 
   def _scores(self) -> dict[str, float]:
     run = self._run._replace(between_batches=self._due.look)
-    return run.evaluate(self._state.params)
+    return run.evaluate_state(self._state)
 
   def _end(self, reason: int) -> NoReturn:
     """Saves, and raises `stop.Stopped`."""

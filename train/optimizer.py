@@ -18,6 +18,7 @@ import numpy as np
 import optax
 
 from sbjax.models.transformer import is_block_kernel
+from sbjax.optim.averaged import averaged
 from sbjax.optim.collage import compensated
 from sbjax.optim.loss_scale import dynamic_loss_scale, fixed_loss_scale
 from sbjax.optim.stable_adamw import stable_adamw
@@ -73,7 +74,8 @@ def make_optimizer(
     is_frozen = functools.partial(frozen, freeze)
     trained = optax.masked(optimizer, lambda params: jax.tree.map(operator.not_, is_frozen(params)))
     optimizer = optax.chain(trained, optax.masked(optax.set_to_zero(), is_frozen))
-  return LOSS_SCALES[config.loss_scale](optimizer, config.initial_loss_scale), schedule
+  optimizer = LOSS_SCALES[config.loss_scale](optimizer, config.initial_loss_scale)
+  return averaged(optimizer, config.ema) if config.ema else optimizer, schedule
 
 
 def in_few_bits(float32_moments: Sequence[str], params):

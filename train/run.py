@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import optax
 
+from sbjax.optim.averaged import average_of
 from train.checkpoint import Checkpointer, Restored
 from train.config import Config, ModelConfig, flat, marked
 from train.data.augment import CentreCrop
@@ -79,6 +80,13 @@ class Run(NamedTuple):
     )
     start = functools.partial(initial_state, self.task, self.optimizer)
     return jax.jit(start, out_shardings=shardings)(params)
+
+  def evaluate_state(self, state: TrainState) -> dict[str, float]:
+    """The scores of a state's parameters, and if it has their average, those as "ema/..."."""
+    scores = self.evaluate(state.params)
+    if (average := average_of(state.opt_state)) is not None:
+      scores |= {f"ema/{name}": score for name, score in self.evaluate(average).items()}
+    return scores
 
   def evaluate(self, params) -> dict[str, float]:
     """The scores of parameters on the evaluation split, and on the folders of data.eval_data.

@@ -46,6 +46,8 @@ REFUSED = [
     for field in ("b1", "b2") for bad in (1.0, -0.5, float("nan"))),
   *(("optimizer.b2_power", bad, "must be from 0 (b2 stays the same) to 1")
     for bad in (-0.5, 1.5, float("nan"))),
+  *(("optimizer.ema", bad, "must be 0 (no average) or more, and less than 1")
+    for bad in (1.0, -0.5, float("nan"))),
   ("optimizer.warmup_steps", -1, "optimizer.warmup_steps=-1 must be in [0, steps=4)"),
   ("optimizer.schedule", "linear", "optimizer.schedule='linear' is none of cosine, constant"),
   ("optimizer.cooldown_steps", -1, "must be 0 (no cool-down) or more"),
