@@ -51,11 +51,27 @@ class Restored(NamedTuple):
 
 
 class Checkpointer:
-  """Saves to and restores from `directory`, keeping the newest `keep` steps, or only reads."""
+  """Saves to and restores from `directory`, or only reads.
 
-  def __init__(self, directory: str | Path, keep: int = 1, read_only: bool = False):
+  Args:
+    keep: how many of the newest steps stay.
+    keep_every: its multiples stay, too; 0: none.
+    best: the name of a score; the step with the best stays, too. "": none.
+  """
+
+  def __init__(
+    self,
+    directory: str | Path,
+    keep: int = 1,
+    read_only: bool = False,
+    *,
+    keep_every: int = 0,
+    best: str = "",
+  ):
     self.directory = Path(directory).absolute()
     self._keep, self._read_only = keep, read_only
+    self._keep_every, self._best = keep_every, best
+    self._scores: dict[int, float] = {}  # that of `best`, by step; more is better
     self._handler = ocp.CompositeCheckpointHandler("state", "record")
     # The limit is for those who do not wait: train.parallel.watchdog limits the waits.
     self._writer = ocp.AsyncCheckpointer(self._handler, timeout_secs=24 * 3600)
@@ -76,12 +92,25 @@ class Checkpointer:
       self._writer.save(self.directory / str(step), args=items)
     self._write = self._thread.submit(self._finish)
 
+  def scored(self, step: int, scores: dict[str, float]) -> None:
+    """Notes the scores of a step, whose checkpoint stays while it is the best."""
+    if self._best in scores:
+      self._scores[step] = scores[self._best] * (-1 if self._best.endswith("loss") else 1)
+
+  def best_step(self) -> int | None:
+    """The step on disk with the best score, the newest of equals; None if none has a score."""
+    steps = steps_on_disk(self.directory) & self._scores.keys()
+    return max(steps, key=lambda step: (self._scores[step], step), default=None)
+
   def _finish(self) -> None:
-    """Waits for the write, then removes the oldest checkpoints."""
+    """Waits for the write, then removes the checkpoints that do not stay."""
     self._writer.wait_until_finished()
     if jax.process_index() == 0:
-      for step in sorted(steps_on_disk(self.directory))[: -self._keep]:
-        shutil.rmtree(self.directory / str(step))
+      steps = sorted(steps_on_disk(self.directory))
+      stay = {*steps[-self._keep :], self.best_step()}
+      for step in steps:
+        if not (step in stay or (self._keep_every and step % self._keep_every == 0)):
+          shutil.rmtree(self.directory / str(step))
 
   def check(self) -> None:
     """Raises the error of a write that has failed; waits for nothing."""
@@ -95,14 +124,17 @@ class Checkpointer:
       with self._reporting():
         write.result()
 
-  def restore(self, like) -> Restored | None:
+  def restore(self, like, only: int | None = None) -> Restored | None:
     """The newest undamaged checkpoint, laid out as `like` (shapes with shardings), or None.
 
+    only: the step of the checkpoint, in place of the newest.
+
     Raises:
-      RunError: there are checkpoints, but none of them can be read into `like`.
+      RunError: there are checkpoints, but none of them can be read into `like`; or there is none of
+        the step `only`.
     """
     failed = {}
-    while steps := self._steps() - failed.keys():
+    while steps := self._steps(only) - failed.keys():
       step = max(steps)
       restored, reason = self._restore(step, like)
       if restored is None and (before := older(like)) is not None:
@@ -154,9 +186,15 @@ class Checkpointer:
       return None, f"checksum of {wrong[0]} ({len(wrong)} arrays in all)"
     return Restored(step, items.state, items.record["data"]), ""
 
-  def _steps(self) -> set[int]:
-    """The steps that process 0 sees."""
-    return set(gather("the names of the checkpoints", sorted(steps_on_disk(self.directory)))[0])
+  def _steps(self, only: int | None = None) -> set[int]:
+    """The steps that process 0 sees; of them `only` one, if it says which."""
+    steps = gather("the names of the checkpoints", sorted(steps_on_disk(self.directory)))[0]
+    if only is None:
+      return set(steps)
+    if only not in steps:
+      there = ", ".join(map(str, steps)) or "none"
+      raise RunError(f"{self.directory} has no checkpoint of step {only}: it has {there}.")
+    return {only}
 
   def _still_there(self, failed: dict[int, str]) -> dict[int, str]:
     """The failed steps that are damaged, not deleted by a training program beside this one."""

@@ -232,8 +232,20 @@ class DataConfig:
 @dataclasses.dataclass(kw_only=True)
 class OptimizerConfig:
   name: str = field("stable_adamw", "a key of train.optimizer.OPTIMIZERS")
-  learning_rate: float = field(2e-3, "after the warm-up; then a half cosine to 0", FINITE)
+  learning_rate: float = field(2e-3, "after the warm-up; then as schedule says", FINITE)
   warmup_steps: int = field(5000, "steps of linear warm-up")
+  schedule: str = field(
+    "cosine",
+    """After the warm-up: "cosine", half a one to 0; "constant"; "inverse_sqrt", the rate times
+    sqrt(warmup_steps / step)""",
+  )
+  cooldown_steps: int = field(
+    0,
+    """for "constant" and "inverse_sqrt": the last of `steps`, in which the rate falls to 0 along a
+    line""",
+    zero_or_more("no cool-down"),
+    MAY_CHANGE,
+  )
   b1: float = field(0.9, "decay of the first moment", SHARE)
   b2: float = field(0.98, "decay of the second moment", SHARE)
   b2_power: float = field(
@@ -279,6 +291,12 @@ class OptimizerConfig:
     3.6); "dynamic" skips whole steps then, and adapts the scale""",
   )
   initial_loss_scale: float = field(65_536.0, "a power of two rounds nothing", POSITIVE)
+  ema: float = field(
+    0.0,
+    """decay of an average of the parameters over the steps, such as 0.9999; evaluations score it,
+    too. 0: none""",
+    Limit("0 (no average) or more, and less than 1", lambda x: 0 <= x < 1),
+  )
   learning_rate_scale: tuple[str, ...] = field(
     (),
     """Factors on the learning rate by a parameter's path: "image/.*=0.1"; the first match
@@ -358,6 +376,15 @@ class Config:
     MAY_CHANGE,
   )
   checkpoint_keep: int = field(3, "how many of the newest checkpoints stay", AT_LEAST_1, MAY_CHANGE)
+  checkpoint_keep_every: int = field(
+    0, "the checkpoints at its multiples stay, too; 0: none", zero_or_more("none"), MAY_CHANGE
+  )
+  checkpoint_best: str = field(
+    "",
+    """A score, such as "zero_shot_top1": the checkpoint with the best stays, too, and each
+    evaluated step has one. Of a loss the least is the best. "": none""",
+    MAY_CHANGE,
+  )
   max_hours: float = field(
     0.0,
     """The run saves and stops when it has taken so many hours in one start (exit code 75), but not
@@ -447,12 +474,27 @@ class Config:
         f"mesh.gradient_exchange={exchange!r} sums in float32, mesh.gradient_dtype={dtype!r} does"
         " not: leave one of them at 'float32'."
       )
+    self._check_checkpoints()
     self._check_parametrization()
     self.profiled()
     for name in ("train_shards", "eval_shards") if not self.data.stream else ():
       for each in getattr(self.data, name).split("::"):
         check_local(each, f"data.{name}", "; data.stream=true reads such shards where they are")
     self.stages()
+
+  def _check_checkpoints(self) -> None:
+    """Raises a ValueError for checkpoints that are to stay and would not be made."""
+    kept, every = self.checkpoint_keep_every, self.checkpoint_every
+    if kept and (not every or kept % every):
+      raise ValueError(
+        f"checkpoint_keep_every={kept} must be a multiple of checkpoint_every={every}, which must"
+        " be more than 0: other steps have no checkpoint."
+      )
+    if self.checkpoint_best and not (self.data.eval_split or self.data.eval_data):
+      raise ValueError(
+        f"checkpoint_best={self.checkpoint_best!r} needs an evaluation: set data.eval_split or"
+        " data.eval_data."
+      )
 
   def _check_parametrization(self) -> None:
     """Raises a ValueError for fields that do not go with `model.parametrization`."""

@@ -57,9 +57,11 @@ class Due:
     # The step of the next stage is compiled with nothing to lose.
     save = step in self._ends or self.end > 0 or _is_multiple(step, config.checkpoint_every)
     save = save or 0 < config.checkpoint_minutes <= minutes
+    evaluate = self.evaluates_after(step)
+    save = save or (evaluate and config.checkpoint_best != "")
     if save:
       self._saved = time.monotonic()
-    return Next(self.evaluates_after(step), save, self.end)
+    return Next(evaluate, save, self.end)
 
   def evaluates_after(self, step: int) -> bool:
     return step == self._config.steps or _is_multiple(step, self._config.eval_every)

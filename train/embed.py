@@ -28,14 +28,14 @@ import numpy as np
 from PIL import Image, ImageDraw
 from tqdm import tqdm
 
-from train import cli, inference
+from train import cli
 from train.data import decode, sample, tar_shards
 from train.data.decode import DEFAULT_LIMITS, Limits
 from train.data.eval_batches import decoded
 from train.data.sample import Unusable
 from train.data.text_files import read_lines
 from train.errors import RunError
-from train.evaluate import add_model_arguments, limits_of, positive
+from train.evaluate import add_model_arguments, limits_of, load_model, positive
 from train.inference import Model
 from train.paths import local_path
 from train.workdir import lock, write_json
@@ -359,14 +359,7 @@ def embed(options: argparse.Namespace) -> None:
   out = local_path(options.out, "--out")
   paths, others = sources(options.data, out.resolve())
   texts, limits = _texts(options.texts), limits_of(options)
-  model = inference.load(
-    options.checkpoint,
-    options.batch_size,
-    size=options.model,
-    tokenizer=options.tokenizer,
-    dtype=options.dtype,
-    int8=options.int8,
-  )
+  model = load_model(options)
   out.mkdir(parents=True, exist_ok=True)
   made = {"checkpoint": str(options.checkpoint), "step": model.step, "size": model.size}
   made |= {"dtype": model.task.model.options.dtype.name, "int8": options.int8}

@@ -51,7 +51,7 @@ def evaluate_checkpoint(config: Config, workdir: Path) -> dict[str, float]:
   restored = run.restore()
   if restored is None:
     raise RunError(f"{run.checkpointer.directory} holds no checkpoint any more: try again.")
-  scores = run.at(restored.step).evaluate(restored.state.params)
+  scores = run.at(restored.step).evaluate_state(restored.state)
   if jax.process_index() != 0:
     return scores
   data_set, split = run.source.full_name, config.data.eval_split or "eval_data"
@@ -132,18 +132,13 @@ def evaluate_folders(options: argparse.Namespace) -> list[dict]:
     folder.shards(options.split)
     if options.linear_probe and folder.task == CLASSIFICATION:
       folder.shards(options.train_split)
-  model = inference.load(
-    checkpoint,
-    options.batch_size,
-    size=options.model,
-    tokenizer=options.tokenizer,
-    dtype=options.dtype,
-    int8=options.int8,
-  )
+  model = load_model(options)
   out.mkdir(parents=True, exist_ok=True)
   named = {
     "model": open_clip_name(model.size),
-    "pretrained": str(options.checkpoint) + (" int8" if options.int8 else ""),
+    "pretrained": " ".join(
+      [str(options.checkpoint), *(name for name in ("ema", "int8") if getattr(options, name))]
+    ),
     "language": "en",
   }
   rows = []
@@ -186,12 +181,14 @@ def write_csv(path: Path, rows: Sequence[dict]) -> None:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-  """The flags that select a model; see train.inference.load."""
+  """The flags of `load_model`."""
   parser.add_argument("--checkpoint", required=True, help="a run's workdir or open_clip's weights")
   parser.add_argument("--model", default="", help="the size of open_clip's weights: ViT-B-32")
   parser.add_argument("--tokenizer", default="", help='of open_clip\'s weights; "" is "clip"')
   parser.add_argument("--dtype", default="", choices=["", "float32", "bfloat16"])
   parser.add_argument("--int8", action="store_true", help="kernels and token table in 8 bits only")
+  parser.add_argument("--ema", action="store_true", help="the average that optimizer.ema keeps")
+  parser.add_argument("--step", type=positive, help="of a run's checkpoint; by default the newest")
   parser.add_argument("--batch_size", type=positive, default=256)
   for field in dataclasses.fields(DataConfig):
     if field.name in _LIMITS:
@@ -200,6 +197,20 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         f"--{field.name}", type=kind, default=field.default, help=f"of an image; {words}"
       )
   parser.add_argument("--debug", action="store_true", help="show tracebacks")
+
+
+def load_model(options: argparse.Namespace) -> Model:
+  """The model that the flags select; see train.inference.load."""
+  return inference.load(
+    options.checkpoint,
+    options.batch_size,
+    size=options.model,
+    tokenizer=options.tokenizer,
+    dtype=options.dtype,
+    int8=options.int8,
+    ema=options.ema,
+    step=options.step,
+  )
 
 
 def limits_of(options: argparse.Namespace) -> Limits:

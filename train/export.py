@@ -24,12 +24,20 @@ from train.inference import Model, load
 from train.paths import local_path
 
 
-def export(workdir: str | Path, format: str, out: str | Path | None = None) -> Path:
+def export(
+  workdir: str | Path,
+  format: str,
+  out: str | Path | None = None,
+  *,
+  ema: bool = False,
+  step: int | None = None,
+) -> Path:
   """Writes the newest checkpoint of a run to a folder, and returns it.
 
   Args:
     format: "open_clip" or "hf".
     out: the folder; None: workdir/format. Its files are replaced when all are written.
+    ema, step: as in `load`: the average of the parameters, and another checkpoint.
 
   Raises:
     RunError, ValueError: there is no checkpoint, or the format has no place for the model.
@@ -38,7 +46,7 @@ def export(workdir: str | Path, format: str, out: str | Path | None = None) -> P
     raise ValueError(f"--format={format!r} must be one of {', '.join(FORMATS)}.")
   workdir = local_path(workdir, "--workdir")
   out = workdir / format if out is None else local_path(out, "--out")
-  run = load(workdir)
+  run = load(workdir, ema=ema, step=step)
   if run.task.model.options.is_unit:
     raise ValueError(
       f"{format} has no place for model.parametrization='unit': its blocks compute otherwise."
@@ -126,9 +134,11 @@ def main(arguments=None) -> None:
   parser.add_argument("--workdir", required=True, help="the folder of the run")
   parser.add_argument("--format", required=True, choices=FORMATS)
   parser.add_argument("--out", help="the folder to write; by default WORKDIR/FORMAT")
+  parser.add_argument("--ema", action="store_true", help="the average that optimizer.ema keeps")
+  parser.add_argument("--step", type=int, help="of the checkpoint; by default the newest")
   options = parser.parse_args(arguments)
   try:
-    out = export(options.workdir, options.format, options.out)
+    out = export(options.workdir, options.format, options.out, ema=options.ema, step=options.step)
   except (RunError, ValueError, ImportError, OSError) as error:
     sys.exit(str(error))
   print(f"Wrote {out}: {', '.join(sorted(path.name for path in out.iterdir()))}")

@@ -19,6 +19,7 @@ from sbjax.interop.files import WEIGHT_FILES, is_weights
 from sbjax.interop.serving import serving_params
 from sbjax.interop.weights import load_weights
 from sbjax.models.sizes import SIZES, open_clip_name
+from sbjax.optim.averaged import average_of
 from sbjax.recipes import parse_recipe, recipes_of
 from train.checkpoint import Checkpointer
 from train.config import Config, MeshConfig, ModelConfig
@@ -119,6 +120,8 @@ def load(
   tokenizer: str = "",
   dtype: str = "",
   int8: bool = False,
+  ema: bool = False,
+  step: int | None = None,
 ) -> Model:
   """The model of a run's newest checkpoint or of open_clip's weights, on the first device.
 
@@ -131,6 +134,8 @@ def load(
     dtype: of the computation; "": the run's, or float32 for weights of open_clip.
     int8: keep kernels and token embeddings in 8 bits only (sbjax.interop.serving), for the run's
       recipe, or "switchback_q" if that leaves the forward pass in 16 bits.
+    ema: of a run with optimizer.ema: take the average of its parameters.
+    step: of a run: the checkpoint of that step in place of the newest.
 
   Raises:
     RunError: the checkpoint, its tokenizer or its size is missing or another, or images of the
@@ -140,9 +145,11 @@ def load(
   check_local(size, "--model")
   size = {open_clip_name(key): key for key in SIZES}.get(size, size)
   if is_weights(path) and not path.is_dir():
+    if ema or step is not None:
+      raise RunError(f"{path} holds weights and no run: leave --ema and --step out.")
     config, task, params, tokenizer, step, squash = _open_clip(path, size, tokenizer)
   else:
-    config, task, params, tokenizer, step, squash = *_run(path, size, tokenizer), False
+    config, task, params, tokenizer, step, squash = *_run(path, size, tokenizer, ema, step), False
   if dtype:
     config.model.dtype = dtype
   if int8:
@@ -183,7 +190,7 @@ def _open_clip(path: Path, size: str, tokenizer: str):
   return config, task, jax.device_put(params, jax.devices()[0]), made, None, squash
 
 
-def _run(workdir: Path, size: str, tokenizer: str):
+def _run(workdir: Path, size: str, tokenizer: str, ema: bool, step: int | None):
   if not (workdir / "config.json").is_file() or not (workdir / "checkpoints").is_dir():
     weights = next((name for name in WEIGHT_FILES if (workdir / name).is_file()), "")
     hint = f" For the weights pass {workdir / weights}." if weights else ""
@@ -193,6 +200,8 @@ def _run(workdir: Path, size: str, tokenizer: str):
     raise RunError(f"{workdir} holds a {config.model.size}: leave --model={size} out.")
   if tokenizer:
     raise RunError(f"{workdir} has its own tokenizer: leave --tokenizer={tokenizer} out.")
+  if ema and not config.optimizer.ema:
+    raise RunError(f"{workdir} has no average, as its optimizer.ema is 0: leave --ema out.")
   if not (workdir / "tokenizer.json").is_file():
     raise RunError(
       f"{workdir / 'tokenizer.json'} is missing: it should hold the tokenizer of the run, as"
@@ -207,11 +216,12 @@ def _run(workdir: Path, size: str, tokenizer: str):
   like = abstract_state(task, optimizer, config.seed, mesh)
   checkpoints = Checkpointer(workdir / "checkpoints", read_only=True)
   with contextlib.closing(checkpoints):
-    restored = checkpoints.restore(like)
+    restored = checkpoints.restore(like, step)
   if restored is None:
     raise RunError(f"{workdir / 'checkpoints'} holds no finished checkpoint.")
   check_tokenizer(restored, workdir)
-  return config.at(restored.step), task, restored.state.params, made, restored.step
+  params = average_of(restored.state.opt_state) if ema else restored.state.params
+  return config.at(restored.step), task, params, made, restored.step
 
 
 def _in_int8(config: Config, params):

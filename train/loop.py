@@ -111,6 +111,8 @@ def _train(run: Run, workdir: Path, watchdog: Watchdog, due: Due) -> None:
 
   recorder = Recorder(workdir, config, start)
   with contextlib.closing(checkpointer), contextlib.closing(recorder):
+    for step, scores in recorder.scores.items():
+      checkpointer.scored(step, scores)
     describe(run, recorder, start)
     tracer = Tracer(workdir / "profile", config.profiled())
     with contextlib.closing(tracer):
@@ -272,10 +274,16 @@ class _Steps:
     step, run, recorder = self._step, self._run.at(self._step), self._recorder
     self._watchdog.pauses_for(f"the evaluation after step {step}")
     with self._ending():
-      scores = run._replace(between_batches=self._due.look).evaluate(self._state.params)
+      scores = run._replace(between_batches=self._due.look).evaluate_state(self._state)
     if scores:
       recorder.write(step, {f"eval/{name}": value for name, value in scores.items()})
       recorder.say(step, "  ".join(f"{name} {value:.3f}" for name, value in scores.items()))
+    if (best := run.config.checkpoint_best) and best not in scores:
+      raise RunError(
+        f"checkpoint_best={best!r} is no score of step {step}: choose one of {', '.join(scores)}."
+        " The same command with it continues after this step."
+      )
+    run.checkpointer.scored(step, scores)
     _report(run, self._workdir, step, self._state.params, scores)
 
   @contextlib.contextmanager
@@ -475,6 +483,7 @@ def _result(run: Run, workdir: Path, seconds: float) -> dict:
     "step": run.config.steps,
     "loss": losses[-1]["loss"] if losses else None,
     "eval": {k.removeprefix("eval/"): v for k, v in scores[-1].items() if k != "step"},
+    **({"best_step": run.checkpointer.best_step()} if run.config.checkpoint_best else {}),
     "images_per_second": float(np.median(rates)) if rates else None,
     "seconds": round(seconds, 1),  # of the process that finished the run
     "recipe": run.config.model.recipe,

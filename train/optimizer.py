@@ -1,4 +1,4 @@
-"""The optax chain of a run: clipping, StableAdamW or AdamW, warm-up and cosine; munit's rules.
+"""The optax chain of a run: clipping, StableAdamW or AdamW, schedules; munit's rules.
 
 Two rules depend on the shape of a tensor: vectors and scalars (biases, norms, layer-scale, the
 logit scale) do not decay, and StableAdamW's RMS is one number a tensor. A scanned model stacks the
@@ -18,6 +18,7 @@ import numpy as np
 import optax
 
 from sbjax.models.transformer import is_block_kernel
+from sbjax.optim.averaged import averaged
 from sbjax.optim.collage import compensated
 from sbjax.optim.loss_scale import dynamic_loss_scale, fixed_loss_scale
 from sbjax.optim.stable_adamw import stable_adamw
@@ -47,7 +48,7 @@ def make_optimizer(
   freeze: patterns of parameters that get no update, and have no state.
   parametrization: the model's; for "unit" the optimizer is that of `munit`.
   """
-  for field, known in ("name", OPTIMIZERS), ("states", STATES), ("loss_scale", LOSS_SCALES):
+  for field, known in CHOICES.items():
     if (value := getattr(config, field)) not in known:
       raise ValueError(f"optimizer.{field}={value!r} is none of {', '.join(known)}.")
   if config.measure_edq and config.states not in COLLAGE:
@@ -55,7 +56,7 @@ def make_optimizer(
       f"optimizer.measure_edq needs optimizer.states to be one of {', '.join(COLLAGE)}, not"
       f" {config.states!r}: other parameters are float32."
     )
-  schedule = warmup_cosine(config.learning_rate, config.warmup_steps, steps)
+  schedule = make_schedule(config, config.learning_rate, steps)
   if parametrization == "unit":
     optimizer = munit(config, schedule, steps)
   else:
@@ -73,7 +74,8 @@ def make_optimizer(
     is_frozen = functools.partial(frozen, freeze)
     trained = optax.masked(optimizer, lambda params: jax.tree.map(operator.not_, is_frozen(params)))
     optimizer = optax.chain(trained, optax.masked(optax.set_to_zero(), is_frozen))
-  return LOSS_SCALES[config.loss_scale](optimizer, config.initial_loss_scale), schedule
+  optimizer = LOSS_SCALES[config.loss_scale](optimizer, config.initial_loss_scale)
+  return averaged(optimizer, config.ema) if config.ema else optimizer, schedule
 
 
 def in_few_bits(float32_moments: Sequence[str], params):
@@ -120,7 +122,7 @@ def munit(
 
   A step takes `rate * width_factor * update + decay * p` from a parameter p. The rate is the
   schedule's, the update that of `config.name`. The decay is `config.weight_decay` times the same
-  warm-up and cosine: it depends neither on the learning rate nor on the width (Loshchilov and
+  schedule: it depends neither on the learning rate nor on the width (Loshchilov and
   Hutter 2019, https://arxiv.org/abs/1711.05101), and StableAdamW does not clip it.
   """
   plain = dataclasses.replace(config, weight_decay=0.0)
@@ -128,7 +130,7 @@ def munit(
   if config.base_width:
     parts.append(scale_by_width(config.base_width))
   if config.weight_decay:
-    decay = warmup_cosine(config.weight_decay, config.warmup_steps, steps)
+    decay = make_schedule(config, config.weight_decay, steps)
     parts.append(optax.add_decayed_weights(lambda step: -decay(step), mask=decays))
   return optax.chain(*parts)
 
@@ -178,15 +180,55 @@ LOSS_SCALES = {  # Functions of an optimizer and a scale.
 }
 
 
-def warmup_cosine(peak: float, warmup_steps: int, steps: int) -> optax.Schedule:
-  """`peak * (step + 1) / warmup_steps` during warm-up, then a half cosine from `peak` to 0."""
+def make_schedule(config: OptimizerConfig, peak: float, steps: int) -> optax.Schedule:
+  """`peak * (step + 1) / warmup_steps` during warm-up, then as `config.schedule` says.
+
+  Over the last `cooldown_steps` a line from 1 to 0 multiplies it, as in Zhai et al. 2022
+  (https://arxiv.org/abs/2106.04560). Before these the rates of "constant" and "inverse_sqrt" do not
+  depend on `steps`: one long run has the checkpoints from which shorter ones cool down.
+  """
+  warmup_steps, cooldown_steps = config.warmup_steps, config.cooldown_steps
   if not 0 <= warmup_steps < steps:
     raise ValueError(f"optimizer.warmup_steps={warmup_steps} must be in [0, {steps=}).")
-  cosine = optax.cosine_decay_schedule(peak, steps - warmup_steps)
-  if not warmup_steps:
-    return cosine
-  warmup = optax.linear_schedule(peak / warmup_steps, peak, warmup_steps - 1)
-  return optax.join_schedules([warmup, cosine], [warmup_steps])
+  schedule = SCHEDULES[config.schedule](peak, warmup_steps, steps)
+  if warmup_steps:
+    warmup = optax.linear_schedule(peak / warmup_steps, peak, warmup_steps - 1)
+    schedule = optax.join_schedules([warmup, schedule], [warmup_steps])
+  if not cooldown_steps:
+    return schedule
+  if config.schedule == "cosine":
+    raise ValueError(
+      f"optimizer.cooldown_steps={cooldown_steps} must be 0 with optimizer.schedule='cosine', which"
+      " falls to 0 itself."
+    )
+  if cooldown_steps > steps - warmup_steps:
+    raise ValueError(
+      f"optimizer.cooldown_steps={cooldown_steps} must be at most {steps - warmup_steps}, the steps"
+      f" after the warm-up ({steps=}, optimizer.{warmup_steps=})."
+    )
+  cooldown = optax.linear_schedule(1.0, 0.0, cooldown_steps, steps - cooldown_steps)
+  return lambda step: schedule(step) * cooldown(step)
+
+
+def _cosine(peak: float, warmup_steps: int, steps: int) -> optax.Schedule:
+  return optax.cosine_decay_schedule(peak, steps - warmup_steps)
+
+
+def _constant(peak: float, warmup_steps: int, steps: int) -> optax.Schedule:
+  return optax.constant_schedule(peak)
+
+
+def _inverse_sqrt(peak: float, warmup_steps: int, steps: int) -> optax.Schedule:
+  """`peak * sqrt(warmup_steps / n)` at step n, counted from 1; without warm-up `peak / sqrt(n)`."""
+  return lambda step: peak * jnp.sqrt(max(warmup_steps, 1) / (warmup_steps + 1 + step))
+
+
+# Functions of a peak, the steps of its warm-up and all steps; they count from the warm-up's end.
+SCHEDULES = {"cosine": _cosine, "constant": _constant, "inverse_sqrt": _inverse_sqrt}
+
+CHOICES = {
+  "name": OPTIMIZERS, "schedule": SCHEDULES, "states": STATES, "loss_scale": LOSS_SCALES
+}  # fmt: skip
 
 
 def learning_rates(schedule: optax.Schedule) -> Callable[[int], float]:

@@ -37,6 +37,7 @@ class Recorder:
 
   def __init__(self, workdir: Path, config: Config, start: int):
     self._writes = jax.process_index() == 0
+    self.scores: dict[int, dict[str, float]] = {}  # of evaluated steps up to `start`
     if not self._writes:
       return
     self._workdir = workdir
@@ -44,7 +45,7 @@ class Recorder:
     path = workdir / "metrics.jsonl"
     with self._explain_failed_write():
       _drop_after(path, start)
-      self._scored = _has_scores(path, start)
+      self.scores = _scores(path)
       self._events = _Events(workdir / "tensorboard", start)
       self._file = path.open("a", buffering=1)
     self._progress = tqdm(
@@ -59,7 +60,7 @@ class Recorder:
 
   def has_scores(self, start: int) -> bool:
     """Whether the step that the run goes on from was evaluated; the answer of the first process."""
-    return bool(largest_of_all(self._writes and self._scored)[0])
+    return bool(largest_of_all(start in self.scores)[0])
 
   def advance(self, step: int) -> None:
     """Moves the progress line to `step`."""
@@ -137,9 +138,14 @@ def is_patch_embedding_rms(name: str) -> bool:
   return name.startswith("rms/") and name.endswith("patch_embedding/kernel")
 
 
-def _has_scores(path: Path, step: int) -> bool:
-  records = read_metrics(path) if path.is_file() else []
-  return any(r["step"] == step and any(n.startswith("eval/") for n in r) for r in records)
+def _scores(path: Path) -> dict[int, dict[str, float]]:
+  """The scores of each evaluated step, by their names."""
+  scores = {}
+  for record in read_metrics(path) if path.is_file() else []:
+    found = {n.removeprefix("eval/"): x for n, x in record.items() if n.startswith("eval/")}
+    if found:
+      scores[record["step"]] = found
+  return scores
 
 
 def _drop_after(path: Path, step: int) -> None:

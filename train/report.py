@@ -27,11 +27,15 @@ def describe_scores(scores: dict[str, float]) -> str:
 
 def describe_end(workdir: Path, result: dict) -> str:
   """The step, the scores and where everything is, for the contents of result.json."""
+  checkpoints = {"checkpoint": result["step"], "the best": result.get("best_step")}
   return (
     f"after step {result['step']}: {describe_scores(result['eval']) or 'not evaluated'}\n"
     f"  report      {workdir / 'report.png'}\n"
-    f"  result      {workdir / 'result.json'}\n"
-    f"  checkpoint  {workdir / 'checkpoints' / str(result['step'])}"
+    f"  result      {workdir / 'result.json'}"
+  ) + "".join(
+    f"\n  {name:10}  {workdir / 'checkpoints' / str(step)}"
+    for name, step in checkpoints.items()
+    if step is not None
   )
 
 

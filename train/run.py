@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import optax
 
+from sbjax.optim.averaged import average_of
 from train.checkpoint import Checkpointer, Restored
 from train.config import Config, ModelConfig, flat, marked
 from train.data.augment import CentreCrop
@@ -33,7 +34,7 @@ from train.data.wds_folder import EVAL_SPLIT
 from train.errors import RunError
 from train.fields import MAY_CHANGE
 from train.finetune import check_init, check_patterns, check_vocabulary, initial_params
-from train.optimizer import learning_rates, make_optimizer, warmup_cosine
+from train.optimizer import learning_rates, make_optimizer, make_schedule
 from train.parallel import agreement
 from train.parallel.sharding import make_mesh, path_name, state_shardings
 from train.step import TrainState, initial_state, make_init
@@ -85,6 +86,13 @@ class Run(NamedTuple):
     )
     start = functools.partial(initial_state, self.task, self.optimizer)
     return jax.jit(start, out_shardings=shardings)(params)
+
+  def evaluate_state(self, state: TrainState) -> dict[str, float]:
+    """The scores of a state's parameters, and if it has their average, those as "ema/..."."""
+    scores = self.evaluate(state.params)
+    if (average := average_of(state.opt_state)) is not None:
+      scores |= {f"ema/{name}": score for name, score in self.evaluate(average).items()}
+    return scores
 
   def evaluate(self, params) -> dict[str, float]:
     """The scores of parameters on the evaluation split, and on the folders of data.eval_data.
@@ -206,7 +214,13 @@ def make_run(config: Config, workdir: Path, read_only: bool = False) -> Run:
     optimizer=optimizer,
     schedule=schedule,
     abstract_state=abstract,
-    checkpointer=Checkpointer(workdir / "checkpoints", config.checkpoint_keep, read_only),
+    checkpointer=Checkpointer(
+      workdir / "checkpoints",
+      config.checkpoint_keep,
+      read_only,
+      keep_every=config.checkpoint_keep_every,
+      best=config.checkpoint_best,
+    ),
   )
 
 
@@ -268,21 +282,36 @@ def check_continues(config: Config, workdir: Path) -> None:
       f"{workdir} holds a run with another config ({'; '.join(changed)})."
       " Choose a new --workdir, or go back to that config to continue it."
     )
-  if config.steps != before["steps"] and jax.process_index() == 0:
-    print(_describe_schedules(config, before["steps"], done), flush=True)
+  if jax.process_index() == 0 and (said := _describe_schedules(config, before, done)):
+    print(said, flush=True)
 
 
-def _describe_schedules(config: Config, steps_before: int, done: int) -> str:
-  """What another number of steps changes for a run after step `done`."""
-  peak, warmup = config.optimizer.learning_rate, config.optimizer.warmup_steps
-  before, now = (
-    learning_rates(warmup_cosine(peak, warmup, steps)) for steps in (steps_before, config.steps)
-  )
+def _describe_schedules(config: Config, before: dict, done: int) -> str:
+  """What other steps of a run, or of its cool-down, change after step `done`; "" if none do.
+
+  before: the fields of the run's config so far, by their paths.
+  """
+  old = {name: before[name] for name in ("steps", "optimizer.cooldown_steps")}
+  old = {name: value for name, value in old.items() if value != config.get(name)}
+  if not old:
+    return ""
+  optimizer = config.optimizer
+  cooldown, peak = optimizer.cooldown_steps, optimizer.learning_rate
+  options = dataclasses.replace(optimizer, cooldown_steps=before["optimizer.cooldown_steps"])
+  was = learning_rates(make_schedule(options, peak, before["steps"]))
+  now = learning_rates(make_schedule(optimizer, peak, config.steps))
+  changes = ", ".join(f"{name}={value} -> {config.get(name)}" for name, value in old.items())
+  values = ", ".join(f"{name}={value}" for name, value in old.items())
+  if optimizer.schedule == "cosine":
+    end = f"the learning rate falls to 0 at step {config.steps} now"
+  elif cooldown:
+    end = f"the learning rate falls to 0 from step {config.steps - cooldown} to {config.steps} now"
+  else:
+    end = "the learning rate has no cool-down now"
   return (
-    f"steps={steps_before} -> {config.steps} changes the schedule: the learning rate falls to 0 at"
-    f" step {config.steps} now. Step {done} had {before(done):.3g}; step {done + 1} has"
-    f" {now(done + 1):.3g}, where steps={steps_before} gives {before(done + 1):.3g}."
-    f"{_describe_stages(config, steps_before, done)}"
+    f"{changes} changes the schedule: {end}. Step {done} had {was(done):.3g}; step {done + 1} has"
+    f" {now(done + 1):.3g}, where {values} gives {was(done + 1):.3g}."
+    f"{_describe_stages(config, before['steps'], done)}"
   )
 
 

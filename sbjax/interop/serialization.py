@@ -13,6 +13,7 @@ from sbjax.linear.grouped import Grouped
 from sbjax.linear.weight import NoMaster, QuantizedWeight
 from sbjax.ops.adam import Coded
 from sbjax.ops.rows import LayerNormParams
+from sbjax.optim.averaged import AveragedState
 from sbjax.optim.collage import CompensatedState
 from sbjax.optim.loss_scale import LossScaleState
 from sbjax.optim.stable_adamw import ScaleByStableAdamState
@@ -22,6 +23,7 @@ from sbjax.quantize import Quantized, Spec
 _NAMEDTUPLES = (
   *(QuantizedWeight, Grouped, LayerNormParams),
   *(ScaleByStableAdamState, LossScaleState, CompensatedState, CompressedState, Coded),
+  AveragedState,
 )
 
 

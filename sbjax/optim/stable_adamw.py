@@ -80,11 +80,9 @@ def scale_by_stable_adam(
 
   def update(updates, state, params=None):
     count = optax.safe_increment(state.count)
-    w1 = _newest_weight(b1, count)
-    if callable(b2):  # A schedule's average is not debiased.
-      w2 = 1 - jnp.asarray(b2(state.count), jnp.float32)
-    else:
-      w2 = _newest_weight(b2, count)
+    w1 = newest_weight(b1, count)
+    # A schedule's average is not debiased.
+    w2 = 1 - jnp.asarray(b2(state.count), jnp.float32) if callable(b2) else newest_weight(b2, count)
     g = _map(_as_gradient, updates, state.mu)
     step = functools.partial(_step, count, w1, w2, jnp.asarray(eps, jnp.float32), axis_name)
     stepped = _map(step, g, leading_axes(stacked, g), state.mu, state.nu)
@@ -258,7 +256,7 @@ def _as_gradient(g, m) -> jax.Array:
   return g.astype(jnp.float32)
 
 
-def _newest_weight(b, count):
+def newest_weight(b, count):
   """Weight of the newest value in a debiased average: the paper's 1 - beta_hat, 1 at step 1.
 
   `(1 - b) / (1 - b^count)`, through expm1 since 1 - 0.999^count would lose half of its digits.

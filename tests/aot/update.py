@@ -24,10 +24,15 @@ def _placed(x, sharding):
 
 
 def update_bytes(mesh_for):
-  """Bytes a parameter that an update of a stack of layers takes, with its gradients, by states."""
+  """Bytes a parameter that an update of a stack of layers takes, with its gradients, by states.
+
+  "averaged" has states of float32, and their average.
+  """
   results, shape = {}, (4, 1024, 4096)
-  for states in STATES:
-    optimizer, _ = make_optimizer(OptimizerConfig(states=states, warmup_steps=1), 10)
+  cases = {states: OptimizerConfig(states=states, warmup_steps=1) for states in STATES}
+  cases["averaged"] = OptimizerConfig(ema=0.999, warmup_steps=1)
+  for name, config in cases.items():
+    optimizer, _ = make_optimizer(config, 10)
 
     def step(params, state, optimizer=optimizer):
       gradients = jax.lax.optimization_barrier(jax.tree.map(jnp.sin, params))
@@ -35,12 +40,12 @@ def update_bytes(mesh_for):
       return optax.apply_updates(params, updates), state
 
     with mesh_for((1,), ("data",)) as mesh:
-      params = {"blocks": {"w": jax.ShapeDtypeStruct(shape, matrix_dtype(states))}}
+      params = {"blocks": {"w": jax.ShapeDtypeStruct(shape, matrix_dtype(config.states))}}
       arguments = params, jax.eval_shape(optimizer.init, params)
       whole = functools.partial(_placed, sharding=NamedSharding(mesh, P()))
       arguments = jax.tree.map(whole, arguments)
       memory = jax.jit(step, donate_argnums=(0, 1)).lower(*arguments).compile().memory_analysis()
-    results[states] = {
+    results[name] = {
       "temporary": memory.temp_size_in_bytes / math.prod(shape),
       "in_place": memory.alias_size_in_bytes / math.prod(shape),
     }

@@ -58,7 +58,12 @@ REFUSED = [
     for field in ("b1", "b2") for bad in (1.0, -0.5, float("nan"))),
   *(("optimizer.b2_power", bad, "must be from 0 (b2 stays the same) to 1")
     for bad in (-0.5, 1.5, float("nan"))),
+  *(("optimizer.ema", bad, "must be 0 (no average) or more, and less than 1")
+    for bad in (1.0, -0.5, float("nan"))),
   ("optimizer.warmup_steps", -1, "optimizer.warmup_steps=-1 must be in [0, steps=4)"),
+  ("optimizer.schedule", "linear", "optimizer.schedule='linear' is none of cosine, constant"),
+  ("optimizer.cooldown_steps", -1, "must be 0 (no cool-down) or more"),
+  ("optimizer.cooldown_steps", 2, "must be 0 with optimizer.schedule='cosine'"),
   ("optimizer.decay_with", "rms", "decay_with='rms' is not a rule for weight decay"),
   ("mesh.data", 0, "must be -1 (what the other leaves) or at least 1"),
   ("mesh.fsdp", -2, "must be -1 (what the other leaves) or at least 1"),
@@ -84,6 +89,8 @@ REFUSED = [
   ("eval_batch_size", 0, "must be at least 1"),
   ("checkpoint_every", -1, "must be 0 (only at the end) or more"),
   ("checkpoint_keep", 0, "must be at least 1"),
+  ("checkpoint_keep_every", -1, "must be 0 (none) or more"),
+  ("checkpoint_keep_every", 3, "checkpoint_keep_every=3 must be a multiple of checkpoint_every=2"),
   ("step_timeout_seconds", -1, "must be 0 (no limit) or more"),
   ("profile_steps", "9:1", "must be 'first:last'"),
 ]  # fmt: skip
@@ -101,6 +108,15 @@ def test_a_value_that_cannot_be_meant_is_refused_before_data_are_touched(
     run.make_run(config, tmp_path)
   named = field.rpartition(".")[2]
   assert named in str(raised.value) and str(value).strip("(),") in str(raised.value)
+
+
+def test_checkpoints_that_are_to_stay_need_steps_and_scores(tmp_path):
+  config = loop_case.config(tmp_path, checkpoint_every=0, checkpoint_keep_every=2)
+  with pytest.raises(ValueError, match="a multiple of checkpoint_every=0, which must be more"):
+    config.check()
+  config = loop_case.config(tmp_path, checkpoint_best="top1", **{"data.eval_split": ""})
+  with pytest.raises(ValueError, match="checkpoint_best='top1' needs an evaluation: set"):
+    config.check()
 
 
 def test_a_field_takes_values_of_its_type(tmp_path):

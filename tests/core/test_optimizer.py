@@ -21,9 +21,9 @@ from train.optimizer import (
   cast_matrices,
   decays,
   make_optimizer,
+  make_schedule,
   matrix_dtype,
   stacked,
-  warmup_cosine,
 )
 
 pytestmark = pytest.mark.standard_promotion  # As optax needs.
@@ -88,23 +88,64 @@ def assert_close(a, b):
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), a, b)
 
 
+def rates(steps, peak=2.0, **changes):
+  """The rates of all steps, and of one more."""
+  schedule = jax.jit(jax.vmap(make_schedule(config(**changes), peak, steps)))
+  return np.asarray(schedule(jnp.arange(steps + 1)))
+
+
 def test_the_rate_warms_up_to_its_peak_and_follows_a_cosine_to_zero():
-  schedule = warmup_cosine(2.0, 4, 12)
   expected = [2 * (t + 1) / 4 for t in range(4)]
   expected += [1 + np.cos(np.pi * (t - 4) / 8) for t in range(4, 13)]
-  np.testing.assert_allclose([schedule(t) for t in range(13)], expected, atol=1e-6)
+  np.testing.assert_allclose(rates(12), expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("warmup, steps", [(0, 3), (1, 3), (7, 100), (2000, 20_000)])
+def test_the_cosine_has_the_bits_of_optax_s_two_parts(warmup, steps):
+  parts = [optax.cosine_decay_schedule(2e-3, steps - warmup)]
+  if warmup:
+    parts.insert(0, optax.linear_schedule(2e-3 / warmup, 2e-3, warmup - 1))
+  expected = jax.jit(jax.vmap(optax.join_schedules(parts, [warmup][: len(parts) - 1])))
+  np.testing.assert_array_equal(
+    rates(steps, 2e-3, warmup_steps=warmup), expected(jnp.arange(steps + 1))
+  )
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "constant", "inverse_sqrt"])
 @pytest.mark.parametrize("warmup, first", [(0, 1.0), (1, 1.0), (2, 0.5)])
-def test_short_warm_ups_start_above_zero_and_reach_the_peak(warmup, first):
-  schedule = warmup_cosine(1.0, warmup, 3)
-  assert schedule(0) == first
-  assert schedule(warmup) == 1
-  assert schedule(3) == pytest.approx(0, abs=1e-6)
+def test_short_warm_ups_start_above_zero_and_reach_the_peak(schedule, warmup, first):
+  cooldown = {} if schedule == "cosine" else {"cooldown_steps": 1}
+  found = rates(5, 1.0, warmup_steps=warmup, schedule=schedule, **cooldown)
+  assert found[0] == first
+  assert found[max(warmup - 1, 0)] == 1
+  assert found[5] == pytest.approx(0, abs=1e-6)
 
 
-def test_the_optimizer_follows_the_schedule_it_returns():
-  optimizer, schedule = make_optimizer(config(weight_decay=0.0), steps=10)
+def test_the_rates_of_schedules_with_a_cool_down_are_their_formulas():
+  n, warmup = np.arange(1, 42), np.minimum(np.arange(1, 42) / 4, 1)
+  line = np.minimum(1, (41 - n) / 10)
+  root = np.sqrt(4 / np.maximum(n, 4))
+  for schedule, formula in ("constant", 2 * warmup), ("inverse_sqrt", 2 * warmup * root):
+    np.testing.assert_allclose(rates(40, schedule=schedule), formula, rtol=1e-6)
+    found = rates(40, schedule=schedule, cooldown_steps=10)
+    np.testing.assert_allclose(found, formula * line, rtol=1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "inverse_sqrt"])
+def test_runs_of_all_lengths_have_the_same_bits_before_they_cool_down(schedule):
+  endless = rates(1000, schedule=schedule)
+  for steps, cooldown in (40, 36), (40, 1), (1000, 300):
+    found = rates(steps, schedule=schedule, cooldown_steps=cooldown)
+    start = steps - cooldown
+    np.testing.assert_array_equal(found[: start + 1], endless[: start + 1])
+    assert np.all(found[start + 1 :] < endless[start + 1 : steps + 1]) and found[steps] == 0
+
+
+@pytest.mark.parametrize("name", ["cosine", "constant", "inverse_sqrt"])
+def test_the_optimizer_follows_the_schedule_it_returns(name):
+  cooldown = {} if name == "cosine" else {"cooldown_steps": 3}
+  c = config(weight_decay=0.0, schedule=name, **cooldown)
+  optimizer, schedule = make_optimizer(c, steps=10)
   state, params = optimizer.init(jnp.zeros(3)), jnp.zeros(3)
   for t in range(10):
     updates, state = optimizer.update(jnp.ones(3), state, params)
@@ -310,6 +351,12 @@ def test_only_modules_named_blocks_are_stacked():
   "changes, message",
   [
     ({"name": "sgd"}, r"optimizer.name='sgd' is none of stable_adamw, adamw"),
+    ({"schedule": "linear"}, r"schedule='linear' is none of cosine, constant, inverse_sqrt"),
+    ({"cooldown_steps": 2}, r"optimizer.cooldown_steps=2 must be 0 with .*schedule='cosine'"),
+    (
+      {"schedule": "constant", "cooldown_steps": 7},
+      r"cooldown_steps=7 must be at most 6, .* \(steps=10, optimizer.warmup_steps=4\)",
+    ),
     ({"loss_scale": "fast"}, r"optimizer.loss_scale='fast' is none of none, fixed, dynamic"),
     ({"states": "int8"}, r"optimizer.states='int8' is none of float32, bfloat16, coat, fp8_lm"),
     (

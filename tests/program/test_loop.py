@@ -337,6 +337,23 @@ def test_more_steps_of_a_run_say_how_the_learning_rate_changes(train, tmp_path, 
   assert rates[5] > rates[4]
 
 
+def test_a_constant_run_cools_down_from_a_checkpoint_and_says_so(train, tmp_path, capsys):
+  constant = {"optimizer.schedule": "constant", "steps": 8}
+  train(tmp_path, **constant | {"steps": 4})
+  train(tmp_path, **constant)
+  assert "the learning rate has no cool-down now" in capsys.readouterr().out
+  records = train(tmp_path, **constant | {"steps": 12, "optimizer.cooldown_steps": 4})
+  said = capsys.readouterr().out
+  rates = {r["step"]: r["learning_rate"] for r in records if "learning_rate" in r}
+  peak = rates[1]
+  assert [rates[step] / peak for step in range(8, 13)] == pytest.approx([1, 1, 0.75, 0.5, 0.25])
+  assert (
+    "steps=8 -> 12, optimizer.cooldown_steps=0 -> 4 changes the schedule: the learning rate falls"
+    f" to 0 from step 8 to 12 now. Step 8 had {peak:.3g}; step 9 has {peak:.3g}, where steps=8,"
+    f" optimizer.cooldown_steps=0 gives {peak:.3g}." in said
+  )
+
+
 def test_a_run_without_a_split_to_evaluate_is_not_evaluated(data_dir, tmp_path, capsys, train):
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(Run, "evaluate", EVALUATE)
@@ -344,6 +361,36 @@ def test_a_run_without_a_split_to_evaluate_is_not_evaluated(data_dir, tmp_path, 
   assert not [name for r in records for name in r if name.startswith("eval/")]
   assert "Finished after step 4: not evaluated" in capsys.readouterr().out
   assert json.loads((tmp_path / "result.json").read_text())["eval"] == {}
+
+
+def checkpoints(workdir) -> list[int]:
+  return sorted(int(path.name) for path in (workdir / "checkpoints").iterdir())
+
+
+def test_the_best_checkpoint_stays_and_is_named_though_the_run_was_interrupted(
+  train, tmp_path, monkeypatch, capsys
+):
+  scores = {2: 0.1, 3: 0.9, 4: 0.3, 6: 0.2, 8: 0.2}
+  options = {"checkpoint_best": "top1", "checkpoint_every": 4, "checkpoint_keep": 1}
+  options |= {"eval_every": 2, "checkpoint_keep_every": 4}
+  monkeypatch.setattr(loop._Steps, "_scores", lambda self: {"top1": scores[self._step]})
+  train(tmp_path, steps=3, **options)
+  assert checkpoints(tmp_path) == [3]
+  records = train(tmp_path, steps=8, **options)
+  assert checkpoints(tmp_path) == [3, 4, 8]  # 2 and 6 had a checkpoint, too.
+  assert [r["step"] for r in records if "eval/top1" in r] == [2, 3, 4, 6, 8]
+  assert json.loads((tmp_path / "result.json").read_text())["best_step"] == 3
+  assert f"\n  the best    {tmp_path / 'checkpoints' / '3'}\n" in capsys.readouterr().out
+
+
+def test_a_score_that_no_evaluation_has_is_named_after_a_save(train, tmp_path):
+  options = {"eval_every": 2, "checkpoint_every": 0}
+  with pytest.raises(RunError, match=r"='top5' is no score of step 2: choose one of top1\."):
+    train(tmp_path, **options, checkpoint_best="top5")
+  assert checkpoints(tmp_path) == [2]
+  records = train(tmp_path, **options, checkpoint_best="top1")
+  assert [r["step"] for r in records if "eval/top1" in r] == [2, 4]
+  assert checkpoints(tmp_path) == [2, 4]
 
 
 def test_folders_of_clip_benchmark_are_scored_beside_a_split(train, tmp_path):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from train import loop, optimizer
+from train.config import OptimizerConfig
 from train.run import Run
 
 
@@ -105,7 +106,8 @@ def test_each_step_s_time_is_that_of_the_device(monkeypatch, asynchronous, log_e
 
 def test_logged_steps_do_not_ask_the_device_for_a_learning_rate_each():
   """It would compute each after the step that it is in, and the host would wait."""
-  schedule, calls = optimizer.warmup_cosine(1e-3, 100, steps=2500), []
+  config = OptimizerConfig(warmup_steps=100)
+  schedule, calls = optimizer.make_schedule(config, 1e-3, steps=2500), []
 
   def counted(step):
     jax.debug.callback(calls.append, step)
