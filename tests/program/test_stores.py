@@ -279,8 +279,8 @@ stores.version({url!r})
 
 
 def test_other_schemes_are_refused():
-  for url in ("ftp://a/*.tar", "file:///a/b.tar"):
-    with pytest.raises(RunError, match=rf"{url.replace('*', '.')}: shards are read from .* s3"):
+  for url in ("ftp://a/b.tar", "file:///a/b.tar", "S3://a/b.tar"):
+    with pytest.raises(RunError, match=rf"{url}: shards are read from .* s3"):
       stores.version(url)
   with pytest.raises(RunError, match="pipe:cat"):
     stores.expand("pipe:cat a.tar")

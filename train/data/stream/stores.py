@@ -141,7 +141,7 @@ def _lines(name: str) -> list[str]:
 
 
 def _is_glob(part: str, url: str) -> bool:
-  letters = "*[" if url.lower().startswith("http") else "*?["  # http://host/name?query
+  letters = "*[" if url.startswith("http") else "*?["  # http://host/name?query
   return any(letter in part for letter in letters)
 
 
@@ -181,7 +181,7 @@ def _matches(pattern: str, fs: Any, folder: str, part: str) -> list[str]:
 
 def _store(url: str) -> tuple[Any, str]:
   """fsspec's file system of a URL, and the path in it."""
-  scheme = url.partition("://")[0].lower()
+  scheme = url.partition("://")[0]
   if scheme not in _EXTRAS:
     raise RunError(f"{url}: shards are read from paths and from URLs of {', '.join(_EXTRAS)}.")
   extra, package = _EXTRAS[scheme]
@@ -222,7 +222,7 @@ def _info(url: str, fs: Any, path: str) -> dict[str, Any]:
 
 def _check_bucket(url: str, fs: Any, path: str) -> None:
   """Raises a RunError if the bucket of an absent file, or its repository, is not there itself."""
-  scheme = url.partition("://")[0].lower()
+  scheme = url.partition("://")[0]
   if _EXTRAS[scheme][0] == "http":
     return
   depth = 1 if scheme != "hf" else 3 if path.startswith(("datasets/", "spaces/")) else 2
