@@ -448,12 +448,10 @@ def test_a_csv_names_its_columns(tmp_path):
   (tmp_path / "a.csv").write_text("\ufeffurl,TEXT\n\n0.jpg,a\n")
   columns = {"image_key": "url", "caption_key": "TEXT"}
   assert read(tmp_path / "a.csv", **columns)[0] == [(1, "0.jpg", {"jpg": b"A", "txt": b"a"})]
-  with pytest.raises(
-    RunError, match=r"no column 'title': set data.csv_caption_key .* 'url', 'TEXT'"
-  ):
+  with pytest.raises(RunError, match=r"no column 'title': set data.caption_key .* 'url', 'TEXT'"):
     read(tmp_path / "a.csv", image_key="url")
   (tmp_path / "a.csv").write_text("")
-  with pytest.raises(RunError, match=r"no column 'filepath': set data.csv_image_key"):
+  with pytest.raises(RunError, match=r"no column 'filepath': set data.image_key"):
     read(tmp_path / "a.csv")
 
 

@@ -7,7 +7,8 @@ import pytest
 from open_clip_flags import PAGE, commands, rows
 
 from train import cli
-from train.optimizer import learning_rates, make_optimizer, warmup_cosine
+from train.config import OptimizerConfig
+from train.optimizer import learning_rates, make_optimizer, make_schedule
 from train.task import make_task
 
 params = pytest.importorskip("open_clip_train.params", reason="needs the `interop` extra")
@@ -65,9 +66,19 @@ def test_the_two_commands_of_the_page_are_the_same_run():
 
 
 @pytest.mark.parametrize(("warmup", "steps"), [(4, 16), (1, 9)])
-def test_learning_rates_are_those_of_open_clip(warmup, steps):
-  theirs = scheduler.cosine_lr(argparse.Namespace(param_groups=()), 1e-3, warmup, steps)
-  ours = learning_rates(warmup_cosine(1e-3, warmup, steps))
+@pytest.mark.parametrize("name", ["cosine", "constant", "cooldown"])
+def test_learning_rates_are_those_of_open_clip(name, warmup, steps):
+  arguments = argparse.Namespace(param_groups=()), 1e-3, warmup, steps
+  config = OptimizerConfig(warmup_steps=warmup, schedule="constant" if name != "cosine" else name)
+  match name:
+    case "cosine":
+      theirs = scheduler.cosine_lr(*arguments)
+    case "constant":
+      theirs = scheduler.const_lr(*arguments)
+    case "cooldown":
+      theirs = scheduler.const_lr_cooldown(*arguments, cooldown_steps=5)
+      config.cooldown_steps = 5
+  ours = learning_rates(make_schedule(config, 1e-3, steps))
   np.testing.assert_allclose(
     [ours(step + 1) for step in range(steps)], [theirs(step) for step in range(steps)], rtol=1e-5
   )

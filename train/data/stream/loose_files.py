@@ -59,7 +59,7 @@ def _lines(text: io.TextIOWrapper) -> Iterator[str]:
 
 
 def _check_columns(url: str, columns: list[str], image_key: str, caption_key: str) -> None:
-  for field, key in (("csv_image_key", image_key), ("csv_caption_key", caption_key)):
+  for field, key in (("image_key", image_key), ("caption_key", caption_key)):
     if key not in columns:
       raise RunError(
         f"{url} has no column {key!r}: set data.{field} to one of its columns,"

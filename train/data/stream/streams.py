@@ -116,7 +116,8 @@ def _samples(
 ) -> Iterator[int | tuple[int, str, sample.Files] | Skipped]:
   """The shard's size, its samples from `start` on, and what ended it before its end."""
   try:
-    yield stores.version(shard).size
+    # A folder grows and shrinks with its names, which the positions count.
+    yield 0 if formats.kind(shard) == "folder" else stores.version(shard).size
     yield from formats.samples(shard, start, reading.max_bytes, *reading.columns)
   except DamagedShard as error:
     yield Skipped(shard, None, "damaged", str(error))
