@@ -235,7 +235,7 @@ class _Steps:
     self._watchdog.pauses_for(f"the evaluation after step {step}")
     try:
       with self._due.abandoning(self._end):
-        scores = self._scores()
+        scores = run._replace(between_batches=self._due.look).evaluate_state(self._state)
     except Abandoned:
       self._end(self._due.end)
     except Exception:
@@ -252,10 +252,6 @@ class _Steps:
       )
     run.checkpointer.scored(step, scores)
     _report(run, self._workdir, step, self._state.params, scores)
-
-  def _scores(self) -> dict[str, float]:
-    run = self._run._replace(between_batches=self._due.look)
-    return run.evaluate_state(self._state)
 
   def _end(self, reason: int) -> NoReturn:
     """Saves, and raises `stop.Stopped`."""

@@ -373,7 +373,7 @@ def test_the_best_checkpoint_stays_and_is_named_though_the_run_was_interrupted(
   scores = {2: 0.1, 3: 0.9, 4: 0.3, 6: 0.2, 8: 0.2}
   options = {"checkpoint_best": "top1", "checkpoint_every": 4, "checkpoint_keep": 1}
   options |= {"eval_every": 2, "checkpoint_keep_every": 4}
-  monkeypatch.setattr(loop._Steps, "_scores", lambda self: {"top1": scores[self._step]})
+  monkeypatch.setattr(Run, "evaluate_state", lambda _, state: {"top1": scores[int(state.step)]})
   train(tmp_path, steps=3, **options)
   assert checkpoints(tmp_path) == [3]
   records = train(tmp_path, steps=8, **options)
