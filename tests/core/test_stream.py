@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 import tarfile
+import threading
 
 import numpy as np
 import pytest
@@ -324,3 +325,39 @@ def test_without_streaming_a_place_elsewhere_is_refused_with_what_reads_it(folde
   remote.data.stream = False
   with pytest.raises(RunError, match=r"data.train_shards='s3://.*data.stream=true reads such"):
     remote.check()
+
+
+def test_reading_ends_with_the_iterator_and_no_end_waits_for_it(tmp_path, folder):
+  before = set(threading.enumerate())
+  (iterator,) = iterators(config(folder))
+  next(iterator)
+  reading = set(threading.enumerate()) - before
+  names = [thread for thread in reading if thread.name == "reads"]
+  assert len(names) == 4 and all(thread.daemon for thread in names)
+  iterator.close()
+  for thread in reading:
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+@pytest.mark.program
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_shard_that_is_gone_ends_the_run_or_is_listed(tmp_path, workers):
+  write(tmp_path / "a")
+  gone = config(tmp_path / "a", workers=workers, max_bad_share=1.0)
+  (tmp_path / "a" / "002.tar").unlink()
+  with pytest.raises(RunError, match=r"002.tar: No such file .* data.unreadable='skip'"):
+    take(gone, 20)
+  gone.data.unreadable = "skip"
+  batches, _ = take(gone, 20, workdir=tmp_path)
+  assert set(ids(batches)) == set(range(48)) - set(range(15, 24))
+  lines = [json.loads(line) for line in (tmp_path / "skipped.jsonl").read_text().splitlines()]
+  assert {(line["shard"][-7:], line["key"], line["reason"]) for line in lines} == {
+    ("002.tar", None, "unreadable")
+  }
+
+
+def test_shards_without_a_sample_end_the_run(tmp_path):
+  write(tmp_path / "a", captions=False)
+  with pytest.raises(RunError, match=r"Stream 0 of 4 found no sample .* in 10 passes: fewer"):
+    take(config(tmp_path / "a", max_bad_share=1.0), 1)

@@ -174,18 +174,13 @@ class _Parts(grain.DatasetIterator):
     super().__init__()
     self._plan, self._group, self._states, self._threads = plan, group, states, threads
     self._streams: list[Stream] = []
-    self._executors: list[ThreadPoolExecutor] = []
+    self._decodes: ThreadPoolExecutor | None = None
 
   def _begin(self) -> None:
-    plan = self._plan
-    reads = ThreadPoolExecutor(len(self._group) * len(plan.sets), thread_name_prefix="reads")
-    self._executors = [reads, ThreadPoolExecutor(self._threads)]
+    plan, states = self._plan, self._states
+    self._decodes = ThreadPoolExecutor(self._threads)
     self._streams = [
-      Stream(
-        *(plan.sets, i, plan.streams, plan.seed, plan.reading),
-        self._states.get(str(i), ()),
-        reads,
-      )
+      Stream(plan.sets, i, plan.streams, plan.seed, plan.reading, states.get(str(i), ()))
       for i in self._group
     ]
 
@@ -200,7 +195,7 @@ class _Parts(grain.DatasetIterator):
         example, rng, before = self._streams[i].draw()
         skipped += before
         drawn.append((example, rng))
-      run = self._executors[1].map if self._threads > 1 else map
+      run = self._decodes.map if self._decodes and self._threads > 1 else map
       for i, result in zip(missing, run(self._crop, drawn), strict=True):
         if isinstance(result, Skipped):
           self._streams[i].undecodable += 1
@@ -223,8 +218,10 @@ class _Parts(grain.DatasetIterator):
       return Skipped(example["shard"], example["key"], reason, str(cause or error))
 
   def close(self) -> None:
-    for executor in self._executors:
-      executor.shutdown(wait=False, cancel_futures=True)
+    for stream in self._streams:
+      stream.close()
+    if self._decodes:
+      self._decodes.shutdown(wait=False, cancel_futures=True)
 
   def get_state(self) -> dict[str, Any]:
     return {}  # What a part says of its streams is in the part.

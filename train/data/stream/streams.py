@@ -5,8 +5,9 @@ function of its state, some whole numbers, and of what its shards hold; so a run
 a block of each stream again and goes on.
 """
 
+import queue
+import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, Future
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from train.data.stream.order import Order, Position
 from train.data.tar_shards import DamagedShard
 from train.errors import RunError
 
+_EMPTY = 10  # passes
 MOST_BYTES = 2**26  # of a block: larger samples make shorter blocks
 
 
@@ -62,15 +64,18 @@ def blocks(
   Raises:
     RunError: a shard cannot be read or has changed, or none of the stream has a sample.
   """
-  found, sizes = True, {}
+  empty, sizes = 0, {}  # passes without a sample; the shards of the next are others
   if position.size:
     sizes[order.shard(position)] = position.size
   while True:
     number = order.shard(position)
     if number is None:
-      if not found:
-        raise RunError(f"No shard of stream {order.stream} has a sample that can be used.")
-      position, found = position.next_epoch(), False
+      if empty == _EMPTY:
+        raise RunError(
+          f"Stream {order.stream} of {order.streams} found no sample that can be used in {empty}"
+          " passes: fewer data.streams have more shards each."
+        )
+      position, empty = position.next_epoch(), empty + 1
       continue
     for block in _of_shard(shards[number], order, position, reading):
       if (size := block.position.size) != sizes.setdefault(number, size):
@@ -78,7 +83,7 @@ def blocks(
           f"{shards[number]} has changed under this run: it has {size:,} bytes now, and had"
           f" {sizes[number]:,}. Bring it back, or begin a run of its own in a new --workdir."
         )
-      found |= bool(block.examples)
+      empty = 0 if block.examples else empty
       yield block
     position = position.next_shard()
 
@@ -153,13 +158,11 @@ class Stream:
     seed: int,
     reading: Reading,
     state: Sequence,
-    executor: Executor,
   ):
     """
     Args:
       index, count: which of how many streams.
       state: as `state` returned it, or () at the beginning.
-      executor: reads ahead.
     """
     self.drawn, self.unusable, self.undecodable, *positions = state or (0, 0, 0)
     self._seed = (seed, index)
@@ -171,7 +174,6 @@ class Stream:
         Order(len(each.shards), count, index, (seed, number)),
         Position(*positions[number]) if positions else Position(),
         reading,
-        executor,
       )
       for number, each in enumerate(sets)
     ]
@@ -192,6 +194,10 @@ class Stream:
     self.unusable += len(skipped)
     return example, rng, skipped
 
+  def close(self) -> None:
+    for reader in self._readers:
+      reader.close()
+
 
 class _Reader:
   """The samples of a stream in one set; the next block is read ahead."""
@@ -202,18 +208,15 @@ class _Reader:
     order: Order,
     position: Position,
     reading: Reading,
-    executor: Executor,
   ):
     self.position = position
-    self._blocks = blocks(shards, order, position, reading)
-    self._executor, self._block = executor, None
-    self._ahead: Future[Block] = executor.submit(next, self._blocks)
+    self._ahead = _Ahead(blocks(shards, order, position, reading))
+    self._block: Block | None = None
 
   def take(self) -> tuple[dict[str, Any], list[Skipped]]:
     skipped = []
     while self._block is None or self.position.taken >= len(self._block.examples):
-      block = self._ahead.result()
-      self._ahead = self._executor.submit(next, self._blocks)
+      block = next(self._ahead)
       resumed = self._block is None and self.position.taken > 0
       if not resumed:  # Else it was counted before.
         self.position = block.position
@@ -222,3 +225,37 @@ class _Reader:
     example = self._block.examples[self.position.taken]
     self.position = self.position._replace(taken=self.position.taken + 1)
     return example, skipped
+
+  def close(self) -> None:
+    self._ahead.close()
+
+
+class _Ahead(Iterator[Block]):
+  """One block ahead of the one that is given, by a thread that no end of the program waits for.
+
+  A store that does not answer holds it for minutes.
+  """
+
+  def __init__(self, blocks: Iterator[Block]):
+    self._found: queue.SimpleQueue[Block | BaseException] = queue.SimpleQueue()
+    self._room, self._closed = threading.Semaphore(), False
+    threading.Thread(target=self._read, args=[blocks], name="reads", daemon=True).start()
+
+  def _read(self, blocks: Iterator[Block]) -> None:
+    try:
+      while self._room.acquire() and not self._closed:
+        self._found.put(next(blocks))
+    except BaseException as error:  # It belongs to whoever takes the block.
+      self._found.put(error)
+
+  def __next__(self) -> Block:
+    found = self._found.get()
+    if isinstance(found, BaseException):
+      self._found.put(found)
+      raise found
+    self._room.release()
+    return found
+
+  def close(self) -> None:
+    self._closed = True
+    self._room.release()
