@@ -76,7 +76,16 @@ def attention(p, name, inner, x, heads, mask):
 
 
 def dense(p, name, x):
-  return x @ p[f"{name}.weight"].T + p[f"{name}.bias"]
+  w = p[f"{name}.weight"]
+  return x.astype(w.dtype) @ w.T + p[f"{name}.bias"]
+
+
+def in_bfloat16(params):
+  """Parameters with which the blocks' linear layers multiply in bfloat16."""
+  return {
+    name: x.astype(jnp.bfloat16) if name.startswith("encoder.") and x.ndim == 2 else x
+    for name, x in params.items()
+  }
 
 
 def norm(p, name, x, epsilon):

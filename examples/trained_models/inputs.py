@@ -6,6 +6,7 @@ a pair is two crops of one.
 
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from PIL import Image
@@ -60,3 +61,9 @@ def _crop(picture: Image.Image, random: np.random.Generator) -> Image.Image:
 def _pixels(picture: Image.Image, size: int) -> np.ndarray:
   picture = picture.resize((size, size), Image.Resampling.BICUBIC)
   return ((np.asarray(picture) / 255 - MEAN) / STD).astype(np.float32)
+
+
+def split(tree, size: int) -> list:
+  """Whole batches of a tree of arrays, in order."""
+  count = len(jax.tree.leaves(tree)[0]) // size
+  return [jax.tree.map(lambda x, i=i: x[i * size : (i + 1) * size], tree) for i in range(count)]
