@@ -188,11 +188,11 @@ def cases():
   for block in ("16", "8x4"):
     yield from ((block, None, "column", dx, False) for dx in ("rows", "rotated back"))
   yield from ((block, 0, "column", "folded", False) for block in ("16", "8x4"))
+  yield ("8", None, "column", "rows", False)
   yield ("none", None, "tensor", "tensor", True)
   yield from ((block, None, "column", "folded", True) for block in ("none", "16", "8x4"))
   yield from ((block, 0, "column", "folded", False) for block in ("8", "32", "64", "128"))
-  yield from (("8", None, "column", dx, False) for dx in ("rows", "rotated back"))
-  yield ("128", None, "column", "rotated back", False)
+  yield from ((block, None, "column", "rotated back", False) for block in ("8", "128"))
   yield from (
     (block, seed, "column", "folded", False) for seed in (1, 2) for block in ("8x4", "16")
   )
