@@ -59,7 +59,10 @@ def main():
       "recipe": recipe,
       **similar(features(by_recipe[recipe], params, few), z),
       "gradient_cosine": with_error(gradient_cosines(exact, ours[recipe], batches[:4])),
-      "critical_batch": roundings(groups, recipe, options.batch)[ALL].critical_batch,
+      "critical_batch": [
+        float(f"{size:.3g}") if np.isfinite(size) else None
+        for size in roundings(groups, recipe, options.batch)[ALL].critical_batch
+      ],
     }
     if recipe == options.recipes[0] != "full":
       alone = forward_rounding(encode, params, few[:1], rules_of(recipe)).alone
