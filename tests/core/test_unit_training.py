@@ -244,7 +244,7 @@ def test_a_run_has_the_optimizer_of_its_parametrization(monkeypatch, tmp_path):
 
 def test_a_unit_model_is_not_exported(monkeypatch, tmp_path):
   unit = types.SimpleNamespace(task=CLIPTask(clip(**UNIT)))
-  monkeypatch.setattr(export, "load", lambda workdir: unit)
+  monkeypatch.setattr(export, "load", lambda workdir, **_: unit)
   for name in ("open_clip", "hf"):
     with pytest.raises(ValueError, match=f"{name} has no place for model.parametrization='unit'"):
       export.export(tmp_path, name)
