@@ -148,7 +148,8 @@ def train_one(arm: Arm, workdir: Path, make_config=config_of, data: Path | None 
       raise
     result = {"diverged": int(diverged[1]), "why": str(error).partition("; the loss")[0]}
   else:
-    result |= {"served": {name: served_scores(config, workdir, name) for name in served(arm)}}
+    scores = {name: served_scores(config, workdir, name) for name in served(arm)}
+    result |= {"served": scores} if scores else {}
   write_json(workdir / "end.json", result)
 
 
