@@ -12,11 +12,12 @@ import pytest
 from PIL import Image
 
 from train.config import Config, ModelConfig
+from train.data.sample import Wanted
 from train.data.source import left_out, merged
 from train.data.stream import source
 from train.data.stream.order import Order, Position
 from train.data.stream.source import open_streamed
-from train.data.stream.streams import ShardSet
+from train.data.stream.streams import Reading, ShardSet, blocks
 from train.errors import RunError
 
 SHARDS = 6
@@ -361,3 +362,17 @@ def test_shards_without_a_sample_end_the_run(tmp_path):
   write(tmp_path / "a", captions=False)
   with pytest.raises(RunError, match=r"Stream 0 of 4 found no sample .* in 10 passes: fewer"):
     take(config(tmp_path / "a", max_bad_share=1.0), 1)
+
+
+def test_a_shard_that_cannot_be_read_for_a_while_has_not_changed(tmp_path):
+  write(tmp_path / "a")
+  names = sorted(map(str, (tmp_path / "a").glob("*.tar")))
+  reading = Reading(Wanted(True, "", None, True), (), 2**20, ("filepath", "title"), 100, True)
+  found = blocks(names, Order(SHARDS, 1, 0, (0, 0)), Position(), reading)  # A block is a shard.
+  for _ in range(2):
+    assert sum(len(block.examples) for block in itertools.islice(found, SHARDS)) == 48
+    (tmp_path / "a" / "002.tar").rename(tmp_path / "away")
+    without = list(itertools.islice(found, SHARDS))
+    assert sum(len(block.examples) for block in without) == 48 - 9
+    assert [each.reason for block in without for each in block.skipped] == ["unreadable"]
+    (tmp_path / "away").rename(tmp_path / "a" / "002.tar")

@@ -78,7 +78,8 @@ def blocks(
       position, empty = position.next_epoch(), empty + 1
       continue
     for block in _of_shard(shards[number], order, position, reading):
-      if (size := block.position.size) != sizes.setdefault(number, size):
+      size = block.position.size  # 0 if the store did not say it
+      if size and size != sizes.setdefault(number, size):
         raise RunError(
           f"{shards[number]} has changed under this run: it has {size:,} bytes now, and had"
           f" {sizes[number]:,}. Bring it back, or begin a run of its own in a new --workdir."
