@@ -19,7 +19,7 @@ import numpy as np
 from train import memory
 from train.config import Config, Stage
 from train.data.prefetch import prefetch_to_device
-from train.data.source import left_out, merged
+from train.data.stream.batches import left_out, merged
 from train.due import Abandoned, Due, interruptible
 from train.errors import RunError
 from train.optimizer import learning_rates

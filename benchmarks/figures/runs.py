@@ -155,11 +155,10 @@ def train_one(arm: Arm, workdir: Path, make_config=config_of, data: Path | None 
 
 def served_scores(config: Config, workdir: Path, recipe: str) -> dict[str, float]:
   """The scores of a run's newest checkpoint, computed with another recipe."""
-  from train.run import make_run
+  from train.evaluate import evaluate_checkpoint
 
   config = dataclasses.replace(config, model=dataclasses.replace(config.model, recipe=recipe))
-  run = make_run(config, workdir, read_only=True)
-  return run.evaluate(run.restore().state.params)
+  return evaluate_checkpoint(config, workdir)
 
 
 def read_row(arm: Arm, workdir: Path) -> dict:

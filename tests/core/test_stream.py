@@ -13,8 +13,8 @@ from PIL import Image
 
 from train.config import Config, ModelConfig
 from train.data.sample import Wanted
-from train.data.source import left_out, merged
 from train.data.stream import source
+from train.data.stream.batches import left_out, merged
 from train.data.stream.order import Order, Position
 from train.data.stream.source import open_streamed
 from train.data.stream.streams import Reading, ShardSet, blocks
@@ -267,6 +267,7 @@ def test_evaluation_shards_are_read_in_their_order(folder, tmp_path):
     ({"train_shards": ""}, "data.stream=true needs data.train_shards"),
     ({"weights": (1.0, 2.0)}, r"data.weights=\(1.0, 2.0\) are 2 numbers, .* are 1 sets"),
     ({"label_key": "label"}, "needs data.class_names"),
+    ({"text_key": ""}, "Captions come from data.text_key or data.label_key"),
   ],
 )
 def test_wrong_values_are_named(folder, data, message):
@@ -376,3 +377,30 @@ def test_a_shard_that_cannot_be_read_for_a_while_has_not_changed(tmp_path):
     assert sum(len(block.examples) for block in without) == 48 - 9
     assert [each.reason for block in without for each in block.skipped] == ["unreadable"]
     (tmp_path / "away").rename(tmp_path / "a" / "002.tar")
+
+
+def test_an_evaluation_leaves_out_what_cannot_be_decoded(folder, tmp_path):
+  write(tmp_path / "val", first=500, bad=(503, 540))
+  evaluated = config(folder, eval_split="val", eval_shards=str(tmp_path / "val" / "*.tar"))
+  batches = list(open_streamed(evaluated).eval_batches("val", image_size=16, batch_size=10))
+  captions = [text for batch in batches for texts in batch["captions"] for text in texts]
+  assert captions == [f"text {n}" for n in range(500, 548) if n not in (503, 540)]
+  assert all(len(b["image"]) == len(b["captions"]) == len(b["label"]) for b in batches)
+
+
+def test_a_lack_of_memory_is_no_fault_of_the_image(folder, monkeypatch):
+  def decode(*_):
+    raise MemoryError
+
+  monkeypatch.setattr("train.data.augment._jpeg_size", lambda *_: None)
+  monkeypatch.setattr("train.data.decode._load", decode)
+  with pytest.raises(ValueError, match="cannot be decoded") as raised:
+    take(config(folder, max_bad_share=1.0), 1)
+  assert isinstance(raised.value.__cause__, MemoryError)
+
+
+def test_an_ending_that_is_no_shard_s_fails_at_once(folder, tmp_path):
+  (tmp_path / "a.zip").write_bytes(b"")
+  for name in ("train_shards", "eval_shards"):
+    with pytest.raises(RunError, match=r"a.zip is no shard that can be read"):
+      open_streamed(config(folder, **{name: str(tmp_path / "a.zip")}))

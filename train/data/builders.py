@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import tensorflow_datasets as tfds
 
 from train.config import DataConfig
-from train.data import tar_shards
+from train.data import collate, tar_shards
 from train.data.classes import read_class_names
 from train.data.decode import Limits
 from train.data.machine import system_error
@@ -300,8 +300,7 @@ def _build(builder: tfds.core.DatasetBuilder, alone: bool) -> None:
 
 
 def _check_features(builder: tfds.core.DatasetBuilder, config: DataConfig) -> None:
-  if not (config.text_key or config.label_key):
-    raise ValueError("Captions come from data.text_key or data.label_key: one of them must be set.")
+  collate.check_captions(config)
   wanted = {"image_key": tfds.features.Image, "text_key": tfds.features.Text}
   wanted["label_key"] = tfds.features.ClassLabel
   for field, kind in wanted.items():

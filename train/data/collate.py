@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from train.config import DataConfig
 from train.data.tokenizer import Tokenizer
 
 
@@ -30,6 +31,12 @@ def stack(examples: Sequence[dict[str, Any]]) -> dict[str, Any]:
     "captions": [example["captions"] for example in examples],
     "label": np.array([example["label"] for example in examples], np.int32),
   }
+
+
+def check_captions(data: DataConfig) -> None:
+  """Raises a ValueError for a config without a source of captions."""
+  if not (data.text_key or data.label_key):
+    raise ValueError("Captions come from data.text_key or data.label_key: one of them must be set.")
 
 
 def prompts(templates: Sequence[str], name: str) -> list[str]:

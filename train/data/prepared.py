@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import grain
-import jax
 import numpy as np
 import tensorflow_datasets as tfds
 from jax.sharding import Mesh
@@ -32,7 +31,7 @@ from train.data.records import Records
 from train.data.tokenizer import Tokenizer
 from train.data.workers import in_workers, worker_died
 from train.errors import RunError
-from train.parallel.sharding import batch_sharding
+from train.parallel.sharding import rows_to_devices
 
 
 class Prepared(NamedTuple):
@@ -107,8 +106,7 @@ class Prepared(NamedTuple):
     return _Batches(self, functools.partial(_train_batches, self, tokenize, image_size, share))
 
   def to_devices(self, mesh: Mesh, **_) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    put = functools.partial(jax.make_array_from_process_local_data, batch_sharding(mesh))
-    return lambda batch: {name: put(values) for name, values in batch.items()}
+    return rows_to_devices(mesh)
 
   def eval_batches(
     self, split: str, *, image_size: int, batch_size: int

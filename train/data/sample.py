@@ -52,12 +52,17 @@ def check_image(content: bytes, limits: Limits) -> None:
     with warnings.catch_warnings():
       warnings.simplefilter("ignore")  # Pillow warns of odd metadata, which does not matter here.
       decode.upright(content, limits)
-  except decode.BeyondLimits as error:
-    raise Unusable(f"image with {error}") from error
   except MemoryError:
     raise  # An error of the machine, not of the image.
   except Exception as error:  # Each of Pillow's decoders has its own errors.
-    raise Unusable("undecodable image") from error
+    raise undecodable(error) from error
+
+
+def undecodable(error: BaseException) -> Unusable:
+  """What a sample is whose image raised an error as it was decoded."""
+  if isinstance(error, decode.BeyondLimits):
+    return Unusable(f"image with {error}")
+  return Unusable("undecodable image")
 
 
 class Wanted(NamedTuple):

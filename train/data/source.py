@@ -4,7 +4,7 @@ A new format is a file with a class of these methods and a function that opens i
 `_FORMATS`. An evaluation also reads folders as CLIP_benchmark has them (train/data/wds_folder.py).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,7 +14,6 @@ from jax.sharding import Mesh
 from train.config import Config
 from train.data import prepared
 from train.data.scenes import scenes
-from train.data.stream import batches
 from train.data.stream import source as stream
 from train.data.tokenizer import Tokenizer
 from train.data.wds_folder import EVAL_SPLIT, WdsFolder, open_folder
@@ -58,7 +57,8 @@ class Source(Protocol):
   ) -> grain.DatasetIterator:
     """This process's items, one for each step, without end, for `to_devices`.
 
-    Its state is small and JSON. A process may have a part of it: `merged` joins them. Each epoch
+    Its state is small and JSON. A process may have a part of it, which
+    `train.data.stream.batches.merged` joins. Each epoch
     draws crop, flip and one of the captions anew.
 
     workdir: for a list of samples that cannot be used, if a run finds them as it reads.
@@ -98,16 +98,6 @@ def open_source(config: Config) -> Source:
     ValueError, RunError: there is none, or it is damaged.
   """
   return next(source for opens in _FORMATS if (source := opens(config)) is not None)
-
-
-def merged(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-  """The state of all processes' `train_iterator`s, for a checkpoint."""
-  return batches.merged(states)
-
-
-def left_out(state: dict[str, Any]) -> float | None:
-  """The share of samples that could not be used, of this process's; None: an import left them."""
-  return batches.left_out(state)
 
 
 def check_split(source: Source, split: str) -> None:

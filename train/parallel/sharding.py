@@ -6,7 +6,9 @@ for its matmuls. A rule has a pattern for the parameter's path and the mesh axes
 dimensions. The leading layer axis of `nn.scan` is never split.
 """
 
+import functools
 import re
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -50,6 +52,12 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
   return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+
+
+def rows_to_devices(mesh: Mesh) -> Callable[[dict], dict]:
+  """A function from this process's rows of a batch, by name, to the batch of all processes."""
+  put = functools.partial(jax.make_array_from_process_local_data, batch_sharding(mesh))
+  return lambda batch: {name: put(values) for name, values in batch.items()}
 
 
 def path_name(path) -> str:

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import grain
 import numpy as np
 
+from train.data import sample
 from train.data.augment import RandomCrop
-from train.data.decode import BeyondLimits
-from train.data.machine import cores
+from train.data.machine import cores, system_error
 from train.data.stream.streams import Reading, ShardSet, Skipped, Stream
 from train.data.workers import in_workers, worker_died
 from train.errors import RunError
@@ -178,7 +178,8 @@ class _Parts(grain.DatasetIterator):
 
   def _begin(self) -> None:
     plan, states = self._plan, self._states
-    self._decodes = ThreadPoolExecutor(self._threads)
+    if self._threads > 1:
+      self._decodes = ThreadPoolExecutor(self._threads)
     self._streams = [
       Stream(plan.sets, i, plan.streams, plan.seed, plan.reading, states.get(str(i), ()))
       for i in self._group
@@ -195,7 +196,7 @@ class _Parts(grain.DatasetIterator):
         example, rng, before = self._streams[i].draw()
         skipped += before
         drawn.append((example, rng))
-      run = self._decodes.map if self._decodes and self._threads > 1 else map
+      run = self._decodes.map if self._decodes else map
       for i, result in zip(missing, run(self._crop, drawn), strict=True):
         if isinstance(result, Skipped):
           self._streams[i].undecodable += 1
@@ -209,13 +210,13 @@ class _Parts(grain.DatasetIterator):
   def _crop(self, drawn: tuple[dict, np.random.Generator]) -> dict | Skipped:
     example, rng = drawn
     try:
-      return self._plan.crop({**example, "where": f"{example['shard']}:{example['key']}"}, rng)
-    except MemoryError:
-      raise
+      return self._plan.crop(example, rng)
     except Exception as error:  # Each of Pillow's decoders has its own errors.
-      cause = error.__cause__
-      reason = f"image with {cause}" if isinstance(cause, BeyondLimits) else "undecodable image"
-      return Skipped(example["shard"], example["key"], reason, str(cause or error))
+      if system_error(error):  # It says nothing about the image.
+        raise
+      cause = error.__cause__ or error
+      reason = sample.undecodable(cause).reason
+      return Skipped(example["shard"], example["key"], reason, str(cause))
 
   def close(self) -> None:
     for stream in self._streams:

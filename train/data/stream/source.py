@@ -9,28 +9,26 @@ import hashlib
 import itertools
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from train.config import Config, DataConfig
-from train.data import collate, sample
+from train.data import collate
 from train.data.augment import CentreCrop, RandomCrop
 from train.data.classes import read_class_names
 from train.data.decode import Limits
-from train.data.machine import cores
+from train.data.eval_batches import decoded
 from train.data.sample import Unusable, Wanted
 from train.data.stream import formats, stores
 from train.data.stream.batches import Batches, Plan
-from train.data.stream.streams import Reading, ShardSet
+from train.data.stream.streams import Reading, ShardSet, example_of
 from train.data.tar_shards import DamagedShard
 from train.data.tokenizer import Tokenizer
 from train.errors import RunError
-from train.parallel.sharding import batch_sharding
+from train.parallel.sharding import rows_to_devices
 from train.paths import local_path
 
 _MOST_STREAMS = 64  # by default
@@ -94,21 +92,13 @@ class Streamed(NamedTuple):
     workdir: Path | None = None,
   ) -> Batches:
     config, data, streams = self.config, self.config.data, self._streams(process_count)
-    limits = Limits.of(data)
     plan = Plan(
       sets=self.sets,
       streams=streams,
       each=config.batch_size // streams,
       seed=config.seed,
-      reading=Reading(
-        self._wanted(trains=True),
-        tuple(tuple(collate.prompts(data.templates, name)) for name in self.class_names or ()),
-        data.max_member_bytes,
-        self._columns,
-        data.block,
-        data.unreadable == "skip",
-      ),
-      crop=RandomCrop(image_size, tuple(data.crop_scale), data.flip, limits),
+      reading=self._reading(trains=True),
+      crop=RandomCrop(image_size, tuple(data.crop_scale), data.flip, Limits.of(data)),
       tokenize=collate.Tokenize(tokenizer, context_length),
     )
     own = streams // process_count
@@ -124,11 +114,7 @@ class Streamed(NamedTuple):
     )
 
   def to_devices(self, mesh: Mesh, **_) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    sharding = batch_sharding(mesh)
-    return lambda batch: {
-      name: jax.make_array_from_process_local_data(sharding, values)
-      for name, values in batch.items()
-    }
+    return rows_to_devices(mesh)
 
   def eval_batches(
     self, split: str, *, image_size: int, batch_size: int
@@ -136,29 +122,31 @@ class Streamed(NamedTuple):
     self.size(split)
     crop = CentreCrop(image_size, Limits.of(self.config.data))
     examples = (e for shard in self.eval_shards for e in self._examples(shard, trains=False))
-    with contextlib.closing(examples), ThreadPoolExecutor(cores()) as pool:
-      while some := list(itertools.islice(examples, batch_size)):
-        yield collate.stack(list(pool.map(crop, some)))
+    yield from decoded(examples, crop, batch_size, skipped=[])
 
   def _examples(self, shard: str, trains: bool) -> Iterator[dict[str, Any]]:
-    """The samples of a shard that can be used, in their order."""
-    data, wanted = self.config.data, self._wanted(trains)
+    """The samples of a shard that can be used, in their order; images are not decoded."""
+    reading = self._reading(trains)
     try:
-      for _, key, files in formats.samples(shard, 0, data.max_member_bytes, *self._columns):
+      for _, key, files in formats.samples(shard, 0, reading.max_bytes, *reading.columns):
         with contextlib.suppress(Unusable):
-          image, texts = sample.image(files), sample.texts(files, wanted)
-          if not trains:
-            sample.check_image(image, Limits.of(data))
-          label = -1 if texts.label is None else texts.label
-          captions = texts.captions
-          if not data.text_key and label >= 0:
-            captions = collate.prompts(data.templates, self.class_names[label])
-          where = f"{shard}:{key}"
-          yield {"where": where, "image": image, "captions": captions, "label": label}
+          yield example_of(shard, key, files, reading)
     except DamagedShard as error:
       raise RunError(f"{error} The shard is damaged: copy it again.") from error
     except stores.Unreadable as error:
       raise RunError(f"{error} The same command continues.") from error
+
+  def _reading(self, trains: bool) -> Reading:
+    data, names = self.config.data, self.class_names
+    classes = None if names is None else len(names)
+    return Reading(
+      Wanted(bool(data.text_key), data.caption_key, classes, trains),
+      tuple(tuple(collate.prompts(data.templates, name)) for name in names or ()),
+      data.max_member_bytes,
+      self._columns,
+      data.block,
+      data.unreadable == "skip",
+    )
 
   @property
   def _columns(self) -> tuple[str, str]:
@@ -166,12 +154,6 @@ class Streamed(NamedTuple):
     data = self.config.data
     image = "filepath" if data.image_key == DataConfig.image_key else data.image_key
     return image, data.caption_key or "title"
-
-  def _wanted(self, trains: bool) -> Wanted:
-    data, names = self.config.data, self.class_names
-    return Wanted(
-      bool(data.text_key), data.caption_key, None if names is None else len(names), trains
-    )
 
   def _digest(self) -> str:
     return _digest(f"{each.weight:g} {shard}" for each in self.sets for shard in each.shards)
@@ -209,6 +191,7 @@ def open_streamed(config: Config) -> Streamed | None:
     return None
   if not data.train_shards:
     raise ValueError("data.stream=true needs data.train_shards, the shards to read.")
+  collate.check_captions(data)
   parts = data.train_shards.split("::") if data.weights else [data.train_shards]
   weights = data.weights or (1.0,)
   if len(parts) != len(weights):
@@ -220,10 +203,10 @@ def open_streamed(config: Config) -> Streamed | None:
     ShardSet(tuple(stores.expand(part, data.root)), weight)
     for part, weight in zip(parts, weights, strict=True)
   )
-  for shard in {os.path.splitext(s)[1]: s for each in sets for s in each.shards}.values():
-    formats.kind(shard)  # Another ending fails now, and not hours later.
   evaluated = tuple(stores.expand(data.eval_shards, data.root)) if data.eval_shards else ()
   trained = {shard for each in sets for shard in each.shards}
+  for shard in {os.path.splitext(shard)[1]: shard for shard in (*trained, *evaluated)}.values():
+    formats.kind(shard)  # Another ending fails now, and not hours later.
   if shared := trained & set(evaluated):
     raise ValueError(
       f"data.train_shards={data.train_shards!r} and data.eval_shards={data.eval_shards!r} both name"

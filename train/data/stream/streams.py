@@ -105,7 +105,7 @@ def _of_shard(shard: str, order: Order, begins: Position, reading: Reading) -> I
       case end, key, files:
         count += 1
         try:
-          examples.append(_example(shard, key, files, reading))
+          examples.append(example_of(shard, key, files, reading))
           size += len(examples[-1]["image"])
         except Unusable as error:
           skipped.append(Skipped(shard, key, error.reason, error.detail))
@@ -135,11 +135,17 @@ def _samples(
     yield Skipped(shard, None, "unreadable", str(error))
 
 
-def _example(shard: str, key: str, files: sample.Files, reading: Reading) -> dict[str, Any]:
-  image = sample.image(files)
-  texts = sample.texts(files, reading.wanted)
-  captions = texts.captions or list(reading.prompts[texts.label])
-  return {"shard": shard, "key": key, "image": image, "captions": captions, "label": texts.label}
+def example_of(shard: str, key: str, files: sample.Files, reading: Reading) -> dict[str, Any]:
+  """What is taken of a sample: "shard", "key", "where", "image", "captions", "label" (-1: none).
+
+  Raises:
+    Unusable: something is missing or wrong.
+  """
+  image, texts = sample.image(files), sample.texts(files, reading.wanted)
+  label = -1 if texts.label is None else texts.label
+  captions = texts.captions if reading.wanted.captions else list(reading.prompts[label])
+  where = {"shard": shard, "key": key, "where": f"{shard}:{key}"}
+  return {**where, "image": image, "captions": captions, "label": label}
 
 
 class Stream:
