@@ -105,8 +105,7 @@ def evaluate(
   metrics = {}
   if class_names and np.any(labels >= 0):
     classifier = zero_shot_classifier(encode_text, tokenize, class_names, templates)
-    scores = accuracy(images, labels, classifier)
-    scores["loss"] = mean_loss(images, labels, classifier * np.float32(logit_scale))
+    scores = accuracy(images, labels, classifier, logit_scale)
     metrics |= {f"zero_shot_{name}": score for name, score in scores.items()}
   texts = [text for texts in captions for text in texts]
   if retrieval and texts:
@@ -189,36 +188,30 @@ def zero_shot_classifier(
 
 
 def accuracy(
-  image_features: np.ndarray, labels: np.ndarray, classifier: np.ndarray
+  image_features: np.ndarray,
+  labels: np.ndarray,
+  classifier: np.ndarray,
+  logit_scale: float | None = None,
 ) -> dict[str, float]:
   """ "top1" and "top5": how often the class is among the k nearest (`label_ranks`).
 
   For features [N, E], labels [N] and a classifier [classes, E]. Images with a negative label do not
-  count. Returns {} if there is no label at all.
+  count. With the model's logit scale also "loss", the mean cross-entropy, which is less noisy.
+  Returns {} if there is no label at all.
   """
   known = labels >= 0
   if not known.any():
     return {}
-  ranks = _of_logits(label_ranks, image_features[known], labels[known], classifier)
-  shares = top_k_accuracy(ranks, len(classifier))
-  return {f"top{k}": share for k, share in shares.items()}
-
-
-def mean_loss(image_features: np.ndarray, labels: np.ndarray, classifier: np.ndarray) -> float:
-  """The mean cross-entropy of the labels, which is less noisy than `accuracy`.
-
-  Arguments as there; the classifier is multiplied by the model's logit scale.
-  """
-  known = labels >= 0
-  return float(
-    np.mean(_of_logits(_cross_entropy, image_features[known], labels[known], classifier))
-  )
-
-
-def _of_logits(function: Callable, images, labels, classifier) -> np.ndarray:
-  """function(logits, labels) [N] of images [N, E], some at a time."""
-  pieces = [slice(i, i + _AT_ONCE) for i in range(0, len(images), _AT_ONCE)]
-  return np.concatenate([function(images[p] @ classifier.T, labels[p]) for p in pieces])
+  images, labels = image_features[known], labels[known]
+  ranks, losses = [], []
+  for i in range(0, len(images), _AT_ONCE):
+    logits, own = images[i : i + _AT_ONCE] @ classifier.T, labels[i : i + _AT_ONCE]
+    ranks.append(label_ranks(logits, own))
+    if logit_scale is not None:
+      losses.append(_cross_entropy(logits * np.float32(logit_scale), own))
+  shares = top_k_accuracy(np.concatenate(ranks), len(classifier))
+  scores = {f"top{k}": share for k, share in shares.items()}
+  return scores | ({"loss": float(np.mean(np.concatenate(losses)))} if losses else {})
 
 
 def _cross_entropy(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
