@@ -36,8 +36,8 @@ from train.paths import check_local
 class ModelConfig:
   size: str = field(
     REQUIRED,
-    """A key of sbjax.models.sizes.SIZES, a name of open_clip ("ViT-B-32-quickgelu"), or a folder
-    with open_clip_config.json or config.json""",
+    """A key of sbjax.models.sizes.SIZES, a name of open_clip ("ViT-B-32-quickgelu",
+    "ViT-B-16-SigLIP"), or a folder with open_clip_config.json or config.json""",
     PATH,
   )
   image_size: int = field(0, "pixels; 0: the size's own", zero_or_more("the size's own"))
@@ -180,7 +180,7 @@ class DataConfig:
   tokenizer: str = field(
     "bpe",
     """"bpe": train one on the captions; "words": a token for each of their words; "clip"; a path to
-    a tokenizer.json or to CLIP's bpe_simple_vocab_16e6.txt.gz""",
+    a tokenizer.json, to CLIP's bpe_simple_vocab_16e6.txt.gz or to SigLIP's spiece.model""",
     PATH,
   )
   tokenizer_vocab_size: int = field(
@@ -345,7 +345,7 @@ class Config:
     "", """open_clip's name of the model of init; "": its folder's config, or model.size""", PATH
   )
   freeze: tuple[str, ...] = field((), """patterns of init's frozen parameters: "image/.*" """)
-  loss: str = field("softmax", 'or "siglip"')
+  loss: str = field("softmax", 'or "siglip", the sigmoid loss, with any model')
   batch_size: int = field(16384, "over all devices", AT_LEAST_1)
   # Patch dropout draws other patches after a change of `accumulate`.
   accumulate: int = field(

@@ -5,8 +5,8 @@ python -m train.export --workdir=runs/quickstart --format=open_clip
   open_clip.create_model_and_transforms("local-dir:runs/quickstart/open_clip")
   open_clip.get_tokenizer("local-dir:runs/quickstart/open_clip")
 
-With --format=hf, transformers' CLIPModel, CLIPImageProcessor and AutoTokenizer load the folder
-runs/quickstart/hf with from_pretrained. --out=FOLDER writes elsewhere.
+With --format=hf, transformers' CLIPModel (SiglipModel), CLIPImageProcessor and AutoTokenizer load
+the folder runs/quickstart/hf with from_pretrained. --out=FOLDER writes elsewhere.
 """
 
 import argparse
@@ -15,10 +15,12 @@ import os
 import sys
 from pathlib import Path
 
+import numpy as np
+
 from sbjax.interop.config_files import HF_FILE, OPEN_CLIP_FILE, to_hf, to_open_clip
 from sbjax.interop.files import write_file
 from sbjax.interop.weights import FORMATS, state_dict, with_end_last
-from train.data.preprocessing import IMAGES_FILE, MEAN, STD
+from train.data.preprocessing import IMAGES_FILE, statistics_of
 from train.errors import RunError
 from train.inference import Model, load
 from train.paths import local_path
@@ -79,11 +81,11 @@ def _open_clip(run: Model) -> dict:
     logit_bias=clip.init_logit_bias is not None,
   )
   tokenizer, tokenizer_config = run.tokenizer.for_transformers()
-  # open_clip takes the tokenizer of the folder where the config names one. "lower" is CLIP's
-  # cleaning, which other vocabularies (with a normalizer of their own) do not have.
-  clean = {"clean": "lower"} if run.tokenizer.cleans else {}
+  # open_clip takes the tokenizer of the folder where the config names one.
+  clean = {"clean": run.tokenizer.cleaning} if run.tokenizer.cleaning else {}
   model["text_cfg"] |= {"hf_tokenizer_name": "tokenizer.json", "tokenizer_kwargs": clean}
-  preprocess = {"mean": MEAN.tolist(), "std": STD.tolist(), "interpolation": "bicubic"}
+  mean, std, _ = statistics_of(config)
+  preprocess = {"mean": mean.tolist(), "std": std.tolist(), "interpolation": "bicubic"}
   return {
     OPEN_CLIP_FILE: {"model_cfg": model, "preprocess_cfg": preprocess},
     "open_clip_model.safetensors": state_dict(run.params, config),
@@ -93,9 +95,12 @@ def _open_clip(run: Model) -> dict:
 
 def _hf(run: Model) -> dict:
   config, params = run.task.model.config, run.params
-  end_last = config.text.eot_id == 2
+  end_last = config.text.pool == "eot" and config.text.eot_id == 2
   if end_last:  # By 2 transformers means the largest id.
     config, params = with_end_last(config, params)
+  if config.vision.pool == "map":  # SiglipModel has a bias, also of a run with the other loss.
+    params = {"logit_bias": np.float32(0), **params}
+  mean, std, _ = statistics_of(config)
   size = config.vision.image_size
   images = {
     "image_processor_type": "CLIPImageProcessor",
@@ -107,8 +112,8 @@ def _hf(run: Model) -> dict:
     "do_rescale": True,
     "do_normalize": True,
     "do_convert_rgb": True,
-    "image_mean": MEAN.tolist(),
-    "image_std": STD.tolist(),
+    "image_mean": mean.tolist(),
+    "image_std": std.tolist(),
   }
   return {
     HF_FILE: to_hf(config),

@@ -18,8 +18,8 @@ from sbjax.interop.files import WEIGHT_FILES, file_suffix, is_weights
 from sbjax.interop.weights import check_architecture, load_weights
 from sbjax.models.sizes import CLIPConfig
 from train.config import Config
-from train.data.preprocessing import is_squashed
-from train.data.tokenizer import Tokenizer
+from train.data.preprocessing import is_squashed, statistics_of
+from train.data.tokenizer import Tokenizer, tokenizer_beside
 from train.parallel.sharding import path_name
 from train.paths import local_path
 
@@ -150,7 +150,7 @@ def check_init(config: Config, model: CLIPConfig) -> None:
       raise ValueError(f"init: {error}") from None
   theirs = _source(config)
   size = None if theirs is None else theirs.vision.image_size
-  if is_squashed(f"init={config.init!r}", path, size):
+  if is_squashed(f"init={config.init!r}", path, size, statistics_of(model)):
     print(
       f"init={config.init!r}: its images were squashed to squares. This run crops them, in training"
       " and in evaluation.",
@@ -179,7 +179,8 @@ def initial_params(config: Config, model: CLIPConfig, like: dict) -> dict:
   text = model.text
   if theirs is not None and theirs.text.vocab_size != text.vocab_size:
     raise ValueError(_other_tokenizer(config, theirs.text.vocab_size, text.vocab_size, "tokens"))
-  if theirs is not None and theirs.text.end_id != text.end_id:
+  ends = theirs is not None and theirs.text.pool == "eot"  # Else they are read elsewhere.
+  if ends and theirs.text.end_id != text.end_id:
     raise ValueError(_other_tokenizer(config, theirs.text.end_id, text.end_id, "as its end token"))
   scan = "blocks" in like["image"]
   try:
@@ -203,8 +204,8 @@ def initial_params(config: Config, model: CLIPConfig, like: dict) -> dict:
 
 def check_vocabulary(config: Config, tokenizer: Tokenizer) -> None:
   """Raises a ValueError if the folder of `init` has a tokenizer that gives texts other ids."""
-  file = local_path(config.init, "init") / "tokenizer.json"
-  if file.is_file() and not tokenizer.agrees_with(Tokenizer.load(file)):
+  file = tokenizer_beside(local_path(config.init, "init"))
+  if file is not None and not tokenizer.agrees_with(Tokenizer.load(file)):
     raise ValueError(
       f"data.tokenizer={config.data.tokenizer!r} gives words other ids than the tokenizer that"
       f" init was trained with: set data.tokenizer={str(file)!r}."
@@ -214,7 +215,8 @@ def check_vocabulary(config: Config, tokenizer: Tokenizer) -> None:
 def _other_tokenizer(config: Config, theirs: int, ours: int, what: str) -> str:
   return (
     f"data.tokenizer={config.data.tokenizer!r} has {ours} {what}, and init={config.init!r} has"
-    f" {theirs}: give its own tokenizer.json ('clip' is that of open_clip and OpenAI)."
+    f" {theirs}: give its own tokenizer.json or spiece.model ('clip' is that of open_clip and"
+    " OpenAI)."
   )
 
 

@@ -25,8 +25,8 @@ from train.checkpoint import Checkpointer
 from train.config import Config, MeshConfig, ModelConfig
 from train.data.augment import CentreCrop, Squash
 from train.data.eval_batches import decoded
-from train.data.preprocessing import is_squashed
-from train.data.tokenizer import Tokenizer, make_tokenizer
+from train.data.preprocessing import is_squashed, statistics_of
+from train.data.tokenizer import Tokenizer, make_tokenizer, tokenizer_beside
 from train.errors import RunError
 from train.optimizer import make_optimizer
 from train.parallel.sharding import make_mesh
@@ -168,16 +168,17 @@ def _open_clip(path: Path, size: str, tokenizer: str):
   try:
     task = make_task(config)
     model = task.model.config
-    squash = is_squashed(path.name, path, model.vision.image_size)
-    made = make_tokenizer(tokenizer or "clip", None, 0)
+    squash = is_squashed(path.name, path, model.vision.image_size, statistics_of(model))
+    made = _published_tokenizer(tokenizer, model.text.pool)
     beside = config_of(path) or (model if local_path(size, "--model").exists() else None)
-    if beside is not None and beside.text.end_id != made.eot_id:
+    ends = beside is not None and beside.text.pool == "eot"  # Else texts are read elsewhere.
+    if ends and beside.text.end_id != made.eot_id:
       raise ValueError(
         f"it ends texts with the token {beside.text.end_id}, and the tokenizer"
         f" {tokenizer or 'clip'!r} with {made.eot_id}: pass its own with --tokenizer."
       )
-    own = path.parent / "tokenizer.json"
-    if own.is_file() and not made.agrees_with(Tokenizer.load(own)):
+    own = tokenizer_beside(path.parent)
+    if own is not None and not made.agrees_with(Tokenizer.load(own)):
       raise ValueError(
         f"the tokenizer {tokenizer or 'clip'!r} gives words other ids than the one beside the"
         f" weights: pass --tokenizer={own}."
@@ -188,6 +189,16 @@ def _open_clip(path: Path, size: str, tokenizer: str):
     raise RunError(f"{path} as a model of --model={size}: {error}") from error
   config.model.zero_init_layer_scale = "ls_1" in params["image"]["blocks"]
   return config, task, jax.device_put(params, jax.devices()[0]), made, None, squash
+
+
+def _published_tokenizer(tokenizer: str, pool: str) -> Tokenizer:
+  """The tokenizer of published weights: "" is CLIP's."""
+  if not tokenizer and pool == "last":
+    raise ValueError(
+      "it is a SigLIP, whose tokenizer is not 'clip': pass the path of its tokenizer.json or"
+      " spiece.model with --tokenizer."
+    )
+  return make_tokenizer(tokenizer or "clip", None, 0, pool)
 
 
 def _run(workdir: Path, size: str, tokenizer: str, ema: bool, step: int | None):
@@ -208,8 +219,9 @@ def _run(workdir: Path, size: str, tokenizer: str, ema: bool, step: int | None):
       " training wrote it there."
     )
   config.model.backend = config.model.attention_backend = ""  # The run's device may be another.
-  made = Tokenizer.load(workdir / "tokenizer.json")
-  task = make_task(config).with_tokenizer(made)
+  task = make_task(config)
+  made = Tokenizer.load(workdir / "tokenizer.json", task.model.config.text.pool)
+  task = task.with_tokenizer(made)
   mesh = make_mesh(MeshConfig(), jax.devices()[:1])
   how = config.optimizer, config.steps, config.freeze, config.model.parametrization
   optimizer, _ = make_optimizer(*how)

@@ -198,7 +198,7 @@ def make_run(config: Config, workdir: Path, read_only: bool = False) -> Run:
   check_split(source, config.data.train_split)
   check_eval_splits(source, eval_splits(config))
   agreement.check("the data set", lambda: {"the data set": source.full_name, **source.identity()})
-  tokenizer = _tokenizer(config, source, workdir)
+  tokenizer = _tokenizer(config, source, workdir, task.model.config.text.pool)
   agreement.check("the tokenizer", lambda: {"tokenizer.json": _tokenizer_checksum(workdir)})
   task = task.with_tokenizer(tokenizer)
   abstract = abstract_state(task, optimizer, config.seed, mesh)
@@ -333,19 +333,19 @@ def _same(a, b) -> bool:
   return a == b or (a != a and b != b)  # NaN is the same as NaN here.
 
 
-def _tokenizer(config: Config, source: Source, workdir: Path) -> Tokenizer:
+def _tokenizer(config: Config, source: Source, workdir: Path, pool: str) -> Tokenizer:
   """The tokenizer in the workdir if checkpoints depend on it; else makes it."""
   path = workdir / "tokenizer.json"
   needed = newest_step(workdir / "checkpoints") is not None
   if jax.process_index() == 0 and not (needed and path.is_file()):
     tokenizer = make_tokenizer(
-      config.data.tokenizer, source.captions(), config.data.tokenizer_vocab_size
+      config.data.tokenizer, source.captions(), config.data.tokenizer_vocab_size, pool
     )
     partial = path.with_suffix(".partial")
     tokenizer.save(partial)
     partial.replace(path)
   agreement.gather("the tokenizer", None)
   try:
-    return Tokenizer.load(path)
+    return Tokenizer.load(path, pool)
   except ValueError as error:
     raise RunError(f"{error} Delete it, and the same command makes it again.") from error

@@ -20,7 +20,7 @@ from sbjax.models.sizes import CLIPConfig, kept_patches
 from sbjax.models.transformer import BlockOptions, unstack_blocks
 from sbjax.studies.unit_scaling import scaled
 from train.config import Config, ModelConfig
-from train.data.preprocessing import normalize
+from train.data.preprocessing import normalize, statistics_of
 from train.data.tokenizer import Tokenizer
 from train.loss import LOSSES
 from train.optimizer import matrix_dtype
@@ -103,7 +103,8 @@ class CLIPTask(NamedTuple):
     first_example: the index of the first of these examples in a larger batch.
     """
     options = {"train": True, "first_example": first_example, "rngs": {"dropout": key}}
-    return self.model.apply(variables, normalize(batch["image"]), batch["text"], **options)
+    image = normalize(batch["image"], statistics_of(self.model.config))
+    return self.model.apply(variables, image, batch["text"], **options)
 
   def loss(self, out: dict, axes: tuple[str, ...]) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The mean loss of an example, and metrics; `axes` are the mesh axes that split the batch."""
@@ -203,10 +204,10 @@ def _named_size(name: str) -> CLIPConfig:
     size = read_config(name)
   except ValueError as error:
     raise ValueError(f"model.size={name!r}: {error}") from error
-  if size.text.pool == "last":
+  if size.text.pool == "last" and size.vision.pool != "map":
     raise ValueError(
-      f"model.size={name!r} reads texts at their last position (SigLIP, CLIPA). Training does not"
-      " have these models' tokenizers and normalization of images; the library's CLIP runs them."
+      f"model.size={name!r} is a CLIPA. Training does not have its tokenizer (BERT's) and its"
+      " preparation of images (ImageNet's statistics, bilinear); the library's CLIP runs it."
     )
   return size
 
@@ -233,12 +234,15 @@ def model_flops(config: CLIPConfig, batch_size: int, patch_dropout: float = 0.0)
   count.
   """
   vision, text = config.vision, config.text
-  kept = kept_patches(vision.patches, patch_dropout) + 1
+  kept = kept_patches(vision.patches, patch_dropout) + vision.tokens - vision.patches
   total = 0.0
   for tower, length in ((vision, kept), (text, text.context_length)):
     weights = tower.width**2 * 4 + 2 * tower.width * int(tower.width * tower.mlp_ratio)
     total += tower.layers * length * (6 * weights + 12 * length * tower.width)
     total += 6 * tower.width * config.embed_dim
+  if vision.pool == "map":  # Keys and values of each patch; a query, an output and an MLP.
+    total += kept * (12 * vision.width**2 + 12 * vision.width)
+    total += 6 * vision.width * (vision.width + 2 * vision.mlp_width)
   # Pixels take no gradient.
   total += 4 * vision.patches * 3 * vision.patch_size**2 * vision.width
   return batch_size * (total + 6 * batch_size * config.embed_dim)

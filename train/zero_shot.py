@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from sbjax.models.clip import CLIP
-from train.data.preprocessing import normalize
+from train.data.preprocessing import normalize, statistics_of
 from train.errors import RunError
 from train.parallel.gather import gather_parameters
 from train.parallel.sharding import batch_sharding, parameter_specs, replicated
@@ -36,9 +36,10 @@ class Encoders(NamedTuple):
 @functools.cache
 def make_encoders(model: CLIP, mesh: Mesh) -> Encoders:
   """The encoders of a model, cached for each mesh; parameters may have any sharding over it."""
+  statistics = statistics_of(model.config)
 
   def image(variables, image):
-    return model.apply(variables, normalize(image), method="encode_image")
+    return model.apply(variables, normalize(image, statistics), method="encode_image")
 
   def text(variables, text):
     return model.apply(variables, text, method="encode_text")

@@ -8,7 +8,7 @@ refused by its name; so is a field that is not known here.
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +16,29 @@ import numpy as np
 
 from sbjax.interop.config_files import OPEN_CLIP_FILE, read_json
 from sbjax.interop.files import WEIGHT_FILES
+from sbjax.models.sizes import CLIPConfig
 
 # Statistics of OpenAI's training images (Radford et al. 2021); later CLIP models use them too.
 MEAN = np.array([0.48145466, 0.4578275, 0.40821073], np.float32)
 STD = np.array([0.26862954, 0.26130258, 0.27577711], np.float32)
+
+
+class Statistics(NamedTuple):
+  """By which images are normalized: of pixels from 0 to 1, by channel."""
+
+  mean: np.ndarray
+  std: np.ndarray
+  owner: str
+
+
+OPENAI = Statistics(MEAN, STD, "OpenAI's")
+SIGLIP = Statistics(np.full(3, 0.5, np.float32), np.full(3, 0.5, np.float32), "SigLIP's")
+
+
+def statistics_of(model: CLIPConfig) -> Statistics:
+  """Those that a model's published weights have."""
+  return SIGLIP if model.vision.pool == "map" else OPENAI
+
 
 IMAGES_FILE, PROCESSOR_FILE = "preprocessor_config.json", "processor_config.json"  # transformers'
 
@@ -63,8 +82,8 @@ _OPEN_CLIP_INERT = (
 class _Fields:
   """What a file says of images; errors name the weights, the file and the field."""
 
-  def __init__(self, weights: str, file: str, values: Any):
-    self._weights, self._file = weights, file
+  def __init__(self, weights: str, file: str, values: Any, statistics: Statistics):
+    self._weights, self._file, self._statistics = weights, file, statistics
     if not isinstance(values, Mapping):
       raise ValueError(f"{weights}: {file} says of its images {values!r}: expected an object.")
     self.values = {name: value for name, value in values.items() if value is not None}
@@ -85,13 +104,21 @@ class _Fields:
     if not same:
       self.refuse(field, what)
 
+  def check_normalization(self, mean: str, std: str) -> None:
+    ours = self._statistics
+    for field, values in ((mean, ours.mean), (std, ours.std)):
+      numbers = [round(float(x), 4) for x in values]
+      self.check(field, values, f"normalizes with {ours.owner}, {numbers}", atol=1e-4)
+
   def check_known(self, known) -> None:
     for field in self.values:
       if field not in known:
         self.refuse(field, "does not know what that does; remove it if it changes no pixel")
 
 
-def is_squashed(weights: str, path: Path, image_size: int | None = None) -> bool:
+def is_squashed(
+  weights: str, path: Path, image_size: int | None = None, statistics: Statistics = OPENAI
+) -> bool:
   """Whether images are squashed to a square, not cropped, by the configs beside weights.
 
   The program whose name for weights the file has wrote the config that counts. With another name
@@ -101,6 +128,7 @@ def is_squashed(weights: str, path: Path, image_size: int | None = None) -> bool
     weights: for messages.
     path: of the file of weights, or of its folder.
     image_size: the model's; None: not known.
+    statistics: the model's.
 
   Raises:
     ValueError: a config says that images are prepared otherwise than this program does.
@@ -113,7 +141,7 @@ def is_squashed(weights: str, path: Path, image_size: int | None = None) -> bool
     _configs(folder), key=lambda config: (config[0] == OPEN_CLIP_FILE) != name.startswith("open_")
   )
   squashed = {
-    file: _read(_Fields(weights, file, values), file, image_size)
+    file: _read(_Fields(weights, file, values, statistics), file, image_size)
     for file, values in (files[:1] if known else files)
   }
   if len({*squashed.values()}) > 1:
@@ -153,14 +181,8 @@ def _of_open_clip(fields: _Fields) -> bool:
   for field, values in known.items():
     if fields.values.get(field, values[0]) not in values:
       fields.refuse(field, f"has {' and '.join(map(repr, values))}")
-  _check_normalization(fields, "mean", "std")
+  fields.check_normalization("mean", "std")
   return modes[fields.values.get("resize_mode", "shortest")]
-
-
-def _check_normalization(fields: _Fields, mean: str, std: str) -> None:
-  for field, ours in ((mean, MEAN), (std, STD)):
-    numbers = [round(float(x), 4) for x in ours]
-    fields.check(field, ours, f"normalizes with OpenAI's, {numbers}", atol=1e-4)
 
 
 def _of_transformers(fields: _Fields, image_size: int | None) -> bool:
@@ -183,7 +205,7 @@ def _of_transformers(fields: _Fields, image_size: int | None) -> bool:
     fields.refuse("do_pad", "pads no image")
   fields.check("resample", 3, "resizes by 3, bicubic")
   fields.check("rescale_factor", 1 / 255, "divides pixels by 255")
-  _check_normalization(fields, "image_mean", "image_std")
+  fields.check_normalization("image_mean", "image_std")
   return _squashes(fields, image_size)
 
 
@@ -221,7 +243,7 @@ def _side(size: Any, square: bool) -> tuple[int, bool] | None:
   return None
 
 
-def normalize(image: jax.Array) -> jax.Array:
-  """Normalizes uint8 [B, H, W, 3] by OpenAI's mean and deviation to float32 [B, H, W, 3]."""
-  mean, std = MEAN.reshape(1, 1, 1, 3), STD.reshape(1, 1, 1, 3)
+def normalize(image: jax.Array, statistics: Statistics = OPENAI) -> jax.Array:
+  """Normalizes uint8 [B, H, W, 3] by mean and deviation to float32 [B, H, W, 3]."""
+  mean, std = (x.reshape(1, 1, 1, 3) for x in (statistics.mean, statistics.std))
   return (image.astype(jnp.float32) / 255 - mean) / std

@@ -3,6 +3,10 @@
 A row is `<start> tokens <end> 0 0 ...` for all vocabularies. Truncation keeps the end token,
 since a CLIP text tower pools at its first occurrence. `clip` gives open_clip's ids; `bpe` is
 trained on the captions of the run; any other `tokenizer.json` is used unchanged.
+
+A tower that reads the last position (SigLIP's) also reads what pads a row. With the vocabularies
+of SigLIP's weights a row is theirs: `tokens <end> <pad> <pad> ...` of a text in lower case without
+punctuation.
 """
 
 import collections
@@ -12,6 +16,7 @@ import importlib.util
 import itertools
 import json
 import pathlib
+import string
 from collections.abc import Callable, Iterable, Sequence
 
 import ftfy
@@ -19,12 +24,18 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from train.data.spiece import SUFFIX, read_spiece
 from train.paths import local_path
 
 _START, _END = "<start_of_text>", "<end_of_text>"
 # Names of start and end tokens in other tokenizer.json files, most specific first.
 _STARTS = (_START, "<|startoftext|>", "<|begin_of_text|>", "<s>", "<bos>", "[CLS]")
 _ENDS = (_END, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+# The end tokens of SigLIP's vocabularies and what pads a text: Gemma's (SigLIP 2), which also has
+# "</s>", a tag of HTML; T5's and mT5's.
+_SIGLIP_PADS = {"<eos>": "<pad>", "</s>": "</s>"}
+# The tokenizers in the folders of published weights, in the order in which they are looked for.
+TOKENIZER_FILES = ("tokenizer.json", "spiece.model")
 
 _CLIP_FILE = "bpe_simple_vocab_16e6.txt.gz"
 _CLIP_MERGES = 48_894  # how many lines after the header CLIP uses
@@ -36,34 +47,48 @@ _CLIP_WORDS = r"'[s\x{17f}]|'t|'re|'ve|'m|'ll|'d|\p{L}+|\p{N}|[^\s\p{L}\p{N}\x{3
 # No cleaning or normalizer changes it.
 _PLAIN_TEXT = "two brown dogs run on a beach, 3 children play football near red cars; it is sunny"
 
-_CLEANING = {  # `_clean` but for broken encodings and HTML, as a normalizer of tokenizer.json.
-  "type": "Sequence",
-  "normalizers": [
-    {"type": "NFC"},
-    {"type": "Replace", "pattern": {"Regex": r"\s+"}, "content": " "},
-    {"type": "Strip", "strip_left": True, "strip_right": True},
-    {"type": "Lowercase"},
-  ],
-}
+# `_clean` but for broken encodings and HTML, as normalizers of tokenizer.json.
+_CLEANING = [
+  {"type": "NFC"},
+  {"type": "Replace", "pattern": {"Regex": r"\s+"}, "content": " "},
+  {"type": "Strip", "strip_left": True, "strip_right": True},
+  {"type": "Lowercase"},
+]
+# The same of `_canonicalize`.
+_CANONICALIZING = [
+  {"type": "Replace", "pattern": {"String": "_"}, "content": " "},
+  {"type": "Replace", "pattern": {"Regex": r"[!-/:-@\[-`{-~]"}, "content": ""},
+  *_CLEANING,
+]
 
 
 class Tokenizer:
-  """Token ids of texts; `sot_id` is None if the vocabulary has no start token."""
+  """Token ids of texts; `sot_id` is None if rows have no start token.
 
-  def __init__(self, tokenizer: tokenizers.Tokenizer):
+  `cleaning` is open_clip's name for how texts are cleaned: "lower", "canonicalize", or "" for none.
+  """
+
+  def __init__(self, tokenizer: tokenizers.Tokenizer, pool: str = "eot"):
+    """pool: the position that the text tower reads, `TextConfig.pool`."""
     self._tokenizer = tokenizer
     self.vocab_size: int = tokenizer.get_vocab_size()
-    self.sot_id: int | None = _first_id(tokenizer, _STARTS)
-    eot_id = _first_id(tokenizer, _ENDS)
+    # Vocabularies with CLIP's special tokens need CLIP's cleaning; others have a normalizer.
+    ours = tokenizer.token_to_id(_START) is not None
+    siglip = pool == "last" and not ours and _first_id(tokenizer, (*_SIGLIP_PADS,)) is not None
+    self.sot_id: int | None = None if siglip else _first_id(tokenizer, _STARTS)
+    eot_id = _first_id(tokenizer, (*_SIGLIP_PADS,) if siglip else _ENDS)
     if eot_id is None:
       raise ValueError(f"The tokenizer has no end token: expected one of {', '.join(_ENDS)}.")
     self.eot_id: int = eot_id
-    # Vocabularies with CLIP's special tokens need CLIP's cleaning; others have a normalizer.
-    self.cleans = tokenizer.token_to_id(_START) is not None
-    self._clean = _clean if self.cleans else str
+    end, first = tokenizer.id_to_token(eot_id), tokenizer.id_to_token(0)
+    self._pad = _SIGLIP_PADS[end] if siglip else first if first == "<pad>" else end
+    # What follows the end token counts for nothing but in a tower that reads the last position.
+    self.pad_id: int = tokenizer.token_to_id(self._pad) if pool == "last" else 0
+    self.cleaning = "canonicalize" if siglip else "lower" if ours else ""
+    self._clean = {"canonicalize": _canonicalize, "lower": _clean, "": str}[self.cleaning]
 
   def __call__(self, texts: Sequence[str], context_length: int) -> np.ndarray:
-    """int32 `[len(texts), context_length]`, 0 after the end token."""
+    """int32 `[len(texts), context_length]`, `pad_id` after the end token."""
     start = [] if self.sot_id is None else [self.sot_id]
     room = context_length - len(start) - 1
     if room < 1:
@@ -71,7 +96,7 @@ class Tokenizer:
     encodings = self._tokenizer.encode_batch(
       [self._clean(text) for text in texts], add_special_tokens=False
     )
-    ids = np.zeros((len(texts), context_length), np.int32)
+    ids = np.full((len(texts), context_length), self.pad_id, np.int32)
     for row, encoding in zip(ids, encodings, strict=True):
       tokens = [*start, *encoding.ids[:room], self.eot_id]
       row[: len(tokens)] = tokens
@@ -101,12 +126,10 @@ class Tokenizer:
       ValueError: with `end_last`, the ids are places in a list of scores (Unigram).
     """
     tokenizer = json.loads(self._tokenizer.to_str())
-    if self.cleans:
-      tokenizer["normalizer"] = _CLEANING
+    if self.cleaning:
+      tokenizer["normalizer"] = self._normalizer(tokenizer["normalizer"])
     end = self._tokenizer.id_to_token(self.eot_id)
     start = None if self.sot_id is None else self._tokenizer.id_to_token(self.sot_id)
-    first = self._tokenizer.id_to_token(0)
-    pad = first if first == "<pad>" else end
     ids = self._tokenizer.get_vocab()
     if end_last:
       swap = swap_ids(self.eot_id, self.vocab_size)
@@ -133,11 +156,16 @@ class Tokenizer:
       "tokenizer_class": "PreTrainedTokenizerFast",
       **({} if start is None else {"bos_token": start}),
       "eos_token": end,
-      "pad_token": pad,
+      "pad_token": self._pad,
       "padding_side": "right",
       "clean_up_tokenization_spaces": False,
     }
     return tokenizer, config
+
+  def _normalizer(self, own: dict | None) -> dict:
+    """The cleaning as a normalizer of tokenizer.json, before the vocabulary's own."""
+    cleaning = {"lower": _CLEANING, "canonicalize": _CANONICALIZING}[self.cleaning]
+    return {"type": "Sequence", "normalizers": [*cleaning, *([] if own is None else [own])]}
 
   def to_json(self) -> str:
     """The contents of its tokenizer.json."""
@@ -148,8 +176,10 @@ class Tokenizer:
     pathlib.Path(path).write_text(self.to_json(), encoding="utf-8")
 
   @classmethod
-  def load(cls, path: str | pathlib.Path) -> "Tokenizer":
-    """The tokenizer of a `tokenizer.json`, saved here or elsewhere."""
+  def load(cls, path: str | pathlib.Path, pool: str = "eot") -> "Tokenizer":
+    """The tokenizer of a `tokenizer.json`, saved here or elsewhere, or of a SentencePiece model."""
+    if str(path).endswith(SUFFIX):
+      return cls(read_spiece(path), pool)
     try:
       # Not `Tokenizer.from_file`: its errors name neither the file nor the problem.
       tokenizer = tokenizers.Tokenizer.from_str(pathlib.Path(path).read_text(encoding="utf-8"))
@@ -161,7 +191,7 @@ class Tokenizer:
       ) from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    return cls(tokenizer)
+    return cls(tokenizer, pool)
 
 
 def swap_ids(eot_id: int, vocab_size: int) -> Callable[[int], int]:
@@ -173,29 +203,38 @@ def swap_ids(eot_id: int, vocab_size: int) -> Callable[[int], int]:
   return lambda i: swapped.get(i, i)
 
 
-def make_tokenizer(spec: str, captions: Iterable[str] | None, vocab_size: int) -> Tokenizer:
+def make_tokenizer(
+  spec: str, captions: Iterable[str] | None, vocab_size: int, pool: str = "eot"
+) -> Tokenizer:
   """The tokenizer that a config names.
 
   Args:
     spec: "bpe" trains one on `captions`; "words" has a token for each of their words; "clip" takes
-      the vocabulary of the installed open_clip; anything else is the path of a `tokenizer.json` or
-      of CLIP's `bpe_simple_vocab_16e6.txt.gz`.
+      the vocabulary of the installed open_clip; anything else is the path of a `tokenizer.json`, of
+      CLIP's `bpe_simple_vocab_16e6.txt.gz` or of a SentencePiece model, `spiece.model`.
     captions: the training texts; read only for "bpe" and "words".
     vocab_size: the maximum number of tokens of a trained tokenizer.
+    pool: the position that the text tower reads, `TextConfig.pool`.
   """
   if spec == "bpe":
-    return _train(captions, vocab_size)
+    return Tokenizer(_train(captions, vocab_size), pool)
   if spec == "words":
-    return _words(captions, vocab_size)
+    return Tokenizer(_words(captions, vocab_size), pool)
   if spec == "clip":
-    return _clip(_installed_clip_file())
+    return Tokenizer(_clip(_installed_clip_file()), pool)
   path = local_path(spec, "tokenizer")
   if not path.is_file():
     raise ValueError(
       f'No tokenizer {spec!r}: expected "bpe" or "words" (made from the captions), "clip", or a'
-      f" file: a tokenizer.json of Hugging Face tokenizers, or CLIP's {_CLIP_FILE}."
+      f" file: a tokenizer.json of Hugging Face tokenizers, CLIP's {_CLIP_FILE}, or a SentencePiece"
+      f" model (*{SUFFIX})."
     )
-  return _clip(path) if spec.endswith(".gz") else Tokenizer.load(path)
+  return Tokenizer(_clip(path), pool) if spec.endswith(".gz") else Tokenizer.load(path, pool)
+
+
+def tokenizer_beside(folder: pathlib.Path) -> pathlib.Path | None:
+  """The tokenizer in a folder of weights; None if there is none."""
+  return next((folder / name for name in TOKENIZER_FILES if (folder / name).is_file()), None)
 
 
 def _first_id(tokenizer: tokenizers.Tokenizer, names: Sequence[str]) -> int | None:
@@ -213,7 +252,16 @@ def _clean(text: str) -> str:
   return " ".join(text.split()).lower()
 
 
-def _clip(path: pathlib.Path) -> Tokenizer:
+_WITHOUT_PUNCTUATION = str.maketrans("_", " ", string.punctuation.replace("_", ""))
+
+
+def _canonicalize(text: str) -> str:
+  """open_clip's cleaning for SigLIP, after big_vision: `_clean` without ASCII's punctuation."""
+  text = html.unescape(html.unescape(ftfy.fix_text(text))).translate(_WITHOUT_PUNCTUATION)
+  return " ".join(text.lower().split())
+
+
+def _clip(path: pathlib.Path) -> tokenizers.Tokenizer:
   """CLIP's BPE. Its tokens: 256 bytes, the same with "</w>", the merges, the start, the end."""
   with gzip.open(path, "rt", encoding="utf-8") as file:
     lines = file.read().split("\n")[1 : 1 + _CLIP_MERGES]
@@ -235,7 +283,7 @@ def _clip(path: pathlib.Path) -> Tokenizer:
   # the latter.
   tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace("</w>", " ")])
   tokenizer.add_special_tokens([_START, _END])
-  return Tokenizer(tokenizer)
+  return tokenizer
 
 
 def _installed_clip_file() -> pathlib.Path:
@@ -248,7 +296,7 @@ def _installed_clip_file() -> pathlib.Path:
   return pathlib.Path(package.origin).parent / _CLIP_FILE
 
 
-def _words(captions: Iterable[str] | None, vocab_size: int) -> Tokenizer:
+def _words(captions: Iterable[str] | None, vocab_size: int) -> tokenizers.Tokenizer:
   """A token for each of the most frequent words of the captions; another word is "<unk>".
 
   Words that are equally frequent stay in the order of their first appearance.
@@ -262,10 +310,10 @@ def _words(captions: Iterable[str] | None, vocab_size: int) -> Tokenizer:
   tokenizer = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token=special[-1]))
   tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
   tokenizer.add_special_tokens(special[:-1])
-  return Tokenizer(tokenizer)
+  return tokenizer
 
 
-def _train(captions: Iterable[str] | None, vocab_size: int) -> Tokenizer:
+def _train(captions: Iterable[str] | None, vocab_size: int) -> tokenizers.Tokenizer:
   """Trains a byte-level BPE, which can encode every text. Id 0 is padding."""
   alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
   special = ["<pad>", _START, _END]
@@ -283,4 +331,4 @@ def _train(captions: Iterable[str] | None, vocab_size: int) -> Tokenizer:
   tokenizer.train_from_iterator((_clean(text) for text in captions or ()), trainer)
   if tokenizer.get_vocab_size() == len(alphabet) + len(special):
     raise ValueError('tokenizer "bpe" is trained on the captions, and there are none.')
-  return Tokenizer(tokenizer)
+  return tokenizer

@@ -25,7 +25,7 @@ from sbjax.convert.switches import Forward, forward_rounding
 from sbjax.models.flax_block import PlainBlock
 from sbjax.models.transformer import is_block_kernel, unstack_blocks
 from sbjax.recipes import Recipe, parse_recipe, recipes_of
-from train.data.preprocessing import normalize
+from train.data.preprocessing import normalize, statistics_of
 from train.errors import RunError
 from train.optimizer import STACK
 from train.run import Run
@@ -219,7 +219,8 @@ def _forward(subject: Subject, recipe: str, batch: dict) -> Forward:
   model = model.clone(options=options, block=PlainBlock)
 
   def outputs(params, batch):
-    out = model.apply({"params": params}, normalize(batch["image"]), batch["text"])
+    image = normalize(batch["image"], statistics_of(model.config))
+    out = model.apply({"params": params}, image, batch["text"])
     image, text = out["image_features"], out["text_features"]
     logits = out["logit_scale"] * jnp.dot(image, text.T, precision="highest")
     # A constant in all logits changes no loss.
