@@ -128,12 +128,38 @@ def _check_divides(name: str, value: int, divisor_name: str, divisor: int) -> No
     raise ValueError(f"{name}={value} must be a multiple of {divisor_name}={divisor}.")
 
 
-# "tiny" and "Ti/16" are ours, for small machines; all others are open_clip's.
+# "tiny", "tiny-siglip" and "Ti/16" are ours, for small machines; all others are open_clip's.
 SIZES = {
   "tiny": CLIPConfig(
     64,
     VisionConfig(image_size=32, patch_size=8, width=128, layers=3, heads=4),
     TextConfig(context_length=24, vocab_size=1024, width=64, layers=2, heads=2, eot_id=1),
+  ),
+  "tiny-siglip": CLIPConfig(
+    128,
+    VisionConfig(
+      image_size=32,
+      patch_size=8,
+      width=128,
+      layers=3,
+      heads=4,
+      activation="gelu_tanh",
+      norm_epsilon=1e-6,
+      pool="map",
+      pre_norm=False,
+    ),
+    TextConfig(
+      context_length=24,
+      vocab_size=1024,
+      width=64,
+      layers=2,
+      heads=2,
+      activation="gelu_tanh",
+      norm_epsilon=1e-6,
+      pool="last",
+      causal=False,
+      projection="linear",
+    ),
   ),
   "Ti/16": CLIPConfig(
     192,

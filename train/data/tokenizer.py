@@ -45,7 +45,7 @@ _CLIP_WORDS = r"'[s\x{17f}]|'t|'re|'ve|'m|'ll|'d|\p{L}+|\p{N}|[^\s\p{L}\p{N}\x{3
 
 
 # No cleaning or normalizer changes it.
-_PLAIN_TEXT = "two brown dogs run on a beach, 3 children play football near red cars; it is sunny"
+_PLAIN_TEXT = "two brown dogs run on a beach and 3 children play football near red cars it is sunny"
 
 # `_clean` but for broken encodings and HTML, as normalizers of tokenizer.json.
 _CLEANING = [
