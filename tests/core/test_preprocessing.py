@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from train.data.preprocessing import MEAN, STD, is_squashed
+from sbjax.models.sizes import SIZES
+from train.data.preprocessing import MEAN, STD, is_squashed, statistics_of
 
 OPEN_CLIP, HF, HF5 = "open_clip_config.json", "preprocessor_config.json", "processor_config.json"
 SQUARE, SHORTEST = {"height": 224, "width": 224}, {"shortest_edge": 224}
@@ -25,10 +26,10 @@ FULL = {
 }
 
 
-def squashed(folder, files, weights="clip.pt", image_size=224):
+def squashed(folder, files, weights="clip.pt", image_size=224, **options):
   for name, values in files.items():
     (folder / name).write_text(json.dumps(values))
-  return is_squashed("clip.pt", folder / weights, image_size)
+  return is_squashed("clip.pt", folder / weights, image_size, **options)
 
 
 def open_clip(**values):
@@ -116,6 +117,29 @@ def test_another_field_of_transformers_is_refused(tmp_path, file, changed, field
   values = FULL | changed
   with pytest.raises(ValueError, match=rf"clip.pt: its images have {field}=.* \({file}\)"):
     squashed(tmp_path, {file: {"image_processor": values} if file == HF5 else values})
+
+
+@pytest.mark.parametrize(
+  ("own", "others"),
+  [
+    # As in timm's and google's folders of SigLIP's weights.
+    (
+      open_clip(mean=[0.5] * 3, std=[0.5] * 3, interpolation="bicubic", resize_mode="squash"),
+      open_clip(mean=MEAN.tolist()),
+    ),
+    (
+      {HF: {"image_processor_type": "SiglipImageProcessor", "size": SQUARE, "resample": 3}},
+      {HF: FULL},
+    ),
+  ],
+)
+def test_a_siglip_has_siglip_s_statistics_only(tmp_path, own, others):
+  options = {"statistics": statistics_of(SIZES["tiny-siglip"])}
+  assert squashed(tmp_path, own, **options) is True
+  with pytest.raises(ValueError, match=r"mean=.*normalizes with SigLIP's, \[0.5, 0.5, 0.5\]"):
+    squashed(tmp_path, others, **options)
+  with pytest.raises(ValueError, match=r"mean=.*normalizes with OpenAI's"):
+    squashed(tmp_path, own)
 
 
 def test_the_config_of_the_program_that_named_the_weights_counts(tmp_path):

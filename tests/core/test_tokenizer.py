@@ -96,6 +96,52 @@ def test_a_foreign_file_keeps_its_own_cleaning_and_special_tokens(tmp_path):
   np.testing.assert_array_equal(loaded(["Red red blue"], 6), [[1, 2, 3, 0, 0, 0]])
 
 
+# With the tokens of T5 and of Gemma, which has a tag "</s>", too.
+SIGLIP = {
+  "t5": ["<pad>", "</s>", "<unk>", "a", "red", "dog"],
+  "gemma": ["<pad>", "<eos>", "<bos>", "</s>", "a", "red", "dog", "<unk>"],
+}
+
+
+def siglip(kind, pool="last"):
+  words = {word: i for i, word in enumerate(SIGLIP[kind])}
+  tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+  tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+  return Tokenizer(tokenizer, pool)
+
+
+@pytest.mark.parametrize(
+  ("kind", "rows"),
+  [("t5", [[3, 4, 5, 1, 1], [1] * 5]), ("gemma", [[4, 5, 6, 1, 0], [1, 0, 0, 0, 0]])],
+)
+def test_siglip_s_rows_end_and_are_padded_as_its_weights_know_them(kind, rows):
+  tokenizer = siglip(kind)
+  np.testing.assert_array_equal(tokenizer(["A  &lt;red_Dog!?", ""], 5), rows)
+  np.testing.assert_array_equal(tokenizer(["a red dog"], 3), [[*rows[0][:2], 1]])
+
+
+@pytest.mark.parametrize("kind", SIGLIP)
+def test_a_tower_that_reads_the_end_token_has_the_same_rows_as_ever(kind):
+  tokenizer, red, unknown = siglip(kind, "eot"), *map(SIGLIP[kind].index, ("red", "<unk>"))
+  end = tokenizer.eot_id
+  start = [] if kind == "t5" else [2]
+  rows = [[*start, red, unknown, end, 0, 0, 0][:6]]
+  np.testing.assert_array_equal(tokenizer(["red A"], 6), rows)
+
+
+def test_own_vocabularies_do_not_depend_on_what_reads_a_row(bpe):
+  last = make_tokenizer("bpe", CAPTIONS, 300, "last")
+  np.testing.assert_array_equal(last(NASTY, 12), bpe(NASTY, 12))
+
+
+def test_an_exported_siglip_tokenizer_cleans_ends_and_pads(tmp_path):
+  exported, config = siglip("t5").for_transformers()
+  loaded = tokenizers.Tokenizer.from_str(json.dumps(exported))
+  assert loaded.encode(" A  red_Dog!\t ").ids == [3, 4, 5, 1]
+  assert (config["pad_token"], config["eos_token"]) == ("</s>", "</s>")
+  assert "bos_token" not in config
+
+
 def test_a_unigram_vocabulary_is_exported_where_its_ids_stay():
   scores = [("<unk>", 0.0), ("a", -1.0), ("</s>", 0.0), ("<s>", 0.0), ("b", -1.0)]
   unigram = Tokenizer(tokenizers.Tokenizer(tokenizers.models.Unigram(scores, 0, False)))

@@ -1,21 +1,30 @@
 """SigLIP's models, losses, gradients and tokenizers are those of transformers and open_clip."""
 
+import dataclasses
 import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from clip_case import drawn
 from open_clip_case import import_open_clip, perturb
+from PIL import Image
 from tokenizer_case import NASTY
 
-from sbjax.interop.config_files import config_from_dict
+from sbjax.interop.config_files import config_from_dict, open_clip_names, read_config
 from sbjax.interop.weights import load_weights
 from sbjax.models.clip import CLIP
+from sbjax.models.sizes import SIZES, CLIPConfig
 from sbjax.models.transformer import BlockOptions
+from train import export
+from train.config import Config, MeshConfig, ModelConfig
 from train.data.tokenizer import TOKENIZER_FILES, make_tokenizer
+from train.errors import RunError
+from train.inference import Model, load
 from train.loss import LOSSES
-from train.task import CLIPTask
+from train.parallel.sharding import make_mesh
+from train.task import CLIPTask, make_task
 
 CAPTIONS = [
   "two brown dogs run on a beach, and a third one waits",
@@ -123,6 +132,25 @@ def test_siglip_s_files_give_the_ids_of_open_clip(transformers, folder, tmp_path
     assert ours.vocab_size == 64
 
 
+def test_another_sentencepiece_model_or_none_is_named(folder, tmp_path):
+  import sentencepiece
+
+  captions = iter(CAPTIONS)
+  sentencepiece.SentencePieceTrainer.train(
+    sentence_iterator=captions,
+    model_prefix=str(tmp_path / "bpe"),
+    model_type="bpe",
+    vocab_size=64,
+    minloglevel=2,
+  )
+  with pytest.raises(ValueError, match=r"bpe.model is a SentencePiece model, and not Unigram"):
+    make_tokenizer(str(tmp_path / "bpe.model"), None, 0, "last")
+  for contents in (b"", b"no model", (folder / "spiece.model").read_bytes()[:100]):
+    (tmp_path / "none.model").write_bytes(contents)
+    with pytest.raises(ValueError, match=r"none.model is not a SentencePiece model"):
+      make_tokenizer(str(tmp_path / "none.model"), None, 0, "last")
+
+
 def test_an_exported_siglip_tokenizer_gives_transformers_the_same_ids(
   transformers, folder, tmp_path
 ):
@@ -134,3 +162,49 @@ def test_an_exported_siglip_tokenizer_gives_transformers_the_same_ids(
   texts = [*PLAIN, "", "snake_case_words"]
   ids = theirs(texts, padding="max_length", truncation=True, return_tensors="np").input_ids
   np.testing.assert_array_equal(ours(texts, 16), ids)
+
+
+@pytest.mark.slow
+def test_open_clip_loads_an_exported_siglip_and_we_what_it_loads(
+  transformers, folder, tmp_path, monkeypatch
+):
+  open_clip = import_open_clip()
+  import torch
+
+  vision = read_config("ViT-B-32-SigLIP2-256").vision
+  text = dataclasses.replace(SIZES["tiny-siglip"].text, vocab_size=64, eot_id=1)
+  config = CLIPConfig(768, vision, text)
+  clip = CLIP(config, BlockOptions(dtype=jnp.float32, recipe="full"), init_logit_bias=-10.0)
+  arguments = jnp.zeros((1, 256, 256, 3)), jnp.zeros((1, text.context_length), jnp.int32)
+  params = drawn(jax.eval_shape(clip.init, jax.random.key(0), *arguments)["params"])
+  tokenizer = make_tokenizer(str(folder / "spiece.model"), None, 0, "last")
+  mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+  run = Model("", None, CLIPTask(clip, LOSSES["siglip"]), params, tokenizer, mesh, 2)
+  monkeypatch.setattr(export, "load", lambda *_, **__: run)
+  out = export.export(tmp_path, "open_clip")
+  model, _, transform = open_clip.create_model_and_transforms(f"local-dir:{out}")
+  assert tuple(transform.transforms[-1].mean) == tuple(transform.transforms[-1].std) == (0.5,) * 3
+  texts = [*PLAIN, "snake_case &amp; more"]
+  ids = open_clip.get_tokenizer(f"local-dir:{out}")(texts)
+  np.testing.assert_array_equal(ids.numpy(), run.tokenize(texts))
+  pixels = np.random.default_rng(0).integers(0, 256, (1, 256, 256, 3), np.uint8)
+  image = transform(Image.fromarray(pixels[0]))[None]
+  with torch.no_grad():
+    want, of_texts = model.eval().encode_image(image, True), model.encode_text(ids, True)
+  weights = out / "open_clip_model.safetensors"
+  with pytest.raises(RunError, match=r"it is a SigLIP, whose tokenizer is not 'clip'"):
+    load(weights, size=str(out))
+  loaded = load(weights, size=str(out), tokenizer=str(out / "tokenizer.json"))
+  np.testing.assert_allclose(loaded.embed_pixels(pixels), want.numpy(), atol=1e-4)
+  np.testing.assert_allclose(loaded.embed_texts(texts), of_texts.numpy(), atol=1e-4)
+
+
+def test_training_takes_all_of_open_clip_s_siglips_and_no_clipa():
+  import_open_clip()
+  names = [name for name in open_clip_names() if "SigLIP" in name]
+  assert {"ViT-B-16-SigLIP", "ViT-L-16-SigLIP-256", "ViT-SO400M-14-SigLIP"} < {*names}
+  for name in names:
+    task = make_task(Config(model=ModelConfig(size=name), loss="siglip"))
+    assert task.model.config == read_config(name)
+  with pytest.raises(ValueError, match=r"size='ViT-H-14-CLIPA' is a CLIPA. Training does not have"):
+    make_task(Config(model=ModelConfig(size="ViT-H-14-CLIPA")))

@@ -91,14 +91,24 @@ def test_a_run_from_its_export_begins_with_its_parameters(trained, tmp_path, cap
   assert images["image_mean"] == images["image_std"] == [0.5] * 3
   tuned = config(init=str(out), **{"model.size": str(out)})
   capsys.readouterr()
-  for name in ("tuned", "other"):
+  for name in ("tuned", "plain", "other"):
     (tmp_path / name).mkdir()
   state = make_run(tuned, tmp_path / "tuned").new_state()
   jax.tree.map(np.testing.assert_array_equal, state.params, model.params)
   assert capsys.readouterr().err == ""
+  plain = config(init=str(out), loss="softmax", **{"model.size": str(out)})
+  assert "logit_bias" not in make_run(plain, tmp_path / "plain").new_state().params
   other = config(init=str(out), **{"data.tokenizer": "bpe"})
   with pytest.raises(ValueError, match=r"data.tokenizer='bpe' gives words other ids"):
     make_run(other, tmp_path / "other").new_state()
+
+
+def test_an_export_of_a_softmax_run_has_a_bias_of_zero(trained):
+  folder, _ = trained
+  model = load(folder / "run")
+  params = {name: x for name, x in model.params.items() if name != "logit_bias"}
+  state = export._hf(model._replace(params=params))["model.safetensors"]
+  np.testing.assert_array_equal(state["logit_bias"], [0.0])
 
 
 @pytest.mark.interop

@@ -53,6 +53,13 @@ SHALLOW = dataclasses.replace(  # Unrolled layers are compiled separately.
   text=dataclasses.replace(MICRO.text, layers=1),
 )
 
+_SIGLIP = SIZES["tiny-siglip"]
+SIGLIP = dataclasses.replace(
+  _SIGLIP,
+  vision=dataclasses.replace(_SIGLIP.vision, layers=1),
+  text=dataclasses.replace(_SIGLIP.text, layers=1, context_length=8, vocab_size=32),
+)
+
 
 @functools.cache
 def compiled(data: int, fsdp: int, recipe: str, loss: str):
@@ -317,6 +324,14 @@ def test_gradients_accumulated_on_four_devices_equal_those_on_one():
   one, four = (gradients(2, *mesh, **DROPPING) for mesh in ((), (2, 2)))
   np.testing.assert_allclose(four[0]["loss"], one[0]["loss"], rtol=1e-5)
   assert_same_gradients(four[1], one[1], ACCUMULATE_TOLERANCE["full"])
+
+
+@pytest.mark.slow
+def test_a_siglip_s_gradients_on_four_devices_equal_those_on_one():
+  options = {"config": SIGLIP, "loss": "siglip", **DROPPING}
+  one, four = (gradients(2, *mesh, **options) for mesh in ((), (2, 2)))
+  np.testing.assert_allclose(four[0]["loss"], one[0]["loss"], rtol=1e-5)
+  assert_same_gradients(four[1], one[1], 10 * ACCUMULATE_TOLERANCE["full"])
 
 
 @pytest.mark.slow
