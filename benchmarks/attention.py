@@ -38,6 +38,8 @@ CASES = {
   "L/14 image, half": (256, 129, 16, 64, False),
   "B/16 image, half": (512, 99, 12, 64, False),
   "B/32 image, half": (1024, 26, 12, 64, False),
+  "SO400M image": (256, 256, 16, 72, False),
+  "SO400M text": (256, 64, 16, 72, False),
 }
 # Between CLIP's lengths, for the choice of a backend.
 LENGTHS = (50, 66, 81, 99, 129, 145, 161, 177, 197, 256, 257, 320, 384, 512)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from sbjax.ops.operation import Operation
 
-HEAD_DIMS = (32, 64, 80, 88, 96, 104, 128)  # That the kernels take.
+HEAD_DIMS = (32, 64, 72, 80, 88, 96, 104, 128)  # That the kernels take.
 
 
 def attention_forward(*qkv: jax.Array, causal: bool, length: int) -> tuple[jax.Array, jax.Array]:

@@ -34,12 +34,14 @@ BACKWARD = {  # Tokens, head size, packed, causal, dtype.
   "104, whole tiles": (256, 104, False, False, jnp.bfloat16),
   "128": (257, 128, True, False, jnp.bfloat16),
   "128, causal": (197, 128, False, True, jnp.float16),
+  "SO400M": (256, 72, True, False, jnp.bfloat16),
 }
 FORWARD = {
   "B/16 forward": (197, 64, False, False, jnp.float16),
   "H/14 forward": (257, 80, True, False, jnp.bfloat16),
   "bigG/14 forward": (257, 104, False, True, jnp.bfloat16),
   "H/14, half, forward": (129, 80, True, False, jnp.bfloat16),
+  "SO400M forward": (256, 72, True, False, jnp.bfloat16),
 }
 MAIN = ("H/14", "bigG/14", "128, half", "bigG/14 forward")
 

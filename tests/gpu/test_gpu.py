@@ -340,7 +340,7 @@ def test_attention_of_large_negative_logits_is_finite(backend, length):
   assert all(np.isfinite(x.astype(jnp.float32)).all() for x in results)
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 104])
+@pytest.mark.parametrize("head_dim", [64, 72, 80, 104])
 def test_attention_is_the_same_each_time_and_packed(kernels, head_dim):
   q, k, v, do = attention_benchmark.draw(4, 257, 40, head_dim)
   attend = functools.partial(attention, backend=kernels)

@@ -91,6 +91,7 @@ def assert_output_is_near(actual, expected):
       [
         (257, 80, True, True, "bfloat16"),
         (256, 64, False, True, "bfloat16"),
+        (256, 72, True, False, "bfloat16"),
         (145, 128, False, False, "bfloat16"),
         (161, 112, True, False, "float16"),
         (81, 96, False, False, "bfloat16"),
@@ -160,6 +161,7 @@ def test_gradients_are_near_the_definition_s(sm90, tokens, packed, causal, dtype
         # Four places for three tiles, and five.
         (145, 80, True, False, {}),
         (145, 72, False, True, {"stages": 3}),
+        (256, 72, True, False, {}),
         (145, 112, False, True, {}),
         (145, 88, False, True, {"kv_stages": 1, "memory_registers": 104}),
         (257, 96, False, True, {}),
@@ -291,8 +293,10 @@ def test_it_compiles_for_hopper_with_few_registers_spilled(sm90, tmp_path, cases
     apart = ("bigG/14", "96", "88", "104, whole tiles", "128", "128, causal")
     assert case["kernels"] == (2 if name in apart else 1), name
     assert not case["is_serialized"], name  # wgmma's that wait for one another.
-    # Bytes. Gradients of 128 columns take most registers; the forward pass takes few.
-    few = 320 if "128" in name else 16 if "forward" in name else 192
+    # Bytes. Gradients of 128 columns take most registers; the forward pass takes few, but for 256
+    # logits a row beside a wide head.
+    forward = 48 if "SO400M" in name else 16
+    few = 320 if "128" in name else forward if "forward" in name else 192
     assert case["spilled"] and max(case["spilled"]) <= few, name
 
 

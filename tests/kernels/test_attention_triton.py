@@ -17,6 +17,7 @@ pytestmark = pytest.mark.aot
 CLIP = [
   *((257, 80, False), (257, 64, False), (257, 104, False), (197, 64, False), (50, 64, False)),
   *((77, 64, True), (129, 80, False), (129, 64, False), (99, 64, False), (26, 64, False)),
+  *((256, 72, False), (64, 72, False)),  # SO400M of SigLIP
 ]
 
 
@@ -62,7 +63,9 @@ def _wide(x):
 
 @pytest.mark.parametrize(
   ("length", "head_dim", "causal"),
-  mainly([(257, 104, False), (197, 64, False), (77, 64, True), (129, 80, False)], CLIP),
+  mainly(
+    [(257, 104, False), (197, 64, False), (77, 64, True), (129, 80, False), (64, 72, False)], CLIP
+  ),
 )
 def test_clip_s_shapes_are_near_the_definition_s(length, head_dim, causal):
   assert_near(*run(*draw(1, length, 1, head_dim), causal=causal), length)
@@ -151,6 +154,7 @@ def test_a_length_is_covered_by_few_powers_of_two():
     [
       *((90, 257, 104, False), (90, 257, 80, False), (90, 197, 64, False), (90, 77, 64, True)),
       *((80, 77, 64, True), (89, 99, 64, False), (80, 257, 80, False), (89, 197, 64, False)),
+      *((90, 256, 72, False), (90, 64, 72, False), (80, 256, 72, False), (89, 64, 72, False)),
     ],
   ),
 )
