@@ -56,7 +56,7 @@ class Contender(NamedTuple):
   attention: str | None = None
   remat: str | None = None  # None: the case's.
   captions: str = ""  # whose lengths the groups of texts are for; "": none
-  text_groups: int = 4  # at most
+  text_groups: int = 6  # at most
 
 
 CONTENDERS = {
@@ -120,9 +120,8 @@ def measure(
   medians = {name: statistics.median(times[name]) for name in steps}
   bases = [medians[name] for name in BASES if name in steps]
   base = min(bases, default=next(iter(medians.values())))
-  flops = model_flops(config, batch_size, patch_dropout)
   for name, seconds in medians.items():
-    found[name] |= rates(times[name], batch_size, flops)
+    found[name] |= rates(times[name], batch_size, tasks[name].flops(batch_size))
     found[name] |= {"speedup": round(base / seconds, 3), "last_loss": round(losses[name], 5)}
     mfu = found[name]["mfu_of_bf16_peak"]
     print(
@@ -143,7 +142,7 @@ def measure(
     "remat": remat,
     "patch_dropout": patch_dropout,
     "optimizer": "stable_adamw",
-    "model_teraflops": round(flops / 1e12, 2),
+    "model_teraflops": round(model_flops(config, batch_size, patch_dropout) / 1e12, 2),
     "contenders": found,
     "do_not_fit": too_large,
     "data": "uniform random pixels and tokens, one batch",

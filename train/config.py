@@ -72,10 +72,10 @@ class ModelConfig:
   )
   patch_dropout: float = field(0.0, "fraction of patches dropped in training", SHARE)
   text_groups: int = field(
-    4,
+    6,
     """The captions of a batch are computed in so many groups of lengths, at most, without what
     fills them up; 1: all positions of all captions. The numbers are the same.""",
-    Limit("from 1 to 6", lambda x: 1 <= x <= 6),
+    Limit("from 1 to 8", lambda x: 1 <= x <= 8),
     MAY_CHANGE,
   )
   scan: bool = field(True, "one compiled block, scanned over the layers")

@@ -158,13 +158,13 @@ class CLIPTask(NamedTuple):
     """
 
     def calling(encode):
-      compiled = False
+      compiled = set()  # shapes of batches
 
-      def call(*args):
-        nonlocal compiled
-        between_batches(None if compiled else lambda: encode.lower(*args).compile())
-        compiled = True
-        return encode(*args)
+      def call(params, batch):
+        known = batch.shape in compiled
+        between_batches(None if known else lambda: encode.lower(params, batch).compile())
+        compiled.add(batch.shape)
+        return encode(params, batch)
 
       return call
 

@@ -163,7 +163,10 @@ class CLIP(nn.Module):
     return _normalize(features) if normalize else features
 
   def encode_text(self, text: jax.Array, normalize: bool = True) -> jax.Array:
-    """Float32 features [B, E] of token ids [B, context_length]."""
+    """Float32 features [B, E] of token ids [B, context_length].
+
+    Where the tower ignores what comes behind the end tokens, [B, L] with all of these is enough.
+    """
     features, _ = self.text(text)
     return _normalize(features) if normalize else features
 
@@ -262,7 +265,8 @@ class TextTower(nn.Module):
   @nn.compact
   def __call__(self, text: jax.Array, groups: Groups = ()):
     c, unit, normal = self.config, self.options.is_unit, nn.initializers.normal
-    if text.shape[1:] != (c.context_length,):
+    length = text.shape[-1] if c.ignores_padding else c.context_length
+    if text.ndim != 2 or text.shape[1] != length or length > c.context_length:
       raise ValueError(f"Texts must be [B, {c.context_length}], not {text.shape}.")
     if groups and not c.ignores_padding:
       raise ValueError(f"{groups=} need a causal text tower with pool='eot', not {c}.")
@@ -278,7 +282,7 @@ class TextTower(nn.Module):
     position_LD = self.param(
       "positional_embedding", positions, (c.context_length, c.width), jnp.float32
     )
-    position_1LD = position_LD.astype(jnp.float32)[None]
+    position_1LD = position_LD.astype(jnp.float32)[None, :length]
     if groups:
       position_1LD = positions_of_groups(position_1LD[0], groups)[None]
     x_BLD = _sum(x_BLD, position_1LD, unit).astype(self.options.dtype)

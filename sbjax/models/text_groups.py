@@ -22,6 +22,7 @@ STEP = 8  # of a group's length: attention's kernels take 8 positions at a time
 _FAILS = 1e-3  # of batches that do not fit, at most
 _DRIFT = 0.05  # of texts in longer groups: later texts may be a little longer
 _LEAST_GAIN = 0.1  # of the tokens
+_GAIN_OF_A_GROUP = 0.03  # of the tokens: each has kernels of its own
 
 
 def text_ends(text_BL: jax.Array, eot_id: int | None) -> jax.Array:
@@ -96,6 +97,7 @@ def choose_groups(
   }
   best, fewest = (), (1 - _LEAST_GAIN) * rows * longest
   for number in range(1, at_most):
+    fewest *= 1 - _GAIN_OF_A_GROUP * bool(best)
     for chosen in itertools.combinations(cuts, number):
       edges = [rows, *(longer[cut] for cut in chosen), 0]
       sizes = [more - fewer for more, fewer in itertools.pairwise(edges)]

@@ -122,17 +122,18 @@ def test_chosen_groups_hold_batches_of_the_same_lengths(rows, batches):
   assert 2 <= len(groups) <= 4 and sum(n for _, n in groups) == rows
   assert token_count(groups) < (0.45 if rows >= 256 else 0.7) * 77 * rows
   failed = 0
-  for _ in range(2000 // batches):
+  for _ in range(400 // batches):
     lengths = np.sort(lengths_like_captions(rows * batches, rng).reshape(batches, rows), axis=1)
     failed += np.any(lengths > np.repeat(*map(list, zip(*groups, strict=True))))
-  assert failed <= 0.01 * (2000 // batches) + 1
+  assert failed <= 0.01 * (400 // batches) + 1
 
 
 def test_more_groups_take_fewer_tokens():
   rng = np.random.default_rng(0)
   counts = np.bincount(lengths_like_captions(4096, rng), minlength=78)[1:]
-  tokens = [token_count(choose_groups(counts, 512, at_most=n)) for n in (2, 3, 4, 5)]
-  assert tokens == sorted(tokens, reverse=True) and len(set(tokens)) == 4
+  tokens = [token_count(choose_groups(counts, 512, at_most=n)) for n in range(2, 9)]
+  assert tokens == sorted(tokens, reverse=True) and len(set(tokens)) >= 3
+  assert tokens[-1] == tokens[-2], "A group that saves nearly nothing has kernels of its own."
 
 
 def test_no_groups_where_they_save_little():
