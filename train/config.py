@@ -71,6 +71,13 @@ class ModelConfig:
     Limit("between 0 (by the number of layers) and 1", lambda x: 0 <= x < 1),
   )
   patch_dropout: float = field(0.0, "fraction of patches dropped in training", SHARE)
+  text_groups: int = field(
+    6,
+    """The captions of a batch are computed in so many groups of lengths, at most, without what
+    fills them up; 1: all positions of all captions. The numbers are the same.""",
+    Limit("from 1 to 8", lambda x: 1 <= x <= 8),
+    MAY_CHANGE,
+  )
   scan: bool = field(True, "one compiled block, scanned over the layers")
   unroll: int = field(
     -1,
