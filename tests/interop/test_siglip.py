@@ -128,7 +128,8 @@ def test_siglip_s_files_give_the_ids_of_open_clip(transformers, folder, tmp_path
   theirs.save_pretrained(tmp_path)
   for name in TOKENIZER_FILES:
     ours = make_tokenizer(str(tmp_path / name), None, 0, "last")
-    np.testing.assert_array_equal(ours(NASTY, 32), theirs(NASTY).numpy())
+    texts = [*NASTY, "a \u00b4 dog \u00b8"]  # NFKC makes spaces of the signs.
+    np.testing.assert_array_equal(ours(texts, 32), theirs(texts).numpy())
     assert ours.vocab_size == 64
 
 
