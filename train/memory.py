@@ -187,6 +187,7 @@ def _with_remat(run: Run, policy: str) -> Run:
 
 def _conditions(run: Run, limit: float) -> dict:
   """What a step's memory depends on among all that may change when a run continues."""
+  model, images = run.task.model, bool(run.config.model.stages)
   stages = len(run.config.stages()) > 1
   return {
     "device": jax.devices()[0].device_kind,
@@ -197,9 +198,10 @@ def _conditions(run: Run, limit: float) -> dict:
     "accumulate": run.config.accumulate,
     "backend": run.config.model.backend,
     "attention_backend": run.config.model.attention_backend,
-    "unroll": run.task.model.options.unroll,
+    "unroll": model.options.unroll,
     "prefetch": run.config.data.prefetch,
-    **({"recipe": repr(run.task.model.options.recipe)} if stages else {}),
+    **({"recipe": repr(model.options.recipe)} if stages else {}),
+    **({"images": [model.train_image_size, model.patch_dropout]} if images else {}),
   }
 
 
