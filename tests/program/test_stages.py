@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+import shutil
 import signal
 
 import jax
 import loop_case
 import numpy as np
 import pytest
+from processes_case import ends, start_two
 from test_schedule import (
   JIT_TRAIN_STEP,
   MESH,
@@ -233,3 +235,33 @@ def test_a_clip_resumes_in_a_stage_with_the_same_bits_and_eight_devices_agree(
   assert_same_state(tmp_path / "parts", tmp_path / "whole")
   one = column(train(tmp_path / "one", **fields), "loss")
   np.testing.assert_allclose(one, column(measured(tmp_path / "whole"), "loss"), rtol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.standard_promotion
+def test_two_processes_change_their_images_together_and_one_goes_on(
+  train,
+  shards,  # noqa: F811
+  tmp_path,
+  monkeypatch,
+):
+  fields = {
+    "model.stages": "16px drop 0.5 until 2, 32px drop 0.5",
+    "optimizer.warmup_steps": 2,
+    "checkpoint_every": 0,
+    **options(shards / "*.tar"),
+  }
+  monkeypatch.setattr(Run, "new_state", NEW_STATE)
+  monkeypatch.setattr(loop, "jit_train_step", JIT_TRAIN_STEP)
+  alone = column(train(tmp_path / "alone", devices=2, **fields), "loss")
+  both = tmp_path / "both"
+  flags = {"config": "configs/quickstart.py", "workdir": both}
+  flags |= {f"config.{k}": v for k, v in {**loop_case.SMALL, **fields}.items()}
+  arguments = ("-m", "train.main", *(f"--{k}={v}" for k, v in flags.items()), "--distributed")
+  for code, err in ends(start_two(str(tmp_path / "compiled"), *arguments), 600):
+    assert code == 0, err
+  np.testing.assert_allclose(column(measured(both), "loss"), alone, rtol=1e-4)
+  shutil.rmtree(both / "checkpoints" / "4")
+  (both / "result.json").unlink()
+  found = column(train(both, devices=2, **fields), "loss")
+  np.testing.assert_allclose(found, alone, rtol=1e-4)
