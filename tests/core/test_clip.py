@@ -16,6 +16,7 @@ from clip_case import (
   random_params,
   shapes,
 )
+from PIL import Image
 
 from sbjax.models.clip import CLIP, patch_dropout, resize_grid
 from sbjax.models.sizes import SIZES
@@ -136,13 +137,16 @@ def test_an_evaluation_takes_images_of_the_model_s_own_size_in_every_stage():
   assert jax.eval_shape(lambda: staged.init(jax.random.key(0), *pairs()))["params"] == shapes()
 
 
-def test_a_position_embedding_of_the_same_grid_stays_and_a_constant_one_stays_constant():
+@pytest.mark.parametrize("side", [1, 3, 4, 7])
+def test_a_position_embedding_is_resized_as_pillow_resizes_an_image(side):
+  """Bicubic with antialias, the class token's row apart."""
   positions = random_params()["image"]["positional_embedding"]
-  np.testing.assert_allclose(resize_grid(positions, 4), positions, atol=1e-6)
-  for side in (2, 3, 8):
-    resized = resize_grid(jnp.ones((17, 3)).at[0].set(7), side)
-    assert np.all(resized[0] == 7)
-    np.testing.assert_allclose(resized[1:], 1, atol=1e-6)
+  resized, grid = resize_grid(positions, side), np.asarray(positions)
+  np.testing.assert_array_equal(resized[0], grid[0])
+  images = grid[1:].reshape(4, 4, -1).transpose(2, 0, 1)
+  by_pillow = [Image.fromarray(x).resize((side, side), Image.Resampling.BICUBIC) for x in images]
+  expected = np.stack([np.asarray(x).ravel() for x in by_pillow], axis=1)
+  np.testing.assert_allclose(resized[1:], expected, atol=1e-5)
 
 
 def test_text_features_come_from_the_first_end_token_and_are_causal():
