@@ -34,6 +34,8 @@ def test_a_line_is_drawn_where_another_recipe_begins():
   report._draw_curves(figure, records)
   assert {"recipe 2", "recipe 3"} <= {text.get_text().strip() for text in figure.axes[0].texts}
   assert report._changes(RECORDS) == {}
+  sized = [{**r, "image_size": 98 if r["step"] < 6 else 224} for r in records]
+  assert report._changes(sized) == {6: "stage 2: 224 px", 8: "stage 3: 224 px"}
 
 
 def height(path):

@@ -170,17 +170,23 @@ def test_a_run_chooses_again_on_another_device_or_without_a_checkpoint(choose, t
     assert choose(1e12, run=two, resumes=True)[2] == ["none"]
 
 
+def stages_of(**model) -> list[Run]:
+  run = make(**model)
+  return [run.at(stage.last) for stage in run.config.stages()]
+
+
+def test_stages_of_other_images_have_conditions_of_their_own():
+  one, two = stages_of(stages="16px until 0.5, 32px")
+  assert memory._conditions(one, 1e12) != memory._conditions(two, 1e12)
+
+
 @pytest.mark.parametrize(
   "model",
-  [
-    {"recipe": "switchback until 0.5, full"},
-    {"stages": "16px until 0.5, 32px"},
-    {"stages": "32px drop 0.5 until 0.5, 32px"},
-  ],
+  [{"recipe": "switchback until 0.5, full"}, {"stages": "32px drop 0.5 until 0.5, 32px"}],
+  ids=str,
 )
 def test_each_stage_has_a_policy_of_its_own(choose, model):
-  run = make(**model)
-  stages = [run.at(stage.last) for stage in run.config.stages()]
+  stages = stages_of(**model)
   for stage in stages:
     assert choose(1e12, run=stage, resumes=True)[2] == ["none"]
     assert choose(1e12, run=stage, resumes=True)[2] == []
