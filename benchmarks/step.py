@@ -5,7 +5,8 @@
 
 Times a step as train.main compiles it, for each row of CASES: both towers, loss, backward, and
 StableAdamW on float32 parameters. All contenders of a row train the same parameters in turns, on
-one batch of random pixels and tokens. The baseline is recipe "full" in plain Flax
+one batch of random pixels and tokens, of Flickr8k's lengths if some compute texts in groups
+(sbjax/models/text_groups.py). The baseline is recipe "full" in plain Flax
 (sbjax/models/flax_block.py), compiled by XLA, with cuDNN's attention. Like all contenders it uses
 split_k_matmul. Its layers are in a loop or unrolled, whichever is faster. Adds a line for each row:
 time, images a second, memory, compile time, MFU, time by kernel groups, and who computes attention.
@@ -13,13 +14,18 @@ A contender that does not fit the device's memory is listed apart, with the reas
 """
 
 import argparse
+import functools
+import itertools
+import math
 import random
 import statistics
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from benchmarks.kernels import grouped, idle, kernels, origins_of
 from benchmarks.timing import append, parser_of, provenance, spread_of
@@ -49,6 +55,8 @@ class Contender(NamedTuple):
   unroll: int = 0  # How many layers are compiled together; 0: all.
   attention: str | None = None
   remat: str | None = None  # None: the case's.
+  captions: str = ""  # whose lengths the groups of texts are for; "": none
+  text_groups: int = 6  # at most
 
 
 CONTENDERS = {
@@ -57,6 +65,9 @@ CONTENDERS = {
   "flax_no_remat": Contender("full", FlaxBlock, attention="cudnn", remat="none"),
   "full": Contender("full"),
   "switchback": Contender("switchback"),
+  "switchback_flickr8k": Contender("switchback", captions="flickr8k"),
+  "switchback_flickr8k_2": Contender("switchback", captions="flickr8k", text_groups=2),
+  "switchback_cc12m": Contender("switchback", captions="cc12m"),
   "switchback_loop": Contender("switchback", unroll=1),
   "switchback_no_remat": Contender("switchback", remat="none"),
   "switchback_dots": Contender("switchback", remat="dots"),
@@ -98,15 +109,19 @@ def measure(
   tasks = {name: task_of(name, config, remat, patch_dropout=patch_dropout) for name in names}
   # All tasks have the same parameter tree, so they can share one state.
   state = jax.jit(make_init(tasks[names[0]], optimizer, seed=0))()
-  batch = draw(config, batch_size)
+  for name in names:
+    if captions := CONTENDERS[name].captions:
+      how = (CAPTIONS[captions](), batch_size, 1, CONTENDERS[name].text_groups)
+      tasks[name] = tasks[name].with_text_groups(*how)
+  lengths = CAPTIONS["flickr8k"]() if any(task.text_groups for task in tasks.values()) else ()
+  batch = draw(config, batch_size, lengths)
   steps, found, too_large = fitting(size, tasks, optimizer, state, batch)
   times, state, losses = race(steps, state, batch, rounds)
   medians = {name: statistics.median(times[name]) for name in steps}
   bases = [medians[name] for name in BASES if name in steps]
   base = min(bases, default=next(iter(medians.values())))
-  flops = model_flops(config, batch_size, patch_dropout)
   for name, seconds in medians.items():
-    found[name] |= rates(times[name], batch_size, flops)
+    found[name] |= rates(times[name], batch_size, tasks[name].flops(batch_size))
     found[name] |= {"speedup": round(base / seconds, 3), "last_loss": round(losses[name], 5)}
     mfu = found[name]["mfu_of_bf16_peak"]
     print(
@@ -127,7 +142,7 @@ def measure(
     "remat": remat,
     "patch_dropout": patch_dropout,
     "optimizer": "stable_adamw",
-    "model_teraflops": round(flops / 1e12, 2),
+    "model_teraflops": round(model_flops(config, batch_size, patch_dropout) / 1e12, 2),
     "contenders": found,
     "do_not_fit": too_large,
     "data": "uniform random pixels and tokens, one batch",
@@ -186,6 +201,7 @@ def compiled(task, optimizer, state, batch):
     "compile_seconds": round(seconds, 1),
     "peak_gigabytes": round((memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 1e9, 2),
     "temporary_gigabytes": round(memory.temp_size_in_bytes / 1e9, 2),
+    **({"text_groups": task.text_groups} if task.text_groups else {}),
   }
 
 
@@ -197,13 +213,33 @@ def attention_backend(model: CLIP) -> str:
   return options.attention_backend or fastest_backend(options.dtype, length, head_dim)
 
 
-def draw(config: CLIPConfig, batch_size: int):
+def _lengths(mean: float, deviation: float, pieces: float) -> list[int]:
+  """Counts of 1, 2, ... 77 tokens: of log-normal words, of some pieces each, a start and an end."""
+  variance = math.log1p((deviation / mean) ** 2)
+  words = statistics.NormalDist(math.log(mean) - variance / 2, variance**0.5)
+  edges = [words.cdf(math.log((n - 1.5) / pieces)) if n > 2 else 0.0 for n in range(77)]
+  return [round(4096 * (b - a)) for a, b in itertools.pairwise([*edges, 1.0])]
+
+
+# By the words of a caption. Those of 8,091 captions of Flickr8k, and their pieces, are measured;
+# those of CC12M (https://arxiv.org/abs/2102.08981) assume 5/4 pieces a word.
+CAPTIONS = {
+  "flickr8k": functools.partial(_lengths, 12.1, 4.0, 1.03),
+  "cc12m": functools.partial(_lengths, 20.2, 16.3, 1.25),
+}
+
+
+def draw(config: CLIPConfig, batch_size: int, counts: Sequence[int] = ()):
   keys, side = jax.random.split(jax.random.key(1)), config.vision.image_size
   length, vocabulary = config.text.context_length, config.text.vocab_size
   text = jax.random.randint(keys[1], (batch_size, length), 1, vocabulary - 2, jnp.int32)
+  ends = np.full(batch_size, length - 1)
+  if len(counts):
+    shares = np.array(counts) / sum(counts)
+    ends = np.random.default_rng(0).choice(length, batch_size, p=shares)
   return {
     "image": jax.random.randint(keys[0], (batch_size, side, side, 3), 0, 255, jnp.uint8),
-    "text": text.at[:, -1].set(config.text.end_id),
+    "text": text.at[np.arange(batch_size), ends].set(config.text.end_id),
   }
 
 

@@ -77,6 +77,13 @@ class ModelConfig:
     patch_dropout: "98px drop 0.5 until 0.5, 154px until 0.9, 224px". Ends are those of `recipe`;
     the last size is the model's own. "": one size""",
   )
+  text_groups: int = field(
+    6,
+    """The captions of a batch are computed in so many groups of lengths, at most, without what
+    fills them up; 1: all positions of all captions. The numbers are the same.""",
+    Limit("from 1 to 8", lambda x: 1 <= x <= 8),
+    MAY_CHANGE,
+  )
   scan: bool = field(True, "one compiled block, scanned over the layers")
   unroll: int = field(
     -1,

@@ -106,8 +106,10 @@ class Model(NamedTuple):
   def _encode(self, tower: str, rows: np.ndarray, names: Sequence[str]) -> np.ndarray:
     if not len(rows):
       return self._no_rows
-    encoder = getattr(make_encoders(self.task.model, self.mesh), tower)
-    features = unit(encode_rows(self.params, self.mesh, self.batch_size, encoder, rows))
+    encoders = make_encoders(self.task.model, self.mesh)
+    rows = encoders.cut(rows) if tower == "text" else rows
+    encode = getattr(encoders, tower)
+    features = unit(encode_rows(self.params, self.mesh, self.batch_size, encode, rows))
     check_finite(tower, features, names if len(names) else range(len(rows)))
     return features
 

@@ -31,7 +31,7 @@ from train.parallel.watchdog import Watchdog
 from train.record import Recorder, Tracer, read_metrics
 from train.report import describe_end, describe_scores, write_report
 from train.run import Run, check_continues, make_run
-from train.step import make_train_step, tensor_names
+from train.step import make_fits, make_train_step, tensor_names
 from train.task import BF16_PEAK
 from train.workdir import lock, newest_step, write_json
 
@@ -71,6 +71,7 @@ def _train_alone(config: Config, workdir: Path, began: float) -> dict:
     return finished if first else {}
   if first:
     write_json(workdir / "config.json", config.to_dict())
+  run = run.with_text_groups(workdir)
   started = time.perf_counter()
   watchdog = Watchdog(
     config.step_timeout_seconds,
@@ -130,10 +131,13 @@ def _iterator(run: Run, workdir: Path, position: dict | None):
   return iterator
 
 
-def _batches(run: Run, iterator) -> contextlib.AbstractContextManager:
-  """The batches of a stage on the devices, ahead of its steps."""
+@contextlib.contextmanager
+def _batches(run: Run, iterator) -> Iterator[Iterator[tuple]]:
+  """The batches of a stage on the devices, ahead of its steps; see `_with_fits`."""
   put = run.source.to_devices(run.mesh, **run.task.train_sizes)
-  return contextlib.closing(prefetch_to_device(iterator, put, run.config.data.prefetch))
+  ahead = prefetch_to_device(iterator, put, run.config.data.prefetch)
+  with contextlib.closing(ahead), contextlib.closing(_with_fits(ahead, run)) as batches:
+    yield batches
 
 
 class _Steps:
@@ -163,6 +167,7 @@ class _Steps:
     self._run = run  # as its stage computes
     self._watchdog, self._tracer, self._due = watchdog, tracer, due
     self._state, self._position = state, None
+    self._ungrouped: Callable | None = None  # the step of texts that do not fit their groups
     self._start = self._began = self._step = self._saved = start
     self._meter = _Meter(run, state, recorder)
 
@@ -199,7 +204,7 @@ class _Steps:
 
   def _begin(self, stage: Stage) -> Callable:
     """The jitted or compiled step of a stage."""
-    self._began = self._step
+    self._began, self._ungrouped = self._step, None
     self._run, train_step, choice = memory.choose_remat(
       self._whole.at(stage.last),
       jit_train_step,
@@ -235,19 +240,24 @@ class _Steps:
     watchdog, first = self._watchdog, self._is_first(step)
     watchdog.waits_for(f"the batch of step {step}", first=first)
     waiting = time.perf_counter()
-    batch, position = self._next(batches)
+    batch, position, fits = self._next(batches)
     waited = time.perf_counter() - waiting
     if self._tracer.starts(step):
       watchdog.waits_for(f"the result of step {step - 1}", first=first)
       self._meter.flush()
       self._tracer.start()
-    watchdog.waits_for(f"step {step} to be compiled and started", first=first)
+    fits = bool(np.asarray(fits))
+    compiles = first or not (fits or self._ungrouped)
+    watchdog.waits_for(f"step {step} to be compiled and started", first=compiles)
+    if not fits:
+      self._ungrouped = self._ungrouped or jit_train_step(memory.without_text_groups(self._run))
+      train_step = self._ungrouped
     with self._tracer.step(step):
       self._state, metrics, finite = train_step(self._state, batch)
     self._step, self._position = step, position
     stop.defer()  # Now there is something to lose.
     watchdog.waits_for(f"the result of step {max(step - 1, self._start + 1)}", first=first)
-    self._meter.push(step, metrics, finite, waited, position)
+    self._meter.push(step, metrics, finite, waited, position, fits)
     self._run.checkpointer.check()
 
   def _next(self, batches):
@@ -332,6 +342,23 @@ class _Steps:
     )
 
 
+def _with_fits(batches: Iterator[tuple], run: Run) -> Iterator[tuple]:
+  """Adds to each batch and position whether the texts fit the groups of the task.
+
+  A batch ahead: the devices have the answer when the step before is still under way.
+  """
+  if not run.task.text_groups:
+    for batch, position in batches:
+      yield batch, position, True
+    return
+  fits, ahead = make_fits(run.task, run.config.accumulate, run.mesh), None
+  for batch, position in batches:
+    found = batch, position, fits(batch)
+    if ahead:
+      yield ahead
+    ahead = found
+
+
 def jit_train_step(run: Run):
   """The jitted step: `(state, batch) -> (state, metrics, finite)`, the old state donated."""
   config = run.config
@@ -367,6 +394,7 @@ class _Meter:
     self._peak_flops = run.mesh.size * BF16_PEAK.get(jax.devices()[0].device_kind, 0)
     self._pending = None
     self._first = True
+    self._batches = self._ungrouped = 0
     # The last step that the device had ended when the clock was read or started.
     self._ended = None
     self._start_clock()
@@ -398,8 +426,9 @@ class _Meter:
     self._ended = step
     self._start_clock()
 
-  def push(self, step, metrics, finite, waited, position) -> None:
+  def push(self, step, metrics, finite, waited, position, fits) -> None:
     self._waited += waited  # First: the clock of the previous step still runs.
+    self._batches, self._ungrouped = self._batches + 1, self._ungrouped + (not fits)
     self._ended = step - 1 if self._ended is None else self._ended
     pending, self._pending = self._pending, (step, metrics, finite, position)
     self._read(pending)
@@ -438,6 +467,8 @@ class _Meter:
     }
     if left_out is not None:
       scalars["left_out_share"] = bad
+    if self._run.task.text_groups:
+      scalars["ungrouped_share"] = self._ungrouped / self._batches
     if len(config.stages()) > 1:
       scalars["stage"] = config.stage(step) + 1
     if config.model.stages:
@@ -482,6 +513,13 @@ def describe(run: Run, recorder: Recorder, start: int) -> None:
     f" {run.mesh.size} x {device.device_kind} (data {run.mesh.shape['data']},"
     f" fsdp {run.mesh.shape['fsdp']})",
   )
+  if groups := run.task.text_groups:
+    each = sum(length * rows for length, rows in groups) / sum(rows for _, rows in groups)
+    recorder.say(
+      start,
+      f"captions in groups of {', '.join(f'{rows} x {length}' for length, rows in groups)} tokens:"
+      f" {each:.1f} each in place of {run.task.model.config.text.context_length}",
+    )
 
 
 def _how(config: Config) -> str:

@@ -140,7 +140,8 @@ def _compiled(run: Run, make_step: Callable) -> tuple[Callable, Memory]:
   step, batch = make_step(run), run.task.abstract_batch(run.config.batch_size)
   rows = batch_sharding(run.mesh)
   a_batch = sum(math.prod(rows.shard_shape(x.shape)) * x.dtype.itemsize for x in batch.values())
-  fixed, temporary = run.config.data.prefetch * a_batch, math.inf
+  waiting = run.config.data.prefetch + bool(run.task.text_groups)
+  fixed, temporary = waiting * a_batch, math.inf
   try:
     step = compile_step(run, step)
   except jax.errors.JaxRuntimeError as error:
@@ -185,6 +186,11 @@ def _with_remat(run: Run, policy: str) -> Run:
   )
 
 
+def without_text_groups(run: Run) -> Run:
+  """The run for a batch whose texts do not fit their groups: rare, so it takes time, not memory."""
+  return _with_remat(run._replace(task=run.task._replace(text_groups=())), "block")
+
+
 def _conditions(run: Run, limit: float) -> dict:
   """What a step's memory depends on among all that may change when a run continues."""
   model, images = run.task.model, bool(run.config.model.stages)
@@ -200,6 +206,7 @@ def _conditions(run: Run, limit: float) -> dict:
     "attention_backend": run.config.model.attention_backend,
     "unroll": model.options.unroll,
     "prefetch": run.config.data.prefetch,
+    **({"text_groups": list(map(list, groups))} if (groups := run.task.text_groups) else {}),
     **({"recipe": repr(model.options.recipe)} if stages else {}),
     **({"images": [model.train_image_size, model.patch_dropout]} if images else {}),
   }

@@ -20,6 +20,7 @@ from sbjax.optim.averaged import average_of
 from train.checkpoint import Checkpointer, Restored
 from train.config import Config, ModelConfig, flat, marked, value_at
 from train.data.augment import CentreCrop
+from train.data.caption_lengths import caption_lengths
 from train.data.decode import Limits
 from train.data.source import (
   Source,
@@ -65,6 +66,20 @@ class Run(NamedTuple):
     stage = stages[self.config.stage(step)]
     task = self.task.with_recipe(stage.recipe)
     return self._replace(task=task.with_images(stage.image_size, stage.patch_dropout))
+
+  def with_text_groups(self, workdir: Path) -> "Run":
+    """The run as it trains: with captions in groups of their lengths, where that saves something.
+
+    All processes must call this.
+    """
+    config, text = self.config, self.task.model.config.text
+    if config.model.text_groups == 1 or not text.ignores_padding:
+      return self
+    captions = self.source.captions()
+    counts = caption_lengths(captions, self.tokenizer, text.context_length, workdir)
+    batches = self.mesh.size * config.accumulate
+    rows, most = config.batch_size // batches, config.model.text_groups
+    return self._replace(task=self.task.with_text_groups(counts, rows, batches, most))
 
   def new_state(self) -> TrainState:
     """The state at step 0, created in its shardings, with the parameters of `init` if given."""

@@ -126,6 +126,23 @@ def make_train_step(
   return train_step
 
 
+def make_fits(task: CLIPTask, accumulate: int, mesh: Mesh):
+  """`fits(batch) -> bool []`, jitted: whether the texts fit the task's groups on all devices."""
+
+  def of_device(batch):
+    fits = jnp.all(jax.vmap(task.text_fits)(_microbatches(batch, accumulate)))
+    return fits if mesh.size == 1 else jax.lax.pmin(fits.astype(jnp.int32), BATCH_AXES) == 1
+
+  def fits(batch):
+    text = {"text": batch["text"]}
+    if mesh.size == 1:
+      return of_device(text)
+    specs = {"in_specs": PartitionSpec(BATCH_AXES), "out_specs": PartitionSpec()}
+    return jax.shard_map(of_device, mesh=mesh, **specs)(text)
+
+  return jax.jit(fits)
+
+
 def make_differentiate(
   task: CLIPTask,
   accumulate: int = 1,
@@ -218,8 +235,6 @@ def _in_microbatches(apply, batch, key: jax.Array, count: int) -> dict:
   https://arxiv.org/abs/2101.06983). Outputs without an axis of examples are averaged, and of maxima
   the largest is taken.
   """
-  # Microbatch i has examples i, i + count, ... of a device, so that no example moves.
-  microbatches = jax.tree.map(lambda x: x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1), batch)
 
   @jax.checkpoint  # prevent_cse stays on: XLA may unroll a short loop and then save activations.
   def apply_one(numbered):
@@ -232,8 +247,13 @@ def _in_microbatches(apply, batch, key: jax.Array, count: int) -> dict:
       return x.swapaxes(0, 1).reshape(-1, x.shape[-1])
     return _over(name, jnp.mean, jnp.max)(x, axis=0)
 
-  outs = jax.lax.map(apply_one, (jnp.arange(count), microbatches))
+  outs = jax.lax.map(apply_one, (jnp.arange(count), _microbatches(batch, count)))
   return {name: jax.tree.map(functools.partial(of_batch, name), x) for name, x in outs.items()}
+
+
+def _microbatches(batch, count: int):
+  """[count, B / count, ...]: the i-th has examples i, i + count, ..., so that no example moves."""
+  return jax.tree.map(lambda x: x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1), batch)
 
 
 def tensor_names(params, task: CLIPTask) -> list[str]:

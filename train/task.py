@@ -6,7 +6,7 @@ like CLIPTask, and rules for its parameters in train/parallel/sharding.py.
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from sbjax.interop.config_files import read_config
 from sbjax.models.clip import CLIP
 from sbjax.models.sizes import CLIPConfig, kept_patches
+from sbjax.models.text_groups import Groups, choose_groups, text_fits
 from sbjax.models.transformer import BlockOptions, unstack_blocks
 from sbjax.studies.unit_scaling import scaled
 from train.config import Config, ModelConfig
@@ -41,6 +42,7 @@ class CLIPTask(NamedTuple):
   model: CLIP
   contrast: Callable = LOSSES["softmax"]  # or another of LOSSES
   matrix_dtype: jnp.dtype = jnp.dtype(jnp.float32)  # of parameters that decay (train/optimizer.py)
+  text_groups: Groups = ()  # of a microbatch of one device, in training (sbjax.models.text_groups)
 
   name = "CLIP"
 
@@ -74,6 +76,22 @@ class CLIPTask(NamedTuple):
     size = self.model.config
     text = dataclasses.replace(size.text, vocab_size=tokenizer.vocab_size, eot_id=tokenizer.eot_id)
     return self._replace(model=self.model.clone(config=dataclasses.replace(size, text=text)))
+
+  def with_text_groups(self, counts: Sequence[int], rows: int, batches: int, most: int):
+    """The same task, which trains on texts in groups that fit such texts, if that is exact.
+
+    counts: how many of some texts have 1, 2, ... tokens.
+    rows, batches: texts of a microbatch of one device, and how many of these a step has.
+    most: groups.
+    """
+    if not self.model.config.text.ignores_padding:
+      return self
+    groups = choose_groups(counts, rows, at_most=most, batches=batches)
+    return self._replace(text_groups=groups)
+
+  def text_fits(self, batch: dict) -> jax.Array:
+    """bool []: whether `apply` takes these texts in its groups."""
+    return text_fits(batch["text"], self.text_groups, self.model.config.text.eot_id)
 
   @property
   def layers(self) -> dict[str, int]:
@@ -119,6 +137,7 @@ class CLIPTask(NamedTuple):
     first_example: the index of the first of these examples in a larger batch.
     """
     options = {"train": True, "first_example": first_example, "rngs": {"dropout": key}}
+    options["text_groups"] = self.text_groups
     return self.model.apply(variables, normalize(batch["image"]), batch["text"], **options)
 
   def loss(self, out: dict, axes: tuple[str, ...]) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -145,7 +164,7 @@ class CLIPTask(NamedTuple):
     """Floating-point operations of a step."""
     config, size = self.model.config, self.train_sizes["image_size"]
     config = dataclasses.replace(config, vision=dataclasses.replace(config.vision, image_size=size))
-    return model_flops(config, batch_size, self.model.patch_dropout)
+    return model_flops(config, batch_size, self.model.patch_dropout, self.text_groups)
 
   def evaluate(
     self, params, mesh: Mesh, between_batches: Callable[..., None], *args, **options
@@ -157,13 +176,13 @@ class CLIPTask(NamedTuple):
     """
 
     def calling(encode):
-      compiled = False
+      compiled = set()  # shapes of batches
 
-      def call(*args):
-        nonlocal compiled
-        between_batches(None if compiled else lambda: encode.lower(*args).compile())
-        compiled = True
-        return encode(*args)
+      def call(params, batch):
+        known = batch.shape in compiled
+        between_batches(None if known else lambda: encode.lower(params, batch).compile())
+        compiled.add(batch.shape)
+        return encode(params, batch)
 
       return call
 
@@ -265,18 +284,24 @@ def block_options(config: ModelConfig) -> BlockOptions:
   return BlockOptions(**{f.name: values[f.name] for f in fields if f.name in values})
 
 
-def model_flops(config: CLIPConfig, batch_size: int, patch_dropout: float = 0.0) -> float:
+def model_flops(
+  config: CLIPConfig, batch_size: int, patch_dropout: float = 0.0, text_groups: Groups = ()
+) -> float:
   """Operations of a step: 6 for each weight and token, 12 * length * width for a token's attention.
 
-  Dropped patches count in the patch embedding only. Recomputation by remat or microbatches does not
-  count.
+  Dropped patches count in the patch embedding only, and of texts in groups their groups' positions.
+  Recomputation by remat or microbatches does not count.
   """
   vision, text = config.vision, config.text
   kept = kept_patches(vision.patches, patch_dropout) + 1
+  texts = text_groups or ((text.context_length, 1),)
   total = 0.0
-  for tower, length in ((vision, kept), (text, text.context_length)):
+  for tower, groups in ((vision, ((kept, 1),)), (text, texts)):
     weights = tower.width**2 * 4 + 2 * tower.width * int(tower.width * tower.mlp_ratio)
-    total += tower.layers * length * (6 * weights + 12 * length * tower.width)
+    rows = sum(number for _, number in groups)
+    for length, number in groups:
+      of_row = tower.layers * length * (6 * weights + 12 * length * tower.width)
+      total += number / rows * of_row
     total += 6 * tower.width * config.embed_dim
   # Pixels take no gradient.
   total += 4 * vision.patches * 3 * vision.patch_size**2 * vision.width

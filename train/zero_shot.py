@@ -17,11 +17,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from sbjax.models.clip import CLIP
+from sbjax.models.sizes import TextConfig
+from sbjax.models.text_groups import text_ends
 from train.data.preprocessing import normalize
 from train.errors import RunError
 from train.parallel.gather import gather_parameters
 from train.parallel.sharding import batch_sharding, parameter_specs, replicated
 
+_CUTS = 16  # positions
 _AT_ONCE = 4096  # images whose logits are in memory
 
 
@@ -31,6 +34,7 @@ class Encoders(NamedTuple):
   image: Callable  # uint8 [B, S, S, 3]
   text: Callable  # int32 [B, L]
   mesh: Mesh
+  cut: Callable[[np.ndarray], np.ndarray]  # Texts without columns that change no features.
 
 
 @functools.cache
@@ -43,7 +47,16 @@ def make_encoders(model: CLIP, mesh: Mesh) -> Encoders:
   def text(variables, text):
     return model.apply(variables, text, method="encode_text")
 
-  return Encoders(_on_rows(image, model, mesh), _on_rows(text, model, mesh), mesh)
+  cut = functools.partial(_cut, config=model.config.text)
+  return Encoders(_on_rows(image, model, mesh), _on_rows(text, model, mesh), mesh, cut)
+
+
+def _cut(texts: np.ndarray, config: TextConfig) -> np.ndarray:
+  """Texts [N, L] up to the last end token; a few lengths only, since each is compiled for."""
+  if not config.ignores_padding or not len(texts):
+    return texts
+  last = int(np.max(np.asarray(text_ends(texts, config.eot_id))))
+  return texts[:, : -(-(last + 1) // _CUTS) * _CUTS]
 
 
 def _on_rows(encode: Callable, model: CLIP, mesh: Mesh) -> Callable:
@@ -91,7 +104,10 @@ def evaluate(
     logit_scale: the model's factor on dot products, for the loss.
   """
   encode = functools.partial(encode_rows, params, encoders.mesh, batch_size)
-  encode_text = functools.partial(encode, encoders.text)
+
+  def encode_text(texts):
+    return encode(encoders.text, encoders.cut(texts))
+
   images, captions, labels = [], [], []
   for batch in batches:
     images.append(encode(encoders.image, batch["image"]))
@@ -159,7 +175,7 @@ def nearest_captions(
   rows = described[np.unique(np.linspace(0, len(described) - 1, images).round().astype(int))]
   # Whole batches, whose shape is compiled already.
   image_features = unit(encode(encoders.image, batch["image"]))[rows]
-  text_features = unit(encode(encoders.text, tokenize(texts)))
+  text_features = unit(encode(encoders.text, encoders.cut(tokenize(texts))))
   nearest = np.argsort(-image_features @ text_features.T, axis=1)[:, :captions]
   return [
     Sample(batch["image"][row], batch["captions"][row], [texts[i] for i in order])

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from sbjax.linear.layers import Embedding, SwitchBackDense
 from sbjax.linear.quantized_dot import times
 from sbjax.models.sizes import CLIPConfig, TextConfig, VisionConfig, kept_patches
+from sbjax.models.text_groups import Groups, group_texts, positions_of_groups, text_ends
 from sbjax.models.transformer import (
   BLOCK_LINEARS,
   Block,
@@ -124,6 +125,7 @@ class CLIP(nn.Module):
     *,
     train: bool = False,
     first_example: jax.typing.ArrayLike = 0,
+    text_groups: Groups = (),
   ) -> dict:
     """The inputs of a contrastive loss, all float32.
 
@@ -131,6 +133,9 @@ class CLIP(nn.Module):
       train: whether to drop patches, which needs a key: `rngs={"dropout": key}`.
       first_example: the index of the first of these examples in a larger batch. The dropped patches
         are the same as if one device had the whole batch.
+      text_groups: (length, rows) of the groups in which the text tower computes the texts
+        (sbjax/models/text_groups.py); (): all positions of all texts. The features are the same,
+        but NaN for a text that is too long for its group.
 
     Returns:
       image_features, text_features: [B, E], of length 1.
@@ -142,7 +147,7 @@ class CLIP(nn.Module):
       block_maxima: the same of the largest |feature|, with `BlockOptions.block_maxima`.
     """
     image_features, image_blocks = self.image(image, train=train, first_example=first_example)
-    text_features, text_blocks = self.text(text)
+    text_features, text_blocks = self.text(text, text_groups)
     bias = {} if self.init_logit_bias is None else {"logit_bias": self.logit_bias}
     return {
       **bias,
@@ -163,7 +168,10 @@ class CLIP(nn.Module):
     return _normalize(features) if normalize else features
 
   def encode_text(self, text: jax.Array, normalize: bool = True) -> jax.Array:
-    """Float32 features [B, E] of token ids [B, context_length]."""
+    """Float32 features [B, E] of token ids [B, context_length].
+
+    Where the tower ignores what comes behind the end tokens, [B, L] with all of these is enough.
+    """
     features, _ = self.text(text)
     return _normalize(features) if normalize else features
 
@@ -264,10 +272,16 @@ class TextTower(nn.Module):
   block: type[nn.Module]
 
   @nn.compact
-  def __call__(self, text: jax.Array):
+  def __call__(self, text: jax.Array, groups: Groups = ()):
     c, unit, normal = self.config, self.options.is_unit, nn.initializers.normal
-    if text.shape[1:] != (c.context_length,):
+    length = text.shape[-1] if c.ignores_padding else c.context_length
+    if text.ndim != 2 or text.shape[1] != length or length > c.context_length:
       raise ValueError(f"Texts must be [B, {c.context_length}], not {text.shape}.")
+    if groups and not c.ignores_padding:
+      raise ValueError(f"{groups=} need a causal text tower with pool='eot', not {c}.")
+    if groups:
+      tokens_T, ends_B, fits_B = group_texts(text, groups, c.eot_id)
+      text = tokens_T[None]
     # The look-up is in float32, since its gradient sums over all occurrences of a token.
     deviations = (1.0, 1.0) if unit else (0.02, 0.01)
     tokens, positions = (normal(deviation) for deviation in deviations)
@@ -277,16 +291,20 @@ class TextTower(nn.Module):
     position_LD = self.param(
       "positional_embedding", positions, (c.context_length, c.width), jnp.float32
     )
-    x_BLD = _sum(x_BLD, position_LD.astype(jnp.float32)[None], unit).astype(self.options.dtype)
+    position_1LD = position_LD.astype(jnp.float32)[None, :length]
+    if groups:
+      position_1LD = positions_of_groups(position_1LD[0], groups)[None]
+    x_BLD = _sum(x_BLD, position_1LD, unit).astype(self.options.dtype)
     inits = UNIT_INITS if unit else text_inits(c.width, c.layers)
     x_BLD, statistics = blocks(
-      x_BLD, c, self.options, block=self.block, causal=c.causal, inits=inits
+      x_BLD, c, self.options, block=self.block, causal=c.causal, inits=inits, groups=groups
     )
-    if c.pool == "last":
+    if groups:
+      x_BD = jnp.where(fits_B[:, None], x_BLD[0, ends_B], jnp.nan)
+    elif c.pool == "last":
       x_BD = x_BLD[:, -1]
     else:
-      ends_BL = text if c.eot_id is None else text == c.eot_id
-      eot_B11 = jnp.argmax(ends_BL, axis=1)[:, None, None]
+      eot_B11 = text_ends(text, c.eot_id)[:, None, None]
       x_BD = jnp.take_along_axis(x_BLD, eot_B11, axis=1)[:, 0]
     x_BD = layer_norm(x_BD, "ln_final", c.norm_epsilon).astype(jnp.float32)
     if c.projection == "none":

@@ -99,6 +99,11 @@ class TextConfig:
     return self.vocab_size - 1 if self.eot_id is None else self.eot_id
 
   @property
+  def ignores_padding(self) -> bool:
+    """Whether the features do not depend on what comes behind a text's end token."""
+    return self.causal and self.pool == "eot"
+
+  @property
   def mlp_width(self) -> int:
     return int(self.width * self.mlp_ratio)
 

@@ -22,6 +22,7 @@ from sbjax.linear.layers import LayerNorm, LayerScale, SwitchBackDense
 from sbjax.linear.quantized_dot import DOT_NAME, RESIDUAL_NAME, quantized_dot
 from sbjax.linear.weight import QuantizedWeight, quantize_weight
 from sbjax.models.sizes import TextConfig, VisionConfig
+from sbjax.models.text_groups import Groups
 from sbjax.ops.registry import get_backend
 from sbjax.ops.rows import NORM_EPSILON
 from sbjax.recipes import FULL, Recipe, RecipeRules, as_recipe, parse_recipe
@@ -29,6 +30,7 @@ from sbjax.recipes import FULL, Recipe, RecipeRules, as_recipe, parse_recipe
 # Names for checkpoint policies. JAX's own `checkpoint_dots` does not see a matmul inside a Pallas
 # kernel, so policies go by these names and those of sbjax.quantized_dot.
 QKV_NAME, OUT_NAME = "sbjax_qkv", "sbjax_out"
+_TILE = 128  # rows of a matmul's tile, which all tokens of groups fill
 REMAT_POLICIES = {
   # Keeps the outputs of every linear layer but the last, 8 widths a token. The backward pass
   # repeats norms, attention and GELU. Without layer scale, `out`'s output includes the residual.
@@ -164,6 +166,8 @@ class Block(nn.Module):
 
   config: of the tower.
   length: the number of tokens before the padding.
+  groups: (tokens, rows) of sequences that x [1, L, D] holds one after the other, each of which
+    attends to itself; (): each row of x is a sequence.
   """
 
   config: VisionConfig | TextConfig
@@ -171,6 +175,7 @@ class Block(nn.Module):
   causal: bool
   inits: Inits
   options: BlockOptions
+  groups: Groups = ()
 
   @nn.compact
   def __call__(self, x_BLD: jax.Array):
@@ -209,9 +214,22 @@ class Block(nn.Module):
     if self.options.qk_norm:
       epsilon = self.config.norm_epsilon
       q_BLD, k_BLD = layer_norm(q_BLD, "q_norm", epsilon), layer_norm(k_BLD, "k_norm", epsilon)
-    q_BLHD, k_BLHD, v_BLHD = (split_heads(h, self.config.heads) for h in (q_BLD, k_BLD, v_BLD))
-    how = {"causal": self.causal, "length": self.length, "backend": self.options.attention_backend}
-    return attention(q_BLHD, k_BLHD, v_BLHD, **how).reshape(q_BLD.shape)
+    if not self.groups:
+      return self._attend_rows((q_BLD, k_BLD, v_BLD), self.length)
+    outs, first = [], 0
+    for length, rows in self.groups:
+      last, more = first + rows * length, _padding(length, self.config, self.options)
+      qkv = (h[0, first:last].reshape(rows, length, -1) for h in (q_BLD, k_BLD, v_BLD))
+      qkv = [jnp.pad(h, ((0, 0), (0, more), (0, 0))) for h in qkv]
+      outs.append(self._attend_rows(qkv, length)[:, :length].reshape(last - first, -1))
+      first = last
+    return jnp.pad(jnp.concatenate(outs), ((0, q_BLD.shape[1] - first), (0, 0)))[None]
+
+  def _attend_rows(self, qkv_BLD, length):
+    """Attention within each row, whose padding begins at `length`."""
+    qkv_BLHD = (split_heads(h, self.config.heads) for h in qkv_BLD)
+    how = {"causal": self.causal, "length": length, "backend": self.options.attention_backend}
+    return attention(*qkv_BLHD, **how).reshape(qkv_BLD[0].shape)
 
   def _mlp(self, x_BLD):
     """x + MLP(norm(x))."""
@@ -260,14 +278,16 @@ def blocks(
   block: type[nn.Module],
   causal: bool,
   inits: Inits,
+  groups: Groups = (),
 ):
   """Applies a tower's blocks as submodules of the caller.
+
+  groups: of the sequences in x, as in `Block`.
 
   Returns x [B, L, D], and the blocks' statistics, [layers] each.
   """
   length = x_BLD.shape[1]
-  head_dim = config.width // config.heads
-  padding = length_for(length, options.dtype, head_dim, options.attention_backend) - length
+  padding = -length % _TILE if groups else _padding(length, config, options)
   x_BLD = jnp.pad(x_BLD, ((0, 0), (0, padding), (0, 0)))
   if options.remat != "none":
     # XLA cannot merge a loop's recomputation with its forward pass, so it needs no barrier.
@@ -289,6 +309,7 @@ def blocks(
     causal=causal,
     inits=inits,
     options=options,
+    groups=groups,
   )
   if options.scan:
     x_BLD, statistics = make(name="blocks")(x_BLD)
@@ -298,6 +319,12 @@ def blocks(
     x_BLD, statistics = make(name=f"block_{layer}")(x_BLD)
     each.append(statistics)
   return x_BLD[:, :length], jax.tree.map(lambda *layers: jnp.stack(layers), *each)
+
+
+def _padding(length: int, config: VisionConfig | TextConfig, options: BlockOptions) -> int:
+  """How many positions the attention adds to `length`."""
+  head_dim = config.width // config.heads
+  return length_for(length, options.dtype, head_dim, options.attention_backend) - length
 
 
 def quantize_weights(

@@ -175,7 +175,7 @@ def test_another_number_of_steps_says_where_the_stages_end(train, tmp_path, caps
 
 def test_the_share_of_the_peak_is_of_the_images_of_the_step(train, tmp_path, monkeypatch):
   monkeypatch.setitem(loop.BF16_PEAK, jax.devices()[0].device_kind, 1e12)
-  train(tmp_path, **STAGED)
+  train(tmp_path, **STAGED, **{"model.text_groups": 1})
   records = [r for r in loop_case.records(tmp_path) if "mfu" in r]
   config = inference.load(tmp_path).task.model.config
   for record, size, dropout in zip(records, SIZES, DROPOUTS, strict=True):

@@ -27,7 +27,7 @@ from sbjax.quantize import Quantized, Spec, check_quantizable, factor_and_scale,
 
 _struct = jax.ShapeDtypeStruct
 ONE_PASS_WIDTH = 16384
-MANY_ROWS = 8192  # Those of a column have 32 partial maxima, which a block of the cast reads.
+MANY_ROWS = 8192  # of a column, whose partial maxima each block of the cast reads: up to these
 
 
 def config_for(rows: int, k: int, itemsize: int) -> Config:
@@ -188,9 +188,11 @@ def _cast_call(x, absmax, spec, transpose, shape):
 def _absmax_blocks(rows, k, axis):
   """(block_rows, block_k, steps): a program reads `steps` blocks of 4096 elements along `axis`."""
   if axis == 0:
-    block_k = min(128, triton.next_power_of_2(k))
+    few = rows <= MANY_ROWS  # A weight: as many programs as leave the cast 16 parts to reduce.
+    block_k = min(32 if few else 128, triton.next_power_of_2(k))
     block_rows = 4096 // block_k
-    return block_rows, block_k, min(8, triton.cdiv(rows, block_rows))
+    blocks = triton.cdiv(rows, block_rows)
+    return block_rows, block_k, triton.cdiv(blocks, 16) if few else min(8, blocks)
   if rows == 1:  # About a thousand programs keep the memory of a GPU busy.
     return 1, 4096, triton.cdiv(k, 4096 * 1024)
   block_k = min(1024, max(128, k & -k), triton.next_power_of_2(k))
