@@ -71,6 +71,12 @@ class ModelConfig:
     Limit("between 0 (by the number of layers) and 1", lambda x: 0 <= x < 1),
   )
   patch_dropout: float = field(0.0, "fraction of patches dropped in training", SHARE)
+  stages: str = field(
+    "",
+    """Images of several sizes in turn, and for each the fraction of patches dropped if it is not
+    patch_dropout: "98px drop 0.5 until 0.5, 154px until 0.9, 224px". Ends are those of `recipe`;
+    the last size is the model's own. "": one size""",
+  )
   text_groups: int = field(
     6,
     """The captions of a batch are computed in so many groups of lengths, at most, without what
@@ -333,10 +339,19 @@ class MeshConfig:
 
 
 class Stage(NamedTuple):
-  """The steps of a run that have one recipe."""
+  """The steps of a run that compute alike."""
 
-  recipe: str
   last: int  # step
+  recipe: str
+  image_size: int  # 0: the model's own, in a run without `model.stages`
+  patch_dropout: float
+
+  @property
+  def words(self) -> str:
+    recipe = f"recipe {self.recipe}"
+    if not self.image_size:
+      return recipe
+    return f"{self.image_size} px, patch dropout {self.patch_dropout:g}, {recipe}"
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -436,23 +451,48 @@ class Config:
     return first, last
 
   def stages(self) -> tuple[Stage, ...]:
-    """The recipes of `model.recipe` in turn; one stage if it has no "until".
+    """The steps from each end in `model.recipe` or `model.stages` to the next.
 
     Raises:
-      ValueError: an end is no share of the steps and no step, or a stage has no steps.
+      ValueError: one of them is no schedule, or has no such images.
     """
-    text = self.model.recipe
-    recipe, *parts = re.split(r"(?:^|\s)until(?:\s|$)", text)
+    recipes, images = self.schedule("recipe"), self.schedule("stages")
+    ends = sorted({last for _, last in (*recipes, *images)})
+    return tuple(
+      Stage(last, value_at(recipes, last), *self._images(value_at(images, last))) for last in ends
+    )
+
+  def schedule(self, name: str) -> tuple[tuple[str, int], ...]:
+    """The values in turn of `model.recipe` or `model.stages`, each with its last step.
+
+    Raises:
+      ValueError: an end is no share of the steps and no step, or a value has no steps.
+    """
+    text = getattr(self.model, name)
+    value, *parts = re.split(r"(?:^|\s)until(?:\s|$)", text)
     if not parts:
-      return (Stage(text, self.steps),)
-    stages: list[Stage] = []
+      return ((text.strip(), self.steps),)
+    values: list[tuple[str, int]] = []
     for part in parts:
       end, _, following = part.partition(",")
-      stages.append(Stage(recipe.strip(), _last_step(text, end.strip(), self.steps)))
-      recipe = following
-    stages.append(Stage(recipe.strip(), self.steps))
-    _check_stages(text, stages)
-    return tuple(stages)
+      values.append((value.strip(), _last_step(name, text, end.strip(), self.steps)))
+      value = following
+    values.append((value.strip(), self.steps))
+    _check_values(name, text, values)
+    return tuple(values)
+
+  def _images(self, text: str) -> tuple[int, float]:
+    """The size of images and the patch dropout of a part of `model.stages`."""
+    if not self.model.stages:
+      return 0, self.model.patch_dropout
+    match = re.fullmatch(r"([1-9][0-9]{0,4})px(?:\s+drop\s+(0?\.[0-9]+|0))?", text)
+    if not match:
+      raise ValueError(
+        f"model.stages={self.model.stages!r}: {text!r} must be a size in pixels, such as '98px', or"
+        " with a share of the patches to drop, at least 0 and less than 1: '98px drop 0.5'."
+      )
+    size, dropout = match.groups()
+    return int(size), self.model.patch_dropout if dropout is None else float(dropout)
 
   def stage(self, step: int) -> int:
     """The index of the stage of a step; the last one's for later steps."""
@@ -460,7 +500,7 @@ class Config:
 
   def at(self, step: int) -> "Config":
     """The same config with the recipe of a step alone."""
-    recipe = self.stages()[self.stage(step)].recipe
+    recipe = value_at(self.schedule("recipe"), step)
     return dataclasses.replace(self, model=dataclasses.replace(self.model, recipe=recipe))
 
   def check(self) -> None:
@@ -540,8 +580,24 @@ class Config:
     return _from_dict(cls, values)
 
 
-def _last_step(recipe: str, end: str, steps: int) -> int:
-  """The step of an end in `model.recipe`: a whole number, or a share of the steps."""
+def value_at(schedule: tuple[tuple[str, int], ...], step: int) -> str:
+  """The value of a `Config.schedule` at a step; the last one for later steps."""
+  return next((value for value, last in schedule if step <= last), schedule[-1][0])
+
+
+class _Schedule(NamedTuple):
+  noun: str  # for one of its values
+  example: str
+
+
+_SCHEDULES = {  # By the field of ModelConfig.
+  "recipe": _Schedule("recipe", "switchback until 0.9, full"),
+  "stages": _Schedule("stage", "98px drop 0.5 until 0.9, 224px"),
+}
+
+
+def _last_step(name: str, text: str, end: str, steps: int) -> int:
+  """The step of an end in a schedule: a whole number, or a share of the steps."""
   if re.fullmatch(r"[0-9]{1,15}", end):
     return int(end)
   try:
@@ -550,27 +606,28 @@ def _last_step(recipe: str, end: str, steps: int) -> int:
     share = math.nan
   if not 0 < share < 1:
     raise ValueError(
-      f"model.recipe={recipe!r}: 'until {end}' must be followed by a comma and the next recipe, and"
-      f" {end!r} be a share of the steps between 0 and 1, such as 0.9, or a step, such as 9000."
+      f"model.{name}={text!r}: 'until {end}' must be followed by a comma and the next"
+      f" {_SCHEDULES[name].noun}, and {end!r} be a share of the steps between 0 and 1, such as 0.9,"
+      " or a step, such as 9000."
     )
   return round(share * steps)
 
 
-def _check_stages(recipe: str, stages: list[Stage]) -> None:
-  """Raises a ValueError if one of the stages has no recipe or no step."""
-  if not stages[-1].recipe:
+def _check_values(name: str, text: str, values: list[tuple[str, int]]) -> None:
+  """Raises a ValueError if a part of a schedule has no value or no step."""
+  noun, example = _SCHEDULES[name]
+  if not values[-1][0]:
     raise ValueError(
-      f"model.recipe={recipe!r} must end with a recipe without 'until', such as"
-      " 'switchback until 0.9, full'."
+      f"model.{name}={text!r} must end with a {noun} without 'until', such as {example!r}."
     )
   before = 0
-  for own, last in stages:
+  for own, last in values:
     if not own:
-      raise ValueError(f"model.recipe={recipe!r} must have a recipe before each 'until'.")
+      raise ValueError(f"model.{name}={text!r} must have a {noun} before each 'until'.")
     if last <= before:
       raise ValueError(
-        f"model.recipe={recipe!r} leaves no step to {own!r}, after step {before} and up to step"
-        f" {last} of steps={stages[-1].last}: each recipe must end after the one before."
+        f"model.{name}={text!r} leaves no step to {own!r}, after step {before} and up to step"
+        f" {last} of steps={values[-1][1]}: each {noun} must end after the one before."
       )
     before = last
 

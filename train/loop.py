@@ -6,6 +6,7 @@ position. The host runs one step ahead: it reads a step's metrics after it has s
 
 import contextlib
 import functools
+import itertools
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -92,21 +93,15 @@ def _train_alone(config: Config, workdir: Path, began: float) -> dict:
 def _train(run: Run, workdir: Path, watchdog: Watchdog, due: Due) -> None:
   """Trains from the newest checkpoint, or step 0, to the last step and its checkpoint."""
   config, checkpointer = run.config, run.checkpointer
-  iterator = run.source.train_iterator(
-    run.tokenizer,
-    **run.task.example_sizes,
-    process_index=jax.process_index(),
-    process_count=jax.process_count(),
-    workdir=workdir,
-  )
   watchdog.pauses_for("the checkpoint to continue from")
   restored = run.restore()
+  start, position = (0, None) if restored is None else (restored.step, restored.data)
+  iterator = _iterator(run.at(start + 1), workdir, position)
   if restored is None:
     watchdog.waits_for("the initial state", first=True)
-    start, state = 0, run.new_state()
+    state = run.new_state()
   else:
-    start, state = restored.step, restored.state
-    iterator.set_state(restored.data)
+    state = restored.state
     if jax.process_index() == 0:
       print(f"Continuing after step {start} of {config.steps}, from {checkpointer.directory}.")
 
@@ -122,11 +117,36 @@ def _train(run: Run, workdir: Path, watchdog: Watchdog, due: Due) -> None:
     checkpointer.wait()
 
 
+def _iterator(run: Run, workdir: Path, position: dict | None):
+  """This process's items of a stage's batches, from a position in the data or the beginning."""
+  iterator = run.source.train_iterator(
+    run.tokenizer,
+    **run.task.train_sizes,
+    process_index=jax.process_index(),
+    process_count=jax.process_count(),
+    workdir=workdir,
+  )
+  if position is not None:
+    iterator.set_state(position)
+  return iterator
+
+
+@contextlib.contextmanager
+def _batches(run: Run, iterator) -> Iterator[Iterator[tuple]]:
+  """The batches of a stage on the devices, ahead of its steps; see `_with_fits`."""
+  put = run.source.to_devices(run.mesh, **run.task.train_sizes)
+  ahead = prefetch_to_device(iterator, put, run.config.data.prefetch)
+  with contextlib.closing(ahead), contextlib.closing(_with_fits(ahead, run)) as batches:
+    yield batches
+
+
 class _Steps:
   """The steps of a run after `start`, and what is due after each.
 
-  A run has a stage for each recipe (`Config.stages`). A later stage's step is compiled when the one
-  before it has ended: on a GPU the compiler measures kernels, which steps would disturb.
+  A run has stages of different recipes and images (`Config.stages`). A later stage's step is
+  compiled when the one before it has ended: on a GPU the compiler measures kernels, which steps
+  would disturb. A stage of other images reads on from the position of the last step taken; batches
+  of the old size that were ready ahead are dropped.
 
   A save comes before an evaluation, which takes long: what a kill cuts off there is made up for at
   the next start.
@@ -144,7 +164,7 @@ class _Steps:
     due: Due,
   ):
     self._whole, self._workdir, self._recorder = run, workdir, recorder
-    self._run = run  # with the recipe of its stage
+    self._run = run  # as its stage computes
     self._watchdog, self._tracer, self._due = watchdog, tracer, due
     self._state, self._position = state, None
     self._ungrouped: Callable | None = None  # the step of texts that do not fit their groups
@@ -157,23 +177,27 @@ class _Steps:
     Raises:
       stop.Stopped: the run has to end before the last one; its state is saved.
     """
-    run, start = self._run, self._start
-    put = run.source.to_devices(run.mesh, **run.task.example_sizes)
-    first, *later = run.config.stages()[run.config.stage(start + 1) :]
-    self._trace(later)
-    train_step = self._begin(first)
-    ahead = prefetch_to_device(iterator, put, run.config.data.prefetch)
-    with contextlib.closing(ahead), contextlib.closing(_with_fits(ahead, run)) as batches:
+    run, start = self._whole, self._start
+    stages = run.config.stages()[run.config.stage(start + 1) :]
+    self._trace(stages[1:])
+    train_step = self._begin(stages[0])
+    with contextlib.ExitStack() as reading:
+      batches = reading.enter_context(_batches(self._run, iterator))
       if start and self._due.evaluates_after(start) and not self._recorder.has_scores(start):
         self._evaluate()
-      self._take_stage(first, train_step, batches)
-      for stage in later:
+      self._take_stage(stages[0], train_step, batches)
+      for before, stage in itertools.pairwise(stages):
+        if stage.image_size != before.image_size:
+          reading.close()
+          ours = run.at(stage.last)
+          iterator = _iterator(ours, self._workdir, self._position)
+          batches = reading.enter_context(_batches(ours, iterator))
         self._take_stage(stage, self._change(stage), batches)
 
   def _trace(self, stages: Sequence[Stage]) -> None:
     """Raises what is wrong with the steps of later stages, before the first one is taken."""
     for stage in stages:
-      self._watchdog.waits_for(f"the step with recipe {stage.recipe} to be traced", first=True)
+      self._watchdog.waits_for(f"the step with {stage.words} to be traced", first=True)
       run = self._whole.at(stage.last)
       batch = run.task.abstract_batch(run.config.batch_size)
       jax.eval_shape(jit_train_step(run), run.abstract_state, batch)
@@ -188,19 +212,20 @@ class _Steps:
       resumes=self._step > 0,
       waits_for=lambda what: self._watchdog.waits_for(what, first=True),
     )
+    self._meter.begin(self._run)
     if choice:
       self._recorder.say(self._step, choice)
     return train_step
 
   def _change(self, stage: Stage) -> Callable:
     """The compiled step of a stage that follows another; what came before is saved."""
-    self._watchdog.waits_for(f"the step with recipe {stage.recipe} to be compiled", first=True)
+    self._watchdog.waits_for(f"the step with {stage.words} to be compiled", first=True)
     began = time.perf_counter()
     with self._ending():
       train_step = self._begin(stage)
       train_step = memory.compile_step(self._run, train_step)
     seconds = time.perf_counter() - began
-    self._recorder.say(self._step, f"recipe {stage.recipe} from here, compiled in {seconds:.1f} s")
+    self._recorder.say(self._step, f"{stage.words} from here, compiled in {seconds:.1f} s")
     self._meter.restart_clock(self._step)
     return train_step
 
@@ -362,10 +387,9 @@ class _Meter:
   """Reads the previous step's metrics, raises if a tensor is not finite, and times the steps."""
 
   def __init__(self, run: Run, state, recorder: Recorder):
-    self._run, self._recorder = run, recorder
+    self._recorder = recorder
     self._names = tensor_names(state.params, run.task)
     self._learning_rate = learning_rates(run.schedule)
-    self._flops = run.task.flops(run.config.batch_size)
     # 0 if the device is not listed.
     self._peak_flops = run.mesh.size * BF16_PEAK.get(jax.devices()[0].device_kind, 0)
     self._pending = None
@@ -374,6 +398,11 @@ class _Meter:
     # The last step that the device had ended when the clock was read or started.
     self._ended = None
     self._start_clock()
+    self.begin(run)
+
+  def begin(self, run: Run) -> None:
+    """Measures the steps of a stage from here on."""
+    self._run, self._flops = run, run.task.flops(run.config.batch_size)
 
   def restart_clock(self, step: int) -> None:
     """Times the steps after `step`, which the device has ended."""
@@ -442,6 +471,9 @@ class _Meter:
       scalars["ungrouped_share"] = self._ungrouped / self._batches
     if len(config.stages()) > 1:
       scalars["stage"] = config.stage(step) + 1
+    if config.model.stages:
+      scalars["image_size"] = self._run.task.train_sizes["image_size"]
+      scalars["patch_dropout"] = self._run.task.model.patch_dropout
     if self._peak_flops:
       scalars["mfu"] = self._flops / seconds / self._peak_flops
     if peak_bytes:
@@ -477,7 +509,7 @@ def describe(run: Run, recorder: Recorder, start: int) -> None:
   recorder.say(
     start,
     f"{run.task.name} {config.model.size}, {count / 1e6:.1f} M parameters,"
-    f" recipe {config.model.recipe}, {config.data.name}, batch {config.batch_size}, on"
+    f" {_how(config)}, {config.data.name}, batch {config.batch_size}, on"
     f" {run.mesh.size} x {device.device_kind} (data {run.mesh.shape['data']},"
     f" fsdp {run.mesh.shape['fsdp']})",
   )
@@ -490,10 +522,16 @@ def describe(run: Run, recorder: Recorder, start: int) -> None:
     )
 
 
+def _how(config: Config) -> str:
+  """The recipe, and the images if there is a schedule of them."""
+  stages = f", images {config.model.stages}" if config.model.stages else ""
+  return f"recipe {config.model.recipe}{stages}"
+
+
 def _report(run: Run, workdir: Path, step: int, params, scores: dict[str, float]) -> None:
   config, samples = run.config, run.samples(params)
   if jax.process_index() == 0:
-    title = f"{config.model.size} on {config.data.name}, recipe {config.model.recipe}"
+    title = f"{config.model.size} on {config.data.name}, {_how(config)}"
     write_report(workdir, f"{title}\nstep {step}: {describe_scores(scores)}", samples)
 
 
@@ -522,6 +560,25 @@ def _result(run: Run, workdir: Path, seconds: float) -> dict:
     "images_per_second": float(np.median(rates)) if rates else None,
     "seconds": round(seconds, 1),  # of the process that finished the run
     "recipe": run.config.model.recipe,
+    **_of_stages(run.config, losses),
     "device": f"{run.mesh.size} x {jax.devices()[0].device_kind}",
     "jax": jax.__version__,
   }
+
+
+def _of_stages(config: Config, records: list[dict]) -> dict:
+  """{"stages": each with its steps, recipe, images and speed}; {} for a run that has only one."""
+  stages, first = [], 1
+  for stage in config.stages():
+    rates = [r["images_per_second"] for r in records if first <= r["step"] <= stage.last]
+    images = {"image_size": stage.image_size, "patch_dropout": stage.patch_dropout}
+    stages.append(
+      {
+        "steps": [first, stage.last],
+        "recipe": stage.recipe,
+        **(images if stage.image_size else {}),
+        "images_per_second": float(np.median(rates)) if rates else None,
+      }
+    )
+    first = stage.last + 1
+  return {"stages": stages} if len(stages) > 1 else {}

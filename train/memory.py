@@ -193,6 +193,7 @@ def without_text_groups(run: Run) -> Run:
 
 def _conditions(run: Run, limit: float) -> dict:
   """What a step's memory depends on among all that may change when a run continues."""
+  model, images = run.task.model, bool(run.config.model.stages)
   stages = len(run.config.stages()) > 1
   return {
     "device": jax.devices()[0].device_kind,
@@ -203,10 +204,11 @@ def _conditions(run: Run, limit: float) -> dict:
     "accumulate": run.config.accumulate,
     "backend": run.config.model.backend,
     "attention_backend": run.config.model.attention_backend,
-    "unroll": run.task.model.options.unroll,
+    "unroll": model.options.unroll,
     "prefetch": run.config.data.prefetch,
     **({"text_groups": list(map(list, groups))} if (groups := run.task.text_groups) else {}),
-    **({"recipe": repr(run.task.model.options.recipe)} if stages else {}),
+    **({"recipe": repr(model.options.recipe)} if stages else {}),
+    **({"images": [model.train_image_size, model.patch_dropout]} if images else {}),
   }
 
 

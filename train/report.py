@@ -106,7 +106,7 @@ def _draw_curves(figure, records: list[dict]) -> list:
       axis.axvline(step, color="gray", linestyle=":", linewidth=1)
       if heading == "loss":
         place = {"transform": axis.get_xaxis_transform(), "va": "top", "fontsize": "small"}
-        axis.text(step, 0.99, f" recipe {stage}", color="gray", **place)
+        axis.text(step, 0.99, f" {stage}", color="gray", **place)
     if heading == "RMS of the patch embedding" and curves:
       axis.axhline(1.0, color="gray", linestyle="--", linewidth=1)
       place = {"transform": axis.get_yaxis_transform(), "va": "bottom", "fontsize": "small"}
@@ -123,12 +123,19 @@ def _draw_curves(figure, records: list[dict]) -> list:
   return legends
 
 
-def _changes(records: list[dict]) -> dict[int, int]:
-  """The first recorded step of each stage of the recipe but the first one, and its number."""
-  stages = [(r["step"], r["stage"]) for r in records if "stage" in r]
+def _changes(records: list[dict]) -> dict[int, str]:
+  """The first recorded step of each stage but the first one, and what to call it."""
+  stages = [(r["step"], _stage(r)) for r in records if "stage" in r]
   return {
     step: stage for (_, before), (step, stage) in itertools.pairwise(stages) if stage != before
   }
+
+
+def _stage(record: dict) -> str:
+  number = f"recipe {record['stage']}"
+  if "image_size" not in record:
+    return number
+  return f"stage {record['stage']}: {record['image_size']} px"
 
 
 def _draw_samples(figure, samples: Sequence[Sample]) -> None:

@@ -18,7 +18,7 @@ import optax
 
 from sbjax.optim.averaged import average_of
 from train.checkpoint import Checkpointer, Restored
-from train.config import Config, ModelConfig, flat, marked
+from train.config import Config, ModelConfig, flat, marked, value_at
 from train.data.augment import CentreCrop
 from train.data.caption_lengths import caption_lengths
 from train.data.decode import Limits
@@ -59,10 +59,13 @@ class Run(NamedTuple):
   between_batches: Callable[..., None] = lambda _: None  # See CLIPTask.evaluate.
 
   def at(self, step: int) -> "Run":
-    """The run as it computes at a step: with the recipe of its stage."""
-    if len(self.config.stages()) == 1:
+    """The run as it computes at a step: with the recipe and the images of its stage."""
+    stages = self.config.stages()
+    if len(stages) == 1:
       return self
-    return self._replace(task=self.task.with_recipe(self.config.at(step).model.recipe))
+    stage = stages[self.config.stage(step)]
+    task = self.task.with_recipe(stage.recipe)
+    return self._replace(task=task.with_images(stage.image_size, stage.patch_dropout))
 
   def with_text_groups(self, workdir: Path) -> "Run":
     """The run as it trains: with captions in groups of their lengths, where that saves something.
@@ -331,17 +334,19 @@ def _describe_schedules(config: Config, before: dict, done: int) -> str:
 
 
 def _describe_stages(config: Config, steps_before: int, done: int) -> str:
-  """What another number of steps changes in a schedule of recipes; "" if nothing."""
-  before = dataclasses.replace(config, steps=steps_before)
-  pairs = [*zip(config.stages()[:-1], before.stages()[:-1], strict=True)]
-  if all(now == then for now, then in pairs):
-    return ""
-  ends = ", ".join(f"{now.recipe} after step {now.last} ({then.last})" for now, then in pairs)
-  had, has = before.at(done).model.recipe, config.at(done + 1).model.recipe
-  return (
-    f" The recipes end elsewhere, too, with those of steps={steps_before} in brackets: {ends}. Step"
-    f" {done} had {had}; step {done + 1} has {has}."
-  )
+  """What another number of steps changes in the schedules of a model; "" if nothing."""
+  before, said = dataclasses.replace(config, steps=steps_before), ""
+  for name, noun in (("recipe", "recipes"), ("stages", "stages")):
+    now, then = config.schedule(name), before.schedule(name)
+    if now[:-1] == then[:-1]:
+      continue
+    pairs = zip(now[:-1], then[:-1], strict=True)
+    ends = ", ".join(f"{value} after step {last} ({was})" for (value, last), (_, was) in pairs)
+    said += (
+      f" The {noun} end elsewhere, too, with those of steps={steps_before} in brackets: {ends}."
+      f" Step {done} had {value_at(then, done)}; step {done + 1} has {value_at(now, done + 1)}."
+    )
+  return said
 
 
 def _same(a, b) -> bool:

@@ -25,7 +25,7 @@ from train.data.preprocessing import normalize, statistics_of
 from train.data.tokenizer import Tokenizer
 from train.loss import LOSSES
 from train.optimizer import matrix_dtype
-from train.zero_shot import Sample, evaluate, make_encoders, nearest_captions
+from train.zero_shot import Encoders, Sample, evaluate, make_encoders, nearest_captions
 
 # Dense bfloat16 operations a second, from NVIDIA's data sheets. Other devices get no MFU.
 BF16_PEAK = {
@@ -60,6 +60,17 @@ class CLIPTask(NamedTuple):
     jax.eval_shape(lambda: task.model.init(jax.random.key(0), method="scale"))
     return task
 
+  def with_images(self, size: int, patch_dropout: float) -> "CLIPTask":
+    """The same task, whose steps take images of a size, or of the model's own if it is 0.
+
+    Raises:
+      ValueError: the patches do not divide it, or it is larger than the model's own.
+    """
+    own = size in (0, self.model.config.vision.image_size)
+    model = self.model.clone(patch_dropout=patch_dropout, train_image_size=None if own else size)
+    jax.eval_shape(lambda: model.init(jax.random.key(0), method="scale"))
+    return self._replace(model=model)
+
   def with_tokenizer(self, tokenizer: Tokenizer) -> "CLIPTask":
     """The same task with the tokenizer's vocabulary in place of the size's own."""
     size = self.model.config
@@ -93,13 +104,18 @@ class CLIPTask(NamedTuple):
     vision, text = self.model.config.vision, self.model.config.text
     return {"image_size": vision.image_size, "context_length": text.context_length}
 
+  @property
+  def train_sizes(self) -> dict[str, int]:
+    """The same for the images of a training step; an evaluation takes those of the model."""
+    sizes = self.example_sizes
+    return sizes | {"image_size": self.model.train_image_size or sizes["image_size"]}
+
   def abstract_batch(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
     """The shapes and dtypes of a batch."""
-    vision, text = self.model.config.vision, self.model.config.text
-    image = (batch_size, vision.image_size, vision.image_size, 3)
+    size, length = self.train_sizes["image_size"], self.train_sizes["context_length"]
     return {
-      "image": jax.ShapeDtypeStruct(image, jnp.uint8),
-      "text": jax.ShapeDtypeStruct((batch_size, text.context_length), jnp.int32),
+      "image": jax.ShapeDtypeStruct((batch_size, size, size, 3), jnp.uint8),
+      "text": jax.ShapeDtypeStruct((batch_size, length), jnp.int32),
     }
 
   def init(self, key: jax.Array) -> dict:
@@ -147,7 +163,9 @@ class CLIPTask(NamedTuple):
 
   def flops(self, batch_size: int) -> float:
     """Floating-point operations of a step."""
-    return model_flops(self.model.config, batch_size, self.model.patch_dropout, self.text_groups)
+    config, size = self.model.config, self.train_sizes["image_size"]
+    config = dataclasses.replace(config, vision=dataclasses.replace(config.vision, image_size=size))
+    return model_flops(config, batch_size, self.model.patch_dropout, self.text_groups)
 
   def evaluate(
     self, params, mesh: Mesh, between_batches: Callable[..., None], *args, **options
@@ -169,7 +187,7 @@ class CLIPTask(NamedTuple):
 
       return call
 
-    encoders = make_encoders(self.model, mesh)
+    encoders = self._encoders(mesh)
     encoders = encoders._replace(image=calling(encoders.image), text=calling(encoders.text))
     scalars = {name: np.asarray(x) for name, x in params.items() if name.startswith("logit_")}
     scale = self.model.apply({"params": scalars}, method="scale")
@@ -177,13 +195,17 @@ class CLIPTask(NamedTuple):
 
   def samples(self, params, mesh: Mesh, *args, **options) -> list[Sample]:
     """Images with their nearest captions; the other arguments are `nearest_captions`'s."""
-    return nearest_captions(make_encoders(self.model, mesh), params, *args, **options)
+    return nearest_captions(self._encoders(mesh), params, *args, **options)
+
+  def _encoders(self, mesh: Mesh) -> Encoders:
+    """The same for all images of training, so that they are compiled once."""
+    return make_encoders(self.model.clone(patch_dropout=0.0, train_image_size=None), mesh)
 
 
 def make_task(config: Config) -> CLIPTask:
   """The CLIP of the config's size, options and loss; its vocabulary is the size's own.
 
-  It has the recipe of the first step; those of later stages are checked.
+  It has the recipe of the first step and the images of the last; those of all stages are checked.
 
   Raises:
     ValueError: one of these names nothing.
@@ -194,14 +216,31 @@ def make_task(config: Config) -> CLIPTask:
   if config.loss not in LOSSES:
     raise ValueError(f"loss={config.loss!r} is none of {', '.join(LOSSES)}.")
   siglip = {"init_logit_scale": 10.0, "init_logit_bias": -10.0} if config.loss == "siglip" else {}
-  model = CLIP(size, options, patch_dropout=config.model.patch_dropout, **siglip)
+  last = config.stages()[-1]
+  model = CLIP(size, options, patch_dropout=last.patch_dropout, **siglip)
   task = CLIPTask(model, LOSSES[config.loss], matrix_dtype(config.optimizer.states))
-  try:
-    for stage in config.stages()[1:]:
-      task.with_recipe(stage.recipe)
-  except ValueError as error:
-    raise ValueError(f"model.recipe={config.model.recipe!r}: {error}") from error
+  _check_stages(config, task)
   return task
+
+
+def _check_stages(config: Config, task: CLIPTask) -> None:
+  """Raises a ValueError for recipes or images that do not fit the model."""
+  *_, last = stages = config.stages()
+  own = task.example_sizes["image_size"]
+  try:
+    name = "recipe"
+    for recipe in dict.fromkeys(stage.recipe for stage in stages[1:]):
+      task.with_recipe(recipe)
+    name = "stages"
+    for stage in stages:
+      task.with_images(stage.image_size, stage.patch_dropout)
+    if last.image_size not in (0, own):
+      raise ValueError(
+        f"the last stage's {last.image_size}px must be the model's image_size={own}, whose position"
+        f" embedding is saved: end with '{own}px'."
+      )
+  except ValueError as error:
+    raise ValueError(f"model.{name}={getattr(config.model, name)!r}: {error}") from error
 
 
 def _size(c: ModelConfig) -> CLIPConfig:

@@ -29,7 +29,7 @@ from sbjax.interop.layouts import (
   to_torch,
   torch_shapes,
 )
-from sbjax.models.clip import CLIP
+from sbjax.models.clip import CLIP, resize_grid
 from sbjax.models.sizes import SIZES, CLIPConfig, TextConfig, VisionConfig
 from sbjax.models.transformer import BlockOptions, stack_blocks, unstack_blocks
 
@@ -348,13 +348,7 @@ def _resized(state: Mapping, shapes: dict, layout: Layout, config: CLIPConfig) -
 
 
 def _resize_grid(old: np.ndarray, length: int, class_tokens: int) -> np.ndarray:
-  first, grid = old[:class_tokens], old[class_tokens:]
-  before, after = math.isqrt(len(grid)), math.isqrt(length - class_tokens)
-  if before**2 != len(grid):
-    raise ValueError(f"The position embedding has {len(grid)} patches, which make no square.")
-  grid = grid.reshape(before, before, -1)
-  grid = jax.image.resize(grid, (after, after, grid.shape[-1]), "cubic")
-  return np.concatenate([first, np.asarray(grid).reshape(after**2, -1)])
+  return np.asarray(resize_grid(old, math.isqrt(length - class_tokens), class_tokens))
 
 
 def _resize_line(old: np.ndarray, length: int, _) -> np.ndarray:

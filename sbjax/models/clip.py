@@ -60,6 +60,8 @@ class CLIP(nn.Module):
     options: how the blocks of both towers compute.
     patch_dropout: fraction of patches that a training step leaves out (Li et al. 2022,
       https://arxiv.org/abs/2212.00794).
+    train_image_size: side of the images of a training step, at most the config's. The position
+      embedding is resized to them in the step. None: the config's.
     init_logit_scale, init_logit_bias: initial values of the learned factor on the features' dot
       products and of the learned bias added to them (None: no bias). SigLIP needs 10 and -10.
     block: `Block`, or another module with its fields and parameters (flax_block.py);
@@ -69,6 +71,7 @@ class CLIP(nn.Module):
   config: CLIPConfig
   options: BlockOptions = BlockOptions()
   patch_dropout: float = 0.0
+  train_image_size: int | None = None
   init_logit_scale: float = 1 / 0.07
   init_logit_bias: float | None = None
   block: type[nn.Module] = Block
@@ -76,10 +79,12 @@ class CLIP(nn.Module):
   def setup(self):
     if not 0 <= self.patch_dropout < 1:
       raise ValueError(f"patch_dropout={self.patch_dropout} must be in [0, 1).")
+    if self.train_image_size is not None:
+      _check_train_size(self.train_image_size, self.config.vision)
     if isinstance(self.options.recipe, RecipeRules):
       self.options.recipe.check(self._linears())
     c, shared = self.config, (self.config.embed_dim, self.options, self._block())
-    self.image = VisionTower(c.vision, *shared, self.patch_dropout)
+    self.image = VisionTower(c.vision, *shared, self.patch_dropout, self.train_image_size)
     self.text = TextTower(c.text, *shared)
     constant = nn.initializers.constant
     log_scale = math.log(self.init_logit_scale)
@@ -179,6 +184,7 @@ class VisionTower(nn.Module):
   options: BlockOptions
   block: type[nn.Module]
   patch_dropout: float
+  train_image_size: int | None
 
   @nn.compact
   def __call__(self, image: jax.Array, *, train: bool, first_example: jax.typing.ArrayLike = 0):
@@ -186,8 +192,9 @@ class VisionTower(nn.Module):
     has_class = c.pool != "map"
     unit, pixels = self.options.is_unit, 3 * c.patch_size**2
     normal = nn.initializers.normal(1.0 if unit else c.width**-0.5)
-    if image.shape[1:] != (c.image_size, c.image_size, 3):
-      raise ValueError(f"Images must be [B, {c.image_size}, {c.image_size}, 3], not {image.shape}.")
+    size = (train and self.train_image_size) or c.image_size
+    if image.shape[1:] != (size, size, 3):
+      raise ValueError(f"Images must be [B, {size}, {size}, 3], not {image.shape}.")
     # A convolution whose stride is its size is a matmul over patches.
     embed = SwitchBackDense(
       c.width,
@@ -204,6 +211,8 @@ class VisionTower(nn.Module):
       class_B1D = jnp.broadcast_to(class_D.astype(dtype), (x_BLD.shape[0], 1, c.width))
       x_BLD = jnp.concatenate([class_B1D, x_BLD], axis=1)
     position_LD = self.param("positional_embedding", normal, (c.tokens, c.width), jnp.float32)
+    if size != c.image_size:
+      position_LD = resize_grid(position_LD, size // c.patch_size, int(has_class))
     x_BLD = _sum(x_BLD, position_LD.astype(dtype)[None], unit)
     if train and self.patch_dropout:
       key = self.make_rng("dropout")
@@ -328,6 +337,34 @@ def patch_dropout(
   _, drawn_BL = jax.lax.top_k(uniform_BL, kept)
   patches_BLD = jnp.take_along_axis(x_BLD[:, class_tokens:], drawn_BL[:, :, None], axis=1)
   return jnp.concatenate([x_BLD[:, :class_tokens], patches_BLD], axis=1)
+
+
+def resize_grid(position_LD: jax.Array, side: int, class_tokens: int = 1) -> jax.Array:
+  """The position embedding of side x side patches, from that of another square of them.
+
+  Bicubic with antialias, as open_clip resizes it; the class token's row stays. In float32.
+  class_tokens: 0 if there is no class token.
+  """
+  position_LD = position_LD.astype(jnp.float32)
+  class_1D, grid_LD = position_LD[:class_tokens], position_LD[class_tokens:]
+  length, width = grid_LD.shape
+  before = math.isqrt(length)
+  if before**2 != length:
+    raise ValueError(f"The position embedding has {length} patches, which make no square.")
+  grid = grid_LD.reshape(before, before, width)
+  grid = jax.image.resize(grid, (side, side, width), "cubic")
+  return jnp.concatenate([class_1D, grid.reshape(side**2, width)])
+
+
+def _check_train_size(size: int, vision: VisionConfig) -> None:
+  """Raises a ValueError unless training can take images of that size."""
+  patch, largest = vision.patch_size, vision.image_size
+  if size % patch or not 0 < size <= largest:
+    nearest = min(max(round(size / patch), 1), largest // patch) * patch
+    raise ValueError(
+      f"train_image_size={size} must be a multiple of patch_size={patch} and at most"
+      f" image_size={largest}, such as {nearest}."
+    )
 
 
 def _sum(x_BLD: jax.Array, position_1LD: jax.Array, unit: bool) -> jax.Array:

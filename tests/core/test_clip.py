@@ -16,8 +16,9 @@ from clip_case import (
   random_params,
   shapes,
 )
+from PIL import Image
 
-from sbjax.models.clip import CLIP, patch_dropout
+from sbjax.models.clip import CLIP, patch_dropout, resize_grid
 from sbjax.models.sizes import SIZES
 from sbjax.models.transformer import BlockOptions
 from sbjax.recipes import RECIPES, RecipeRules
@@ -97,6 +98,55 @@ def test_patches_are_dropped_only_in_training():
   np.testing.assert_array_equal(
     outputs(clip(), params, train=True)["image_features"], plain
   )  # Without dropout no key is needed.
+
+
+def with_positions(params, position_LD):
+  return {**params, "image": {**params["image"], "positional_embedding": position_LD}}
+
+
+def test_a_training_step_takes_small_images_as_the_clip_of_their_size_does():
+  """Whose position embedding is the resized one; so the gradient is what the resize passes on."""
+  small = dataclasses.replace(MICRO, vision=dataclasses.replace(MICRO.vision, image_size=12))
+  params, image = random_params(), pairs()[0][:, :12, :12]
+  positions = params["image"]["positional_embedding"]
+
+  def loss(model, params):
+    features = model.apply({"params": params}, image, True, method="encode_image")
+    return jnp.sum(features**3), features
+
+  def grad(model, params):
+    return compiled(jax.value_and_grad(lambda p: loss(model, p), has_aux=True))(params)
+
+  resized, pull = jax.vjp(lambda x: resize_grid(x, 3), positions)
+  assert resized.shape == (1 + 9, 48)
+  (_, ours), own = grad(clip(train_image_size=12), params)
+  (_, theirs), of_small = grad(clip(small), with_positions(params, resized))
+  np.testing.assert_allclose(ours, theirs, atol=1e-6)
+  (expected,) = pull(of_small["image"].pop("positional_embedding"))
+  np.testing.assert_allclose(own["image"].pop("positional_embedding"), expected, atol=1e-5)
+  assert np.all(np.any(expected != 0, axis=1))  # All rows learn from small images.
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), own, of_small)
+
+
+def test_an_evaluation_takes_images_of_the_model_s_own_size_in_every_stage():
+  params, plain = random_params(), outputs(clip(), random_params())
+  staged = clip(train_image_size=12)
+  np.testing.assert_array_equal(outputs(staged, params)["image_features"], plain["image_features"])
+  with pytest.raises(ValueError, match=r"\[B, 12, 12, 3\], not \(4, 16, 16, 3\)"):
+    outputs(staged, params, train=True)
+  assert jax.eval_shape(lambda: staged.init(jax.random.key(0), *pairs()))["params"] == shapes()
+
+
+@pytest.mark.parametrize("side", [1, 3, 4, 7])
+def test_a_position_embedding_is_resized_as_pillow_resizes_an_image(side):
+  """Bicubic with antialias, the class token's row apart."""
+  positions = random_params()["image"]["positional_embedding"]
+  resized, grid = resize_grid(positions, side), np.asarray(positions)
+  np.testing.assert_array_equal(resized[0], grid[0])
+  images = grid[1:].reshape(4, 4, -1).transpose(2, 0, 1)
+  by_pillow = [Image.fromarray(x).resize((side, side), Image.Resampling.BICUBIC) for x in images]
+  expected = np.stack([np.asarray(x).ravel() for x in by_pillow], axis=1)
+  np.testing.assert_allclose(resized[1:], expected, atol=1e-5)
 
 
 def test_text_features_come_from_the_first_end_token_and_are_causal():
@@ -200,6 +250,9 @@ def test_equal_options_in_other_spellings_are_equal():
     (lambda: BlockOptions(recipe="int7"), "Unknown recipe 'int7'; known: full"),
     (lambda: BlockOptions(recipe="*/fc1=int7"), "Unknown recipe 'int7'"),
     (lambda: shapes(patch_dropout=1.0), r"patch_dropout=1.0 must be in \[0, 1\)"),
+    (lambda: shapes(train_image_size=10), "train_image_size=10 must be .* patch_size=4 .* as 8"),
+    (lambda: shapes(train_image_size=20), "=20 must be .* and at most image_size=16, such as 16"),
+    (lambda: shapes(train_image_size=0), "train_image_size=0 must be a multiple .* such as 4"),
     (
       lambda: dataclasses.replace(MICRO.vision, image_size=18),
       "image_size=18 must be a multiple of patch_size=4",

@@ -32,6 +32,20 @@ REFUSED = [
   ("model.recipe", "full until 0.5 switchback", "must be followed by a comma and the next recipe"),
   ("model.recipe", "full until 1, full until 2", "must end with a recipe without 'until'"),
   ("model.recipe", "until 1, full", "must have a recipe before each 'until'"),
+  ("model.stages", "16 until 0.5, 32px", "'16' must be a size in pixels, such as '98px', or with"),
+  ("model.stages", "16px, 0.5 until 0.5, 32px", "'16px, 0.5' must be a size in pixels, such as"),
+  ("model.stages", "16px drop 1 until 0.5, 32px", "at least 0 and less than 1: '98px drop 0.5'"),
+  ("model.stages", "0px until 0.5, 32px", "'0px' must be a size in pixels"),
+  ("model.stages", "16px until 0.5; 32px", "must be followed by a comma and the next stage"),
+  ("model.stages", "16px until 0.5", "must end with a stage without 'until', such as '98px drop"),
+  ("model.stages", "until 0.5, 32px", "must have a stage before each 'until'"),
+  ("model.stages", "16px until .5, 24px until .4, 32px", "leaves no step to '24px', after step 2"),
+  ("model.stages", "16px until 0.1, 32px", "leaves no step to '16px', after step 0 and up to step"),
+  ("model.stages", "16px until 9, 32px", "leaves no step to '32px', after step 9 and up to step 4"),
+  ("model.stages", "20px until 0.5, 32px", "=20 must be a multiple of patch_size=8 and at most im"),
+  ("model.stages", "40px until 0.5, 32px", "and at most image_size=32, such as 32."),
+  ("model.stages", "16px until 0.5, 24px", "the last stage's 24px must be the model's image_size"),
+  ("model.stages", "24px", "image_size=32, whose position embedding is saved: end with '32px'"),
   ("model.backend", "cuda", "cuda"),
   ("model.dtype", "float64", "must be 'bfloat16', 'float16' or 'float32'"),
   ("model.scan", "False", "must be true or false"),
@@ -108,6 +122,24 @@ def test_a_value_that_cannot_be_meant_is_refused_before_data_are_touched(
     run.make_run(config, tmp_path)
   named = field.rpartition(".")[2]
   assert named in str(raised.value) and str(value).strip("(),") in str(raised.value)
+
+
+def test_recipes_and_images_in_turn_make_a_stage_between_each_two_ends(tmp_path):
+  model = {
+    "model.recipe": "switchback until 3, full",
+    "model.stages": "16px drop 0.5 until 0.2, 24px until 3, 24px drop 0 until 0.8, 32px",
+    "model.patch_dropout": 0.25,
+  }
+  made = loop_case.config(tmp_path, steps=10, **model)
+  assert made.stages() == (
+    (2, "switchback", 16, 0.5),
+    (3, "switchback", 24, 0.25),
+    (8, "full", 24, 0.0),
+    (10, "full", 32, 0.25),
+  )
+  assert [made.stage(step) for step in range(1, 12)] == [0, 0, 1, 2, 2, 2, 2, 2, 3, 3, 3]
+  plain = loop_case.config(tmp_path, steps=10, **{"model.patch_dropout": 0.25})
+  assert plain.stages() == ((10, "full", 0, 0.25),)
 
 
 def test_checkpoints_that_are_to_stay_need_steps_and_scores(tmp_path):

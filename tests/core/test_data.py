@@ -54,8 +54,9 @@ def stream(config, source, tokenizer):
   """stream(**kwargs) makes a train iterator, closed at the end of the test."""
   made = []
 
-  def make(**kwargs):
-    made.append(source.train_iterator(tokenizer, image_size=SIZE, context_length=LENGTH, **kwargs))
+  def make(image_size=SIZE, **kwargs):
+    sizes = {"image_size": image_size, "context_length": LENGTH}
+    made.append(source.train_iterator(tokenizer, **sizes, **kwargs))
     return made[-1]
 
   yield make
@@ -207,6 +208,15 @@ def test_resuming_gives_bit_equal_batches(stream, at):
   assert_equal(take(resumed, 14 - at), whole[at:])
   iterator.set_state(state)
   assert_equal(take(iterator, 14 - at), whole[at:])
+
+
+def test_a_stage_of_other_images_goes_on_with_any_number_of_processes(stream):
+  whole, small = take(stream(), 14), stream(image_size=16, process_count=2)
+  texts = [batch["text"] for batch in take(small, 11)]  # 10 batches are an epoch.
+  np.testing.assert_array_equal(texts, [batch["text"][:12] for batch in whole[:11]])
+  resumed = stream()
+  resumed.set_state(json.loads(json.dumps(small.get_state())))
+  assert_equal(take(resumed, 3), whole[11:])
 
 
 @pytest.mark.program

@@ -26,11 +26,16 @@ def workdir_with(folder, records):
 
 def test_a_line_is_drawn_where_another_recipe_begins():
   records = [{"step": i, "loss": 1.0, "stage": 1 + (i > 4) + (i > 6)} for i in range(2, 10, 2)]
-  assert report._changes([*records, {"step": 8, "eval/top1": 0.5}]) == {6: 2, 8: 3}
+  assert report._changes([*records, {"step": 8, "eval/top1": 0.5}]) == {
+    6: "recipe 2",
+    8: "recipe 3",
+  }
   figure = Figure()
   report._draw_curves(figure, records)
   assert {"recipe 2", "recipe 3"} <= {text.get_text().strip() for text in figure.axes[0].texts}
   assert report._changes(RECORDS) == {}
+  sized = [{**r, "image_size": 98 if r["step"] < 6 else 224} for r in records]
+  assert report._changes(sized) == {6: "stage 2: 224 px", 8: "stage 3: 224 px"}
 
 
 def height(path):

@@ -64,12 +64,12 @@ def config(folder, **data):
   return made
 
 
-def iterators(config, processes=1, workdir=None):
+def iterators(config, processes=1, workdir=None, image_size=16):
   found = open_streamed(config)
   return [
     found.train_iterator(
       tokenizer,
-      image_size=16,
+      image_size=image_size,
       context_length=2,
       process_index=i,
       process_count=processes,
@@ -79,9 +79,9 @@ def iterators(config, processes=1, workdir=None):
   ]
 
 
-def take(config, steps, state=None, processes=1, workdir=None):
+def take(config, steps, state=None, processes=1, workdir=None, image_size=16):
   """Batches of all processes together, and the state after them."""
-  own = iterators(config, processes, workdir)
+  own = iterators(config, processes, workdir, image_size)
   for iterator in own if state else ():
     iterator.set_state(state)
   batches = []
@@ -131,6 +131,14 @@ def test_a_run_resumes_with_any_number_of_processes(folder, undisturbed, cut):
   _, state = take(config(folder), cut, processes=2)
   batches, end = take(config(folder), 20 - cut, state, processes=1 if cut % 2 else 4)
   same(batches, undisturbed[0][cut:])
+  assert end == undisturbed[1]
+
+
+def test_a_stage_of_other_images_goes_on_with_any_number_of_processes(folder, undisturbed):
+  small, state = take(config(folder), 5, processes=2, image_size=12)
+  assert ids(small) == ids(undisturbed[0][:5]) and small[0]["image"].shape == (8, 12, 12, 3)
+  batches, end = take(config(folder), 15, state)
+  same(batches, undisturbed[0][5:])
   assert end == undisturbed[1]
 
 

@@ -170,14 +170,28 @@ def test_a_run_chooses_again_on_another_device_or_without_a_checkpoint(choose, t
     assert choose(1e12, run=two, resumes=True)[2] == ["none"]
 
 
-def test_each_stage_of_recipes_has_a_policy_of_its_own(choose):
-  run = make("switchback until 0.5, full")
-  stages = [run.at(stage.last) for stage in run.config.stages()]
+def stages_of(**model) -> list[Run]:
+  run = make(**model)
+  return [run.at(stage.last) for stage in run.config.stages()]
+
+
+def test_stages_of_other_images_have_conditions_of_their_own():
+  one, two = stages_of(stages="16px until 0.5, 32px")
+  assert memory._conditions(one, 1e12) != memory._conditions(two, 1e12)
+
+
+@pytest.mark.parametrize(
+  "model",
+  [{"recipe": "switchback until 0.5, full"}, {"stages": "32px drop 0.5 until 0.5, 32px"}],
+  ids=str,
+)
+def test_each_stage_has_a_policy_of_its_own(choose, model):
+  stages = stages_of(**model)
   for stage in stages:
     assert choose(1e12, run=stage, resumes=True)[2] == ["none"]
     assert choose(1e12, run=stage, resumes=True)[2] == []
   plain = make()
-  assert "recipe" not in memory._conditions(plain, 1e12)
+  assert not {"recipe", "images"} & {*memory._conditions(plain, 1e12)}
 
 
 @pytest.mark.parametrize("policy", ["none", "block", *REMAT_POLICIES])

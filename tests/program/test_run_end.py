@@ -84,7 +84,7 @@ def test_each_step_s_time_is_that_of_the_device(monkeypatch, asynchronous, log_e
     config=config,
     mesh=SimpleNamespace(size=1),
     schedule=lambda step: asked.append(step) or 0.0,
-    task=SimpleNamespace(flops=lambda batch_size: 0),
+    task=SimpleNamespace(flops=lambda batch_size: 0, text_groups=()),
   )
   recorder = SimpleNamespace(
     advance=lambda step: None, say=lambda *_: None, write=lambda step, x: written.update({step: x})
@@ -92,7 +92,7 @@ def test_each_step_s_time_is_that_of_the_device(monkeypatch, asynchronous, log_e
   meter = loop._Meter(run, SimpleNamespace(params=None), recorder)
   for step in range(4, 10):
     clock.now += 0.25  # The wait for data, which an asynchronous device spends computing.
-    meter.push(step, {"loss": np.float32(0)}, clock.step(), 0.25, {})
+    meter.push(step, {"loss": np.float32(0)}, clock.step(), 0.25, {}, True)
     if step in (6, 9):
       meter.flush()
       clock.now += 100  # An evaluation.
