@@ -4,6 +4,7 @@ import collections
 import io
 import itertools
 import json
+import os
 import tarfile
 import threading
 
@@ -18,9 +19,12 @@ from train.data.stream.batches import left_out, merged
 from train.data.stream.order import Order, Position
 from train.data.stream.source import open_streamed
 from train.data.stream.streams import Reading, ShardSet, blocks
+from train.data.stream.versions import Versions
 from train.errors import RunError
 
 SHARDS = 6
+# A block is a shard.
+READING = Reading(Wanted(True, "", None, True), (), 2**20, ("filepath", "title"), 100, True)
 
 
 def add(tar, name, content):
@@ -312,13 +316,54 @@ def test_a_run_goes_on_with_its_own_shards_only(folder, tmp_path):
     take(config(folder), 1, {"batches": 3})
 
 
-def test_a_shard_that_changed_under_a_run_is_seen(tmp_path):
+def touch(folder, seconds):
+  for path in folder.glob("*.tar"):
+    os.utime(path, (seconds, seconds))
+
+
+def test_across_a_resume_a_change_of_size_is_seen(tmp_path):
   write(tmp_path / "a")
+  whole, _ = take(config(tmp_path / "a"), 12)
   _, state = take(config(tmp_path / "a"), 2)
+  touch(tmp_path / "a", 1000)  # as of a copy elsewhere
+  same(take(config(tmp_path / "a"), 10, state)[0], whole[2:])
   for path in (tmp_path / "a").glob("*.tar"):
     path.write_bytes(path.read_bytes() + bytes(10240))
-  with pytest.raises(RunError, match=r"has changed under this run: it has .* bytes now, and had"):
+  with pytest.raises(
+    RunError, match=r"has changed under this run: it has .* bytes .* now, and had [\d,]+ bytes\. "
+  ):
     take(config(tmp_path / "a"), 20, state)
+
+
+def test_a_shard_written_anew_is_seen_when_it_is_opened_again(tmp_path):
+  write(tmp_path / "a")
+  touch(tmp_path / "a", 1000)
+  (iterator,) = iterators(config(tmp_path / "a", streams=1))
+  try:
+    next(iterator)
+    touch(tmp_path / "a", 1001)
+    times = [rf"\(changed 1970-01-01 00:16:{seconds} UTC\)" for seconds in (41, 40)]
+    with pytest.raises(RunError, match=r"\d.tar has changed .*{} now, and had .*{}".format(*times)):
+      for _ in range(12):  # two passes
+        next(iterator)
+  finally:
+    iterator.close()
+
+
+def test_streams_of_a_process_compare_what_they_open(tmp_path):
+  write(tmp_path / "a")
+  names = sorted(map(str, (tmp_path / "a").glob("*.tar")))
+  versions = Versions()
+  first, second = (
+    blocks(names, Order(SHARDS, 2, i, (0, 0)), Position(), READING, versions) for i in range(2)
+  )
+  next(first)
+  touch(tmp_path / "a", 1000)
+  for _ in range(3):
+    next(second)  # Shards that no stream had opened before.
+  with pytest.raises(RunError, match=r"has changed under this run"):
+    for _ in range(6):  # The next passes deal the shards out anew.
+      next(second)
 
 
 def test_without_streaming_a_place_elsewhere_is_refused_with_what_reads_it(folder):
@@ -368,8 +413,7 @@ def test_shards_without_a_sample_end_the_run(tmp_path):
 def test_a_shard_that_cannot_be_read_for_a_while_has_not_changed(tmp_path):
   write(tmp_path / "a")
   names = sorted(map(str, (tmp_path / "a").glob("*.tar")))
-  reading = Reading(Wanted(True, "", None, True), (), 2**20, ("filepath", "title"), 100, True)
-  found = blocks(names, Order(SHARDS, 1, 0, (0, 0)), Position(), reading)  # A block is a shard.
+  found = blocks(names, Order(SHARDS, 1, 0, (0, 0)), Position(), READING, Versions())
   for _ in range(2):
     assert sum(len(block.examples) for block in itertools.islice(found, SHARDS)) == 48
     (tmp_path / "a" / "002.tar").rename(tmp_path / "away")
