@@ -1,16 +1,14 @@
 """train/data/stream: batches are a function of the config and the step, and resume exactly."""
 
 import collections
-import io
 import itertools
 import json
 import os
-import tarfile
 import threading
 
 import numpy as np
 import pytest
-from PIL import Image
+from shards_case import image_bytes, numbered, write_shard
 
 from train.config import Config, ModelConfig
 from train.data.sample import Wanted
@@ -27,30 +25,13 @@ SHARDS = 6
 READING = Reading(Wanted(True, "", None, True), (), 2**20, ("filepath", "title"), 100, True)
 
 
-def add(tar, name, content):
-  info = tarfile.TarInfo(name)
-  info.size = len(content)
-  tar.addfile(info, io.BytesIO(content))
-
-
-def jpeg(rng):
-  file = io.BytesIO()
-  Image.fromarray(rng.integers(0, 255, (20, 24, 3)).astype(np.uint8)).save(file, "JPEG")
-  return file.getvalue()
-
-
 def write(folder, bad=(), first=0, captions=True):
-  """Shards of 7, 8 or 9 samples, whose captions are "text 0", "text 1"...; and their number."""
+  """Shards of 7, 8 or 9 samples, whose captions are "text 0", "text 1"..."""
   folder.mkdir(exist_ok=True)
-  rng, number = np.random.default_rng(first), itertools.count(first)
+  numbers = itertools.count(first)
   for shard in range(SHARDS):
-    with tarfile.open(folder / f"{shard:03}.tar", "w") as tar:
-      for n in itertools.islice(number, 7 + shard % 3):
-        add(tar, f"{n:06}.jpg", b"junk" if n in bad else jpeg(rng))
-        if captions:
-          add(tar, f"{n:06}.txt", f"text {n}".encode())
-        add(tar, f"{n:06}.cls", str(n % 3).encode())
-  return next(number) - first
+    own = itertools.islice(numbers, 7 + shard % 3)
+    write_shard(folder / f"{shard:03}.tar", numbered(own, bad, captions))
 
 
 def tokenizer(texts, length):
@@ -202,8 +183,7 @@ def test_what_cannot_be_used_is_listed_once_and_counted(folder, tmp_path):
 
 def test_samples_without_a_caption_are_listed_with_their_shard(tmp_path):
   write(tmp_path / "a")
-  with tarfile.open(tmp_path / "a" / "001.tar", "a") as tar:
-    add(tar, "alone.jpg", jpeg(np.random.default_rng(0)))
+  write_shard(tmp_path / "a" / "001.tar", [("alone.jpg", image_bytes())], "a")
   take(config(tmp_path / "a"), 10, workdir=tmp_path)
   lines = [json.loads(line) for line in (tmp_path / "skipped.jsonl").read_text().splitlines()]
   assert {(line["key"], line["reason"]) for line in lines} == {("alone", "no caption")}
