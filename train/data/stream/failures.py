@@ -79,7 +79,7 @@ async def retried(url: str, question: Callable[[], Awaitable[T]]) -> T:
     if tried < TRIES:
       delay = min(MAX_DELAY, FIRST_DELAY * 2 ** (tried - 1)) * _jitter.uniform(0.5, 1)
       if time.monotonic() - began >= SILENCE:
-        _lines.say(f"{_failed(url, failure, tried)}; again in {delay:.0f} s.")
+        _lines.say(f"{_failed(url, failure, tried)}; again in {delay:.1f} s.")
       await asyncio.sleep(delay)
   raise Unreadable(_failed(url, failure, tried)) from failure
 
