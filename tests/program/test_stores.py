@@ -5,6 +5,7 @@ for Google's. They are reached through a proxy that fails by a script.
 """
 
 import asyncio
+import itertools
 import os
 import random
 import re
@@ -18,7 +19,9 @@ import pytest
 from shards_case import pairs, write_shard
 
 from tests.program import store_case
+from train.config import Config, ModelConfig
 from train.data.sample import Wanted
+from train.data.source import open_source
 from train.data.stream import ahead, failures, formats, stores
 from train.data.stream.order import Order, Position
 from train.data.stream.streams import Reading, blocks
@@ -27,6 +30,7 @@ from train.errors import RunError
 
 BYTES = random.Random(0).randbytes(300_000)
 CHUNK = 2**16
+READING = Reading(Wanted(True, "", None, True), (), 2**20, ("filepath", "title"), 100, False)
 
 
 @pytest.fixture(autouse=True)
@@ -198,6 +202,7 @@ for name in ("b/9", "c/0"):
   assert after == "299,999 bytes (blob_id 1.tar of 0)"
   assert re.fullmatch("Unreadable hf://datasets/a/b/9.tar: .*, tried once", absent)
   assert missing == "RunError hf://datasets/a/c/0.tar: hf://datasets/a/c is not there."
+  assert sum(n for name, n in proxy.requests.items() if "/tree/" in name) == 1  # listings
   assert proxy.injected.total() - proxy.injected[None] == 2
 
 
@@ -348,6 +353,20 @@ def test_a_failing_store_hides_no_name(folder, s3, moto):
       stores.expand(f"{proxy.url}/sh*/*.tar")
 
 
+def test_names_are_listed_once_for_a_run(s3, moto, tmp_path):
+  write_shard(tmp_path / "a.tar", pairs(3))
+  for i in range(4):
+    fsspec.filesystem("s3").put_file(tmp_path / "a.tar", f"shards/listed/{i}.tar")
+  config = Config(model=ModelConfig(size="tiny"), batch_size=4)
+  config.data.stream, config.data.train_shards = True, "s3://shards/listed/*.tar"
+  with store_case.failing(moto, store_case.never) as proxy:
+    s3(proxy.url)
+    (shards, _), *_ = open_source(config).sets
+    found = blocks(shards, Order(4, 1, 0, (0,)), Position(), READING, Versions())
+    assert sum(len(block.examples) for block in itertools.islice(found, 8)) == 2 * 4 * 3
+    assert sum(n for name, n in proxy.requests.items() if "list-type" in name) == 1
+
+
 def test_braces_alone_ask_no_store():
   with store_case.failing("nowhere", store_case.never) as proxy:
     found = stores.expand(f"{proxy.url}/{{000..999}}.tar::s3://bucket/{{a,b}}.tar")
@@ -426,8 +445,7 @@ def test_a_version_changes_with_the_file(folder, s3):
 
 
 def test_a_shard_of_s3_that_is_written_anew_is_seen_in_the_next_pass(s3, tmp_path):
-  reading = Reading(Wanted(True, "", None, True), (), 2**20, ("filepath", "title"), 100, False)
-  found = blocks(("s3://shards/a.tar",), Order(1, 1, 0, (0,)), Position(), reading, Versions())
+  found = blocks(("s3://shards/a.tar",), Order(1, 1, 0, (0,)), Position(), READING, Versions())
   for first in (0, 0, 50):
     write_shard(tmp_path / "a.tar", pairs(3, first))
     fsspec.filesystem("s3").put_file(tmp_path / "a.tar", "shards/a.tar")
