@@ -118,8 +118,8 @@ def order(shards: str) -> np.ndarray:
 
 
 def shuffle(loader: str, order: np.ndarray) -> Iterator[tuple[str, str, float]]:
-  place = np.empty(STREAMS * EACH, int)
-  place[order[::-1]] = np.arange(len(order))[::-1]  # Where each number comes first.
+  assert np.array_equal(np.sort(order), np.arange(STREAMS * EACH))
+  place = np.argsort(order)  # of each number
   shards = place.reshape(STREAMS, EACH)
   first, second = shards[:, :-1], shards[:, 1:]
   distance = np.abs(first - second)
