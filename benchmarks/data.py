@@ -21,6 +21,7 @@ import json
 import os
 import pathlib
 import platform
+import re
 import socket
 import statistics
 import subprocess
@@ -29,6 +30,7 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import fsspec
 import numpy as np
@@ -36,12 +38,12 @@ from PIL import Image
 
 from benchmarks.commit import COMMIT
 from benchmarks.host_rate import rate
+from benchmarks.timing import append
 from train.config import Config, DataConfig, ModelConfig
 from train.data.source import open_source
 from train.data.tokenizer import make_tokenizer
 
 _RESULTS = pathlib.Path(__file__).parent / "results" / "data.jsonl"
-_PHOTOS = 512
 _SHARDS = "photos-{0..3}.tar"  # Several, since open_clip does not share a shard between workers.
 
 
@@ -56,8 +58,8 @@ def main() -> None:
   parser.add_argument("--open_clip", action="store_true", help="compare with open_clip's loader")
   options = parser.parse_args()
   with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as closing:
-    _write_photos(pathlib.Path(folder))
-    stores = [closing.enter_context(_s3(folder))] if options.s3 else []
+    write_photos(pathlib.Path(folder))
+    stores = [closing.enter_context(s3(folder))] if options.s3 else []
     contenders = _contenders(folder, options, stores)
     found = [[] for _ in contenders]
     for _ in range(options.turns):
@@ -71,10 +73,7 @@ def main() -> None:
     }
     row |= {"batch_size": options.batch_size, "turns": options.turns, **medians}
     print(json.dumps(row), flush=True)
-    row |= _circumstances()
-    row["versions"] |= turns[0].get("versions", {})
-    with _RESULTS.open("a") as file:
-      file.write(json.dumps(row) + "\n")
+    record(row, **turns[0].get("versions", {}))
 
 
 def _contenders(folder: str, options: argparse.Namespace, stores: list[str]) -> list:
@@ -96,8 +95,8 @@ def _contenders(folder: str, options: argparse.Namespace, stores: list[str]) -> 
       found.append((row, functools.partial(measure, config, image_size, options.batches)))
   for workers in filter(None, options.workers if options.open_clip else ()):
     row = {"data": "photos", "loader": "open_clip", "image_size": 224, "workers": workers}
-    shards = str(pathlib.Path(folder) / _SHARDS)
-    found.append((row, functools.partial(_measure_open_clip, shards, workers, options)))
+    flags = {"shards": f"{folder}/{_SHARDS}", "workers": workers, "batches": options.batches}
+    found.append((row, functools.partial(open_clip, **flags, batch_size=options.batch_size)))
   return found
 
 
@@ -113,8 +112,8 @@ def measure(config: Config, image_size: int, batches: int) -> dict:
 
 
 @contextlib.contextmanager
-def _s3(folder: str) -> Iterator[str]:
-  """The URL of the photos' shards in moto's S3."""
+def s3(folder: str) -> Iterator[str]:
+  """The URL of a folder's shards in moto's S3."""
   with socket.socket() as server:
     server.bind(("127.0.0.1", 0))
     port = server.getsockname()[1]
@@ -126,37 +125,48 @@ def _s3(folder: str) -> Iterator[str]:
       while socket.socket().connect_ex(("127.0.0.1", port)):
         time.sleep(0.1)
       bucket = fsspec.filesystem("s3")
-      bucket.mkdir("photos")
-      bucket.put([str(path) for path in pathlib.Path(folder).glob("*.tar")], "photos/")
-      yield "s3://photos"
+      bucket.mkdir("shards")
+      bucket.put([str(path) for path in pathlib.Path(folder).glob("*.tar")], "shards/")
+      yield "s3://shards"
     finally:
       store.kill()
 
 
-def _measure_open_clip(shards: str, workers: int, options: argparse.Namespace) -> dict:
-  command = [sys.executable, "-m", "benchmarks.data_open_clip", f"--shards={shards}"]
-  command += [f"--workers={workers}", f"--batches={options.batches}"]
-  command += [f"--batch_size={options.batch_size}"]
+def open_clip(**flags) -> Any:
+  """What benchmarks/data_open_clip.py prints."""
+  command = [sys.executable, "-m", "benchmarks.data_open_clip"]
+  command += [f"--{name}={value}" for name, value in flags.items()]
   run = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
   return json.loads(run.stdout.splitlines()[-1])
 
 
-def _write_photos(folder: pathlib.Path) -> None:
-  """Writes photos as large as Flickr's: 500x375, 80 kB."""
+def write_photos(
+  folder: pathlib.Path,
+  shards: int = 4,
+  each: int = 128,
+  size: tuple[int, int] = (500, 375),
+  caption: str = "A dog runs over the grass with a ball in its mouth .",
+) -> None:
+  """Writes photos-0.tar and so on; by default photos as large as Flickr's: 500x375, 80 kB."""
   rng = np.random.default_rng(0)
-  for shard in range(4):
+  for shard in range(shards):
     with tarfile.open(folder / f"photos-{shard}.tar", "w") as tar:
-      for i in range(shard * _PHOTOS // 4, (shard + 1) * _PHOTOS // 4):
-        coarse = Image.fromarray(rng.integers(0, 256, (75, 100, 3), np.uint8))
+      for i in range(shard * each, (shard + 1) * each):
+        coarse = Image.fromarray(rng.integers(0, 256, (size[1] // 5, size[0] // 5, 3), np.uint8))
         file = io.BytesIO()
-        coarse.resize((500, 375), Image.Resampling.BICUBIC).save(file, "jpeg", quality=90)
-        for name, content in (
-          (f"{i:06d}.jpg", file.getvalue()),
-          (f"{i:06d}.txt", b"A dog runs over the grass with a ball in its mouth ."),
-        ):
+        coarse.resize(size, Image.Resampling.BICUBIC).save(file, "jpeg", quality=90)
+        texts = (f"{i:06d}.jpg", file.getvalue()), (f"{i:06d}.txt", caption.format(i).encode())
+        for name, content in texts:
           info = tarfile.TarInfo(name)
           info.size = len(content)
           tar.addfile(info, io.BytesIO(content))
+
+
+def record(row: dict, **versions: str) -> None:
+  """Adds a row with the circumstances; `versions` are those of another process."""
+  row |= _circumstances()
+  row["versions"] |= versions
+  append(_RESULTS, [row])
 
 
 def _circumstances() -> dict:
@@ -166,7 +176,7 @@ def _circumstances() -> dict:
   )  # fmt: skip
   return {
     "commit": COMMIT,
-    "command": " ".join(["python -m benchmarks.data", *sys.argv[1:]]),
+    "command": " ".join(["python -m", sys.modules["__main__"].__spec__.name, *sys.argv[1:]]),
     "versions": {name: importlib.metadata.version(name) for name in packages},
     "python": platform.python_version(),
     "cpu": _cpu_name(),
@@ -176,12 +186,9 @@ def _circumstances() -> dict:
 
 
 def _cpu_name() -> str:
-  try:
-    lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
-  except FileNotFoundError:
-    return platform.processor()
-  names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-  return next(names, platform.machine())
+  cpus = pathlib.Path("/proc/cpuinfo")
+  named = re.search(r"model name\s*: (.*)", cpus.read_text() if cpus.exists() else "")
+  return named[1] if named else platform.processor() or platform.machine()
 
 
 if __name__ == "__main__":

@@ -61,6 +61,7 @@ def main() -> None:
   serving = [row for row in read("serving") if row["benchmark"] == "serving speed"]
   serving, _ = by_chip(last(serving, "chip", "size", "batch_size"))
   write("serving", serving_table(serving), DOCS / "embedding.md")
+  write("data", data_table(read("data")), DOCS / "data.md")
   several = read("scaling")
   scaling = [row for row in several if row["benchmark"] == "scaling"]
   scaling, _ = by_chip(last(scaling, "chip", "row"))
@@ -204,6 +205,16 @@ def serving_table(rows) -> list[str]:
       f"| ViT-{row['size']} | {row['batch_size']} | {ours:,.0f} | {flax:,.0f} | {open_clip:,.0f} |"
       f" **{ours / flax:.2f}x** | **{ours / open_clip:.2f}x** |"
     )
+  return lines
+
+
+def data_table(rows) -> list[str]:
+  """What benchmarks/data_scale.py measured."""
+  rows = last([row for row in rows if "measure" in row], "measure", "case")
+  lines = [f"| on {rows[0]['cores']} CPU cores | | |", "|---|---|---|"]
+  for row in rows:
+    digits = 0 if row["value"] > 99 else 2
+    lines.append(f"| {row['measure']} | {row['case']} | {row['value']:,.{digits}f} |")
   return lines
 
 

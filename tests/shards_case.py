@@ -40,6 +40,18 @@ def pairs(count, first=0):
     yield f"{i:06d}.txt", f"caption {i}".encode()
 
 
+def numbered(numbers, bad=(), captions=True):
+  """Members of samples whose captions are "text 7" and whose pixels differ, in three classes.
+
+  bad: numbers of those whose image is none.
+  """
+  for n in numbers:
+    yield f"{n:06d}.jpg", b"junk" if n in bad else noisy_image_bytes(n)
+    if captions:
+      yield f"{n:06d}.txt", f"text {n}".encode()
+    yield f"{n:06d}.cls", str(n % 3).encode()
+
+
 def data_config(tmp_path) -> DataConfig:
   """Imports the shards in tmp_path/shards, as `mine`."""
   (tmp_path / "shards").mkdir()

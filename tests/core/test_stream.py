@@ -1,15 +1,14 @@
 """train/data/stream: batches are a function of the config and the step, and resume exactly."""
 
 import collections
-import io
 import itertools
 import json
-import tarfile
+import os
 import threading
 
 import numpy as np
 import pytest
-from PIL import Image
+from shards_case import image_bytes, numbered, write_shard
 
 from train.config import Config, ModelConfig
 from train.data.sample import Wanted
@@ -18,35 +17,21 @@ from train.data.stream.batches import left_out, merged
 from train.data.stream.order import Order, Position
 from train.data.stream.source import open_streamed
 from train.data.stream.streams import Reading, ShardSet, blocks
+from train.data.stream.versions import Versions
 from train.errors import RunError
 
 SHARDS = 6
-
-
-def add(tar, name, content):
-  info = tarfile.TarInfo(name)
-  info.size = len(content)
-  tar.addfile(info, io.BytesIO(content))
-
-
-def jpeg(rng):
-  file = io.BytesIO()
-  Image.fromarray(rng.integers(0, 255, (20, 24, 3)).astype(np.uint8)).save(file, "JPEG")
-  return file.getvalue()
+# A block is a shard.
+READING = Reading(Wanted(True, "", None, True), (), 2**20, ("filepath", "title"), 100, True)
 
 
 def write(folder, bad=(), first=0, captions=True):
-  """Shards of 7, 8 or 9 samples, whose captions are "text 0", "text 1"...; and their number."""
+  """Shards of 7, 8 or 9 samples, whose captions are "text 0", "text 1"..."""
   folder.mkdir(exist_ok=True)
-  rng, number = np.random.default_rng(first), itertools.count(first)
+  numbers = itertools.count(first)
   for shard in range(SHARDS):
-    with tarfile.open(folder / f"{shard:03}.tar", "w") as tar:
-      for n in itertools.islice(number, 7 + shard % 3):
-        add(tar, f"{n:06}.jpg", b"junk" if n in bad else jpeg(rng))
-        if captions:
-          add(tar, f"{n:06}.txt", f"text {n}".encode())
-        add(tar, f"{n:06}.cls", str(n % 3).encode())
-  return next(number) - first
+    own = itertools.islice(numbers, 7 + shard % 3)
+    write_shard(folder / f"{shard:03}.tar", numbered(own, bad, captions))
 
 
 def tokenizer(texts, length):
@@ -206,8 +191,7 @@ def test_what_cannot_be_used_is_listed_once_and_counted(folder, tmp_path):
 
 def test_samples_without_a_caption_are_listed_with_their_shard(tmp_path):
   write(tmp_path / "a")
-  with tarfile.open(tmp_path / "a" / "001.tar", "a") as tar:
-    add(tar, "alone.jpg", jpeg(np.random.default_rng(0)))
+  write_shard(tmp_path / "a" / "001.tar", [("alone.jpg", image_bytes())], "a")
   take(config(tmp_path / "a"), 10, workdir=tmp_path)
   lines = [json.loads(line) for line in (tmp_path / "skipped.jsonl").read_text().splitlines()]
   assert {(line["key"], line["reason"]) for line in lines} == {("alone", "no caption")}
@@ -320,13 +304,54 @@ def test_a_run_goes_on_with_its_own_shards_only(folder, tmp_path):
     take(config(folder), 1, {"batches": 3})
 
 
-def test_a_shard_that_changed_under_a_run_is_seen(tmp_path):
+def touch(folder, seconds):
+  for path in folder.glob("*.tar"):
+    os.utime(path, (seconds, seconds))
+
+
+def test_across_a_resume_a_change_of_size_is_seen(tmp_path):
   write(tmp_path / "a")
+  whole, _ = take(config(tmp_path / "a"), 12)
   _, state = take(config(tmp_path / "a"), 2)
+  touch(tmp_path / "a", 1000)  # as of a copy elsewhere
+  same(take(config(tmp_path / "a"), 10, state)[0], whole[2:])
   for path in (tmp_path / "a").glob("*.tar"):
     path.write_bytes(path.read_bytes() + bytes(10240))
-  with pytest.raises(RunError, match=r"has changed under this run: it has .* bytes now, and had"):
+  with pytest.raises(
+    RunError, match=r"has changed under this run: it has .* bytes .* now, and had [\d,]+ bytes\. "
+  ):
     take(config(tmp_path / "a"), 20, state)
+
+
+def test_a_shard_written_anew_is_seen_when_it_is_opened_again(tmp_path):
+  write(tmp_path / "a")
+  touch(tmp_path / "a", 1000)
+  (iterator,) = iterators(config(tmp_path / "a", streams=1))
+  try:
+    next(iterator)
+    touch(tmp_path / "a", 1001)
+    times = [rf"\(changed 1970-01-01 00:16:{seconds} UTC\)" for seconds in (41, 40)]
+    with pytest.raises(RunError, match=r"\d.tar has changed .*{} now, and had .*{}".format(*times)):
+      for _ in range(12):  # two passes
+        next(iterator)
+  finally:
+    iterator.close()
+
+
+def test_streams_of_a_process_compare_what_they_open(tmp_path):
+  write(tmp_path / "a")
+  names = sorted(map(str, (tmp_path / "a").glob("*.tar")))
+  versions = Versions()
+  first, second = (
+    blocks(names, Order(SHARDS, 2, i, (0, 0)), Position(), READING, versions) for i in range(2)
+  )
+  next(first)
+  touch(tmp_path / "a", 1000)
+  for _ in range(3):
+    next(second)  # Shards that no stream had opened before.
+  with pytest.raises(RunError, match=r"has changed under this run"):
+    for _ in range(6):  # The next passes deal the shards out anew.
+      next(second)
 
 
 def test_without_streaming_a_place_elsewhere_is_refused_with_what_reads_it(folder):
@@ -376,8 +401,7 @@ def test_shards_without_a_sample_end_the_run(tmp_path):
 def test_a_shard_that_cannot_be_read_for_a_while_has_not_changed(tmp_path):
   write(tmp_path / "a")
   names = sorted(map(str, (tmp_path / "a").glob("*.tar")))
-  reading = Reading(Wanted(True, "", None, True), (), 2**20, ("filepath", "title"), 100, True)
-  found = blocks(names, Order(SHARDS, 1, 0, (0, 0)), Position(), reading)  # A block is a shard.
+  found = blocks(names, Order(SHARDS, 1, 0, (0, 0)), Position(), READING, Versions())
   for _ in range(2):
     assert sum(len(block.examples) for block in itertools.islice(found, SHARDS)) == 48
     (tmp_path / "a" / "002.tar").rename(tmp_path / "away")

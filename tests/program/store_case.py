@@ -13,6 +13,7 @@ import select
 import socket
 import struct
 import threading
+import urllib.parse
 from collections.abc import Iterator, Sequence
 
 FAULTS = ("429", "500", "503", "reset", "stall", "truncated", "short")
@@ -128,12 +129,19 @@ class Hub(Ranges):
     elif path in (api, f"{api}/revision/main"):
       self._answer(200, {"id": "a/b", "sha": "0" * 40, "siblings": []})
     elif path.rstrip("/") == f"{api}/tree/main":
-      self._answer(200, [
-        {"type": "file", "path": file.name, "oid": file.name, "size": file.stat().st_size}
-        for file in files
-      ])  # fmt: skip
+      self._answer(200, [self._described(file.path) for file in files])
     else:
       self._answer(404, {"error": "Repository not found"})
+
+  def do_POST(self):
+    asked = urllib.parse.parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
+    found = [os.path.join(self.server.folder, path) for path in asked["paths"]]
+    self._answer(200, [self._described(path) for path in found if os.path.exists(path)])
+
+  def _described(self, path):
+    name, status = os.path.basename(path), os.stat(path)
+    blob = f"{name} of {status.st_mtime_ns}"
+    return {"type": "file", "path": name, "oid": blob, "size": status.st_size}
 
   def _answer(self, status, content):
     body = json.dumps(content).encode()
@@ -179,7 +187,7 @@ class Proxy(http.server.BaseHTTPRequestHandler):
       status, headers, body = self._passed()
       self._send(status, headers, body, fault)
 
-  do_HEAD = do_PUT = do_GET
+  do_HEAD = do_PUT = do_POST = do_GET
 
   def _passed(self) -> tuple[int, dict[str, str], bytes]:
     upstream = http.client.HTTPConnection(self.server.upstream)

@@ -5,6 +5,7 @@ for Google's. They are reached through a proxy that fails by a script.
 """
 
 import asyncio
+import itertools
 import os
 import random
 import re
@@ -15,13 +16,21 @@ import time
 
 import fsspec
 import pytest
+from shards_case import pairs, write_shard
 
 from tests.program import store_case
-from train.data.stream import ahead, failures, stores
+from train.config import Config, ModelConfig
+from train.data.sample import Wanted
+from train.data.source import open_source
+from train.data.stream import ahead, failures, formats, stores
+from train.data.stream.order import Order, Position
+from train.data.stream.streams import Reading, blocks
+from train.data.stream.versions import Versions
 from train.errors import RunError
 
 BYTES = random.Random(0).randbytes(300_000)
 CHUNK = 2**16
+READING = Reading(Wanted(True, "", None, True), (), 2**20, ("filepath", "title"), 100, False)
 
 
 @pytest.fixture(autouse=True)
@@ -162,9 +171,13 @@ def test_google_s_store_has_the_bytes(monkeypatch):
 def test_hugging_face_s_store_has_the_bytes(folder):
   pytest.importorskip("huggingface_hub")
   script = """
+import os
 from train.data.stream import stores
 names = stores.expand("hf://datasets/a/b/*.tar")
-print(names, tuple(stores.version(names[1])))
+print(names, stores.version(names[1]) == stores.version(names[1]))
+print(stores.version(names[1]))
+os.utime("shards/1.tar", (0, 0))
+print(stores.version(names[1]))
 with open("got", "wb") as got, stores.open_at(names[1], 5) as file:
   got.write(file.read())
 for name in ("b/9", "c/0"):
@@ -183,11 +196,13 @@ for name in ("b/9", "c/0"):
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True,
                          cwd=folder, env=environment, timeout=100)  # fmt: skip
   assert (folder / "got").read_bytes() == BYTES[6:], run.stderr
-  first, absent, missing = run.stdout.splitlines()
-  names = [f"hf://datasets/a/b/{i}.tar" for i in range(3)]
-  assert first == f"{names} {(len(BYTES) - 1, '1.tar')}"
+  first, before, after, absent, missing = run.stdout.splitlines()
+  assert first == f"{[f'hf://datasets/a/b/{i}.tar' for i in range(3)]} True"
+  assert before.startswith("299,999 bytes (blob_id 1.tar of ")
+  assert after == "299,999 bytes (blob_id 1.tar of 0)"
   assert re.fullmatch("Unreadable hf://datasets/a/b/9.tar: .*, tried once", absent)
   assert missing == "RunError hf://datasets/a/c/0.tar: hf://datasets/a/c is not there."
+  assert sum(n for name, n in proxy.requests.items() if "/tree/" in name) == 1  # listings
   assert proxy.injected.total() - proxy.injected[None] == 2
 
 
@@ -207,6 +222,29 @@ def test_an_unreadable_file_says_its_url_and_tries(monkeypatch, folder):
       file.read(1)
     with pytest.raises(ValueError, match="closed"):  # not the next chunk's bytes
       file.read(1)
+
+
+def test_a_failure_that_lasts_is_said_once_a_minute(monkeypatch, folder, capsys):
+  monkeypatch.setattr(failures, "_lines", failures._Lines())
+  monkeypatch.setattr(failures, "SILENCE", 0.1)
+  with (
+    store_case.serving(store_case.Ranges, folder=folder) as server,
+    store_case.failing(server.url, lambda name: ["503"] * 2) as proxy,
+  ):
+    url = f"{proxy.url}/shards/0.tar"
+    assert read(url) == BYTES
+    assert capsys.readouterr().err == ""  # Each failure was short.
+    proxy.script = store_case.always("503")
+    monkeypatch.setattr(failures, "FIRST_DELAY", 0.05)
+    for _ in range(2):
+      with pytest.raises(stores.Unreadable, match="tried 10 times"):
+        stores.open_at(url)
+    said = capsys.readouterr().err
+    assert re.fullmatch(rf"{url}: .*503.*, tried [3-9] times; again in 0\.\d s\.\n", said)
+    monkeypatch.setattr(failures, "SAID_EVERY", 0.0)
+    with pytest.raises(stores.Unreadable):
+      stores.open_at(url)
+    assert len(capsys.readouterr().err.splitlines()) > 1
 
 
 def test_a_file_that_is_not_there_is_asked_for_once(folder, s3):
@@ -315,6 +353,20 @@ def test_a_failing_store_hides_no_name(folder, s3, moto):
       stores.expand(f"{proxy.url}/sh*/*.tar")
 
 
+def test_names_are_listed_once_for_a_run(s3, moto, tmp_path):
+  write_shard(tmp_path / "a.tar", pairs(3))
+  for i in range(4):
+    fsspec.filesystem("s3").put_file(tmp_path / "a.tar", f"shards/listed/{i}.tar")
+  config = Config(model=ModelConfig(size="tiny"), batch_size=4)
+  config.data.stream, config.data.train_shards = True, "s3://shards/listed/*.tar"
+  with store_case.failing(moto, store_case.never) as proxy:
+    s3(proxy.url)
+    (shards, _), *_ = open_source(config).sets
+    found = blocks(shards, Order(4, 1, 0, (0,)), Position(), READING, Versions())
+    assert sum(len(block.examples) for block in itertools.islice(found, 8)) == 2 * 4 * 3
+    assert sum(n for name, n in proxy.requests.items() if "list-type" in name) == 1
+
+
 def test_braces_alone_ask_no_store():
   with store_case.failing("nowhere", store_case.never) as proxy:
     found = stores.expand(f"{proxy.url}/{{000..999}}.tar::s3://bucket/{{a,b}}.tar")
@@ -337,6 +389,25 @@ def test_a_list_has_a_name_a_line(folder, s3):
       stores.expand(f"@{server.url}/none.txt")
 
 
+def test_a_folder_of_pairs_in_a_store_is_that_of_a_disk(folder, s3):
+  (folder / "pairs").mkdir()
+  store = fsspec.filesystem("s3")
+  for name in ("b.jpg", "b.txt", "a.png", "a.json", "a.bin", "c.txt", "._a.jpg", "deep/d.jpg"):
+    (folder / "pairs" / name).parent.mkdir(exist_ok=True)
+    (folder / "pairs" / name).write_bytes(name.encode())
+    store.pipe_file(f"shards/pairs/{name}", name.encode())
+  with store_case.serving(store_case.Ranges, folder=folder) as server:
+    for start in range(4):
+      expected = [*formats.samples(f"{folder}/pairs/", start, 9)]
+      assert [key for _, key, _ in expected] == ["a", "b", "c"][start:]
+      for place in ("s3://shards", server.url):
+        assert [*formats.samples(f"{place}/pairs/", start, 9)] == expected
+  with pytest.raises(stores.Unreadable, match=r"s3://shards/none/: .*, tried once"):
+    stores.files_in("s3://shards/none/")
+  with pytest.raises(RunError, match="s3://none is not there"):
+    stores.files_in("s3://none/pairs/")
+
+
 def test_a_pattern_without_a_match_is_said(folder, s3):
   with store_case.serving(store_case.Ranges, folder=folder) as server:
     for pattern in (f"{folder}/*.zip", f"{folder}/{{0..9}}.zip", "s3://shards/*.zip",
@@ -347,24 +418,42 @@ def test_a_pattern_without_a_match_is_said(folder, s3):
 
 
 def test_a_version_changes_with_the_file(folder, s3):
+  """An HTTP server's size alone: mirrors behind one name have tags of their own."""
+
   def versions():
     return [stores.version(u) for u in (f"{server.url}/0", str(folder / "0"), "s3://shards/0")]
 
-  def write(content):
+  def write(content, seconds):
     (folder / "0").write_bytes(content)
-    os.utime(folder / "0", ns=(0, len(seen)))
+    os.utime(folder / "0", (seconds, seconds))
     fsspec.filesystem("s3", skip_instance_cache=True).pipe_file("shards/0", content)
-    seen.append(versions())
+    return versions()
 
-  seen = []
   with store_case.serving(store_case.Ranges, folder=folder) as server:
-    write(b"abc")
-    assert versions() == seen[0]
+    first = write(b"abc", 1000)
+    assert versions() == first
     stores.expand("s3://shards/*")  # A listing is not what a later version is read from.
-    write(b"abd")
-  for before, after in zip(*seen, strict=True):
-    assert before.size == after.size == 3
-    assert before.tag != after.tag
+    second, third = write(b"abd", 1001), write(b"abcd", 1001.5)
+  assert [str(version) for version in first[:2]] == [
+    "3 bytes",
+    "3 bytes (changed 1970-01-01 00:16:40 UTC)",
+  ]
+  assert first[2].tag.startswith('ETag "')
+  differs = [[a.differs(b) for a, b in zip(x, first, strict=True)] for x in (second, third)]
+  assert differs == [[False, True, True], [True, True, True]]
+  assert second[1].tag == third[1].tag  # whole seconds
+
+
+def test_a_shard_of_s3_that_is_written_anew_is_seen_in_the_next_pass(s3, tmp_path):
+  found = blocks(("s3://shards/a.tar",), Order(1, 1, 0, (0,)), Position(), READING, Versions())
+  for first in (0, 0, 50):
+    write_shard(tmp_path / "a.tar", pairs(3, first))
+    fsspec.filesystem("s3").put_file(tmp_path / "a.tar", "shards/a.tar")
+    if first:
+      with pytest.raises(RunError, match=r'it has ([\d,]+ bytes) \(ETag ".*"\) now, and had \1 '):
+        next(found)
+    else:
+      assert len(next(found).examples) == 3
 
 
 def test_only_the_next_chunks_are_asked_for(folder):

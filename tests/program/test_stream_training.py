@@ -1,37 +1,26 @@
 """A run that streams its shards: it resumes to the bit, on any mesh, from a disk and from S3."""
 
-import io
 import json
 import math
 import random
 import time
 
-import numpy as np
 import pytest
 from loop_case import records, trainer
-from PIL import Image
 from processes_case import start_two
-from shards_case import write_shard
+from shards_case import numbered, write_shard
 
 pytestmark = pytest.mark.standard_promotion  # As optax needs.
 
 SHARDS = 6
 
 
-def members(first, count):
-  rng = np.random.default_rng(first)
-  for n in range(first, first + count):
-    file = io.BytesIO()
-    Image.fromarray(rng.integers(0, 256, (32, 32, 3)).astype(np.uint8)).save(file, "JPEG")
-    yield f"{n:06}.jpg", file.getvalue() if n != 9 else b"junk"
-    yield f"{n:06}.txt", f"number {n}".encode()
-
-
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory):
   folder = tmp_path_factory.mktemp("shards")
   for shard in range(SHARDS):
-    write_shard(folder / f"{shard:03}.tar", members(20 * shard, 14 + shard))
+    numbers = range(20 * shard, 21 * shard + 14)
+    write_shard(folder / f"{shard:03}.tar", numbered(numbers, bad=(9,)))
   return folder
 
 

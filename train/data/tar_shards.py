@@ -106,9 +106,8 @@ def share_of_images(path: str) -> float:
   try:
     with tarfile.open(path, "r:", tarinfo=StrictTarInfo) as tar:
       size = 0
-      for member in tar:
-        tar.members.clear()
-        ending = os.path.basename(member.name).partition(".")[2].lower()
+      for member in tar_members.members_of(tar):
+        ending = tar_members.name_of(member.name).ending
         size += member.size * (member.isfile() and ending in IMAGES)
       return size / max(1, os.path.getsize(path))
   except tarfile.TarError:  # Compressed or damaged, which the import says.

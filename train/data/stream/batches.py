@@ -20,6 +20,7 @@ from train.data import sample
 from train.data.augment import RandomCrop
 from train.data.machine import cores, system_error
 from train.data.stream.streams import Reading, ShardSet, Skipped, Stream
+from train.data.stream.versions import Versions
 from train.data.workers import in_workers, worker_died
 from train.errors import RunError
 
@@ -177,11 +178,11 @@ class _Parts(grain.DatasetIterator):
     self._decodes: ThreadPoolExecutor | None = None
 
   def _begin(self) -> None:
-    plan, states = self._plan, self._states
+    plan, states, versions = self._plan, self._states, Versions()
     if self._threads > 1:
       self._decodes = ThreadPoolExecutor(self._threads)
     self._streams = [
-      Stream(plan.sets, i, plan.streams, plan.seed, plan.reading, states.get(str(i), ()))
+      Stream(plan.sets, i, plan.streams, plan.seed, plan.reading, versions, states.get(str(i), ()))
       for i in self._group
     ]
 

@@ -5,8 +5,11 @@ it somewhere in the exception or in its causes.
 """
 
 import asyncio
+import math
 import random
 import re
+import sys
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -19,6 +22,8 @@ from train.errors import RunError
 TRIES = 10
 TIMEOUT = 60.0  # seconds for an answer
 FIRST_DELAY, MAX_DELAY = 0.5, 60.0  # seconds between tries, each up to twice the one before
+SILENCE = 5.0  # seconds for which a failure is not worth a line
+SAID_EVERY = 60.0  # seconds: at most one line in these, whatever fails
 _TRY_AGAIN = (408, 425, 429)  # of the statuses 300 to 499; these and all above are tried again
 T = TypeVar("T")
 _jitter = random.SystemRandom()  # No run's seed: workers that failed together come back apart.
@@ -54,6 +59,7 @@ async def retried(url: str, question: Callable[[], Awaitable[T]]) -> T:
     RunError: the store refuses us.
     NoRanges: `question` raised it.
   """
+  began = time.monotonic()
   for tried in range(1, TRIES + 1):
     try:
       return await question()
@@ -71,10 +77,31 @@ async def retried(url: str, question: Callable[[], Awaitable[T]]) -> T:
     ):
       break
     if tried < TRIES:
-      delay = min(MAX_DELAY, FIRST_DELAY * 2 ** (tried - 1))
-      await asyncio.sleep(delay * _jitter.uniform(0.5, 1))
-  times = "once" if tried == 1 else f"{tried} times"
-  raise Unreadable(f"{url}: {_reason(failure)}, tried {times}") from failure
+      delay = min(MAX_DELAY, FIRST_DELAY * 2 ** (tried - 1)) * _jitter.uniform(0.5, 1)
+      if time.monotonic() - began >= SILENCE:
+        _lines.say(f"{_failed(url, failure, tried)}; again in {delay:.1f} s.")
+      await asyncio.sleep(delay)
+  raise Unreadable(_failed(url, failure, tried)) from failure
+
+
+def _failed(url: str, failure: Exception, tried: int) -> str:
+  return f"{url}: {_reason(failure)}, tried {'once' if tried == 1 else f'{tried} times'}"
+
+
+class _Lines:
+  """Lines on stderr, at most one in SAID_EVERY seconds of a process."""
+
+  def __init__(self):
+    self._last = -math.inf
+
+  def say(self, line: str) -> None:
+    """Says it, or not. Only fsspec's thread calls this."""
+    if time.monotonic() - self._last >= SAID_EVERY:
+      self._last = time.monotonic()
+      print(line, file=sys.stderr, flush=True)
+
+
+_lines = _Lines()
 
 
 def is_absence(error: BaseException) -> bool:

@@ -6,7 +6,6 @@ it ends nothing.
 
 import csv
 import io
-import os
 import posixpath
 import re
 from collections.abc import Iterator
@@ -95,7 +94,7 @@ def pairs(url: str, start: int, max_bytes: int) -> Iterator[tuple[int, str, File
   The names are read from the beginning.
   """
   by_key: dict[str, list[tuple[str, str]]] = {}
-  for path in _files_in(url):
+  for path in stores.files_in(url):
     _, key, ending = tar_members.name_of(posixpath.basename(path))
     if key:
       by_key.setdefault(key, []).append((ending, path))
@@ -107,16 +106,6 @@ def pairs(url: str, start: int, max_bytes: int) -> Iterator[tuple[int, str, File
         break
       files[ending] = content(path, max_bytes) if ending in READ else b""
     yield position, key, files
-
-
-def _files_in(url: str) -> list[str]:
-  if "://" in url:
-    return stores.expand(f"{url.rstrip('/')}/*")
-  try:
-    with os.scandir(url) as entries:
-      return [entry.path for entry in entries if entry.is_file()]
-  except OSError as error:
-    raise stores.Unreadable(f"{url}: {error.strerror}, tried once") from error
 
 
 def content(url: str, max_bytes: int) -> bytes | Unusable:

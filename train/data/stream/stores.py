@@ -13,8 +13,9 @@ import glob
 import io
 import os
 import re
+import time
 from collections.abc import Iterator
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import fsspec
 
@@ -22,6 +23,7 @@ from train.data import tar_shards
 from train.data.stream import failures
 from train.data.stream.ahead import Ahead
 from train.data.stream.failures import Unreadable
+from train.data.stream.versions import Version
 from train.errors import RunError
 from train.paths import local_path
 
@@ -35,18 +37,8 @@ _EXTRAS = {
   "http": ("http", "aiohttp"),
   "https": ("http", "aiohttp"),
 }
-_TAGS = ("ETag", "etag", "generation", "blob_id", "mtime", "LastModified", "Last-Modified")
-
-
-class Version(NamedTuple):
-  """What tells one content of a file from another.
-
-  size: in bytes; -1 if the server does not say.
-  tag: the store's ETag or its like, or when a local file was changed, in ns; "" if there is none.
-  """
-
-  size: int
-  tag: str
+# What an extra's stores call a content. HTTP's mirrors behind one name have ETags of their own.
+_TAGS = {"s3": "ETag", "gs": "generation", "hf": "blob_id"}
 
 
 def expand(pattern: str, root: str = "") -> list[str]:
@@ -78,16 +70,22 @@ def version(url: str) -> Version:
   if not _is_remote(url):
     with _local_failures(url):
       status = os.stat(url)
-    return Version(status.st_size, str(status.st_mtime_ns))
+    # In whole seconds, for disks of a network round what a client has just written.
+    changed = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(status.st_mtime_ns // 10**9))
+    return Version(status.st_size, f"changed {changed} UTC")
   fs, path = _store(url)
+  extra, _ = _EXTRAS[url.partition("://")[0]]
+  # huggingface_hub would list the folder, and then take all versions from that.
+  options = {"refresh": True, "expand_info": True} if extra == "hf" else {}
   try:
-    info = _info(url, fs, path)
+    info = _info(url, fs, path, **options)
   except Unreadable as error:
     if failures.is_absence(error):
       _check_bucket(url, fs, path)
     raise
   size = -1 if info.get("size") is None else int(info["size"])
-  return Version(size, next((str(info[name]) for name in _TAGS if info.get(name)), ""))
+  tag = _TAGS.get(extra, "")
+  return Version(size, f"{tag} {info[tag]}" if info.get(tag) else "")
 
 
 def open_at(url: str, start: int = 0) -> BinaryIO:
@@ -102,6 +100,21 @@ def open_at(url: str, start: int = 0) -> BinaryIO:
     raw = _Local(url)
     raw.seek(start)
   return io.BufferedReader(raw, _BUFFER)
+
+
+def files_in(folder: str) -> list[str]:
+  """The files of a folder, without those of folders in it. Raises as `version` does."""
+  if not _is_remote(folder):
+    with _local_failures(folder), os.scandir(folder) as entries:
+      return [entry.path for entry in entries if entry.is_file()]
+  fs, path = _store(folder)
+  try:
+    names = _entries(folder, fs, path.rstrip("/"))
+  except Unreadable as error:
+    if failures.is_absence(error):
+      _check_bucket(folder, fs, path)
+    raise
+  return [fs.unstrip_protocol(name) for name, is_file in names.items() if is_file]
 
 
 def _is_remote(name: str) -> bool:
@@ -163,7 +176,7 @@ def _listed(pattern: str) -> list[str]:
 
 def _matches(pattern: str, fs: Any, folder: str, part: str) -> list[str]:
   try:
-    names = failures.ask(pattern, functools.partial(_call, fs, "ls", folder, detail=False))
+    names = _entries(pattern, fs, folder)
   except Unreadable as error:
     if failures.is_absence(error):
       return []
@@ -172,11 +185,18 @@ def _matches(pattern: str, fs: Any, folder: str, part: str) -> list[str]:
     part = part.replace("?", "[?]")
   found = []
   for name in names:
-    parent, _, last = name.rstrip("/").rpartition("/")
+    last = name.rpartition("/")[2]
     hidden = last.startswith(".") and not part.startswith(".")
-    if parent == folder and not hidden and fnmatch.fnmatchcase(last, part):
-      found.append(name.rstrip("/"))
+    if not hidden and fnmatch.fnmatchcase(last, part):
+      found.append(name)
   return found
+
+
+def _entries(url: str, fs: Any, folder: str) -> dict[str, bool]:
+  """The names in a folder of a store, each with whether it is a file."""
+  entries = failures.ask(url, functools.partial(_call, fs, "ls", folder, detail=True))
+  names = {entry["name"].rstrip("/"): entry["type"] == "file" for entry in entries}
+  return {name: is_file for name, is_file in names.items() if name.rpartition("/")[0] == folder}
 
 
 def _store(url: str) -> tuple[Any, str]:
@@ -216,8 +236,8 @@ async def _call(fs: Any, method: str, path: str, **options) -> Any:
   return await asyncio.to_thread(getattr(fs, method), path, **options)
 
 
-def _info(url: str, fs: Any, path: str) -> dict[str, Any]:
-  return failures.ask(url, lambda: failures.in_time(_call(fs, "info", path)))
+def _info(url: str, fs: Any, path: str, **options) -> dict[str, Any]:
+  return failures.ask(url, lambda: failures.in_time(_call(fs, "info", path, **options)))
 
 
 def _check_bucket(url: str, fs: Any, path: str) -> None:

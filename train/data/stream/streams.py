@@ -16,6 +16,7 @@ from train.data import sample
 from train.data.sample import Unusable
 from train.data.stream import formats, stores
 from train.data.stream.order import Order, Position
+from train.data.stream.versions import Versions
 from train.data.tar_shards import DamagedShard
 from train.errors import RunError
 
@@ -57,16 +58,14 @@ class Block(NamedTuple):
 
 
 def blocks(
-  shards: Sequence[str], order: Order, position: Position, reading: Reading
+  shards: Sequence[str], order: Order, position: Position, reading: Reading, versions: Versions
 ) -> Iterator[Block]:
   """The blocks of a stream from a position on, without end.
 
   Raises:
     RunError: a shard cannot be read or has changed, or none of the stream has a sample.
   """
-  empty, sizes = 0, {}  # passes without a sample; the shards of the next are others
-  if position.size:
-    sizes[order.shard(position)] = position.size
+  empty = 0  # passes without a sample; the shards of the next are others
   while True:
     number = order.shard(position)
     if number is None:
@@ -77,26 +76,22 @@ def blocks(
         )
       position, empty = position.next_epoch(), empty + 1
       continue
-    for block in _of_shard(shards[number], order, position, reading):
-      size = block.position.size  # 0 if the store did not say it
-      if size and size != sizes.setdefault(number, size):
-        raise RunError(
-          f"{shards[number]} has changed under this run: it has {size:,} bytes now, and had"
-          f" {sizes[number]:,}. Bring it back, or begin a run of its own in a new --workdir."
-        )
+    for block in _of_shard(shards[number], order, position, reading, versions):
       empty = 0 if block.examples else empty
       yield block
     position = position.next_shard()
 
 
-def _of_shard(shard: str, order: Order, begins: Position, reading: Reading) -> Iterator[Block]:
+def _of_shard(
+  shard: str, order: Order, begins: Position, reading: Reading, versions: Versions
+) -> Iterator[Block]:
   """The blocks of a shard from a position on; the last may hold only what was left out."""
   examples, skipped, count, size = [], [], 0, 0
 
   def block() -> Block:
     return Block(begins, [examples[i] for i in order.shuffled(begins, len(examples))], skipped)
 
-  for item in _samples(shard, begins.start, reading):
+  for item in _samples(shard, begins, reading, versions):
     match item:
       case int(bytes_of_shard):
         begins = begins._replace(size=bytes_of_shard, taken=0)
@@ -118,13 +113,17 @@ def _of_shard(shard: str, order: Order, begins: Position, reading: Reading) -> I
 
 
 def _samples(
-  shard: str, start: int, reading: Reading
+  shard: str, begins: Position, reading: Reading, versions: Versions
 ) -> Iterator[int | tuple[int, str, sample.Files] | Skipped]:
-  """The shard's size, its samples from `start` on, and what ended it before its end."""
+  """The shard's size, its samples from a position on, and what ended it before its end."""
   try:
-    # A folder grows and shrinks with its names, which the positions count.
-    yield 0 if formats.kind(shard) == "folder" else stores.version(shard).size
-    yield from formats.samples(shard, start, reading.max_bytes, *reading.columns)
+    size = 0
+    if formats.kind(shard) != "folder":  # It has no version, and positions count its names.
+      version = stores.version(shard)
+      versions.check(shard, version, begins.size)
+      size = version.size
+    yield size
+    yield from formats.samples(shard, begins.start, reading.max_bytes, *reading.columns)
   except DamagedShard as error:
     yield Skipped(shard, None, "damaged", str(error))
   except stores.Unreadable as error:
@@ -164,11 +163,13 @@ class Stream:
     count: int,
     seed: int,
     reading: Reading,
+    versions: Versions,
     state: Sequence,
   ):
     """
     Args:
       index, count: which of how many streams.
+      versions: of the shards that all streams of this process have opened.
       state: as `state` returned it, or () at the beginning.
     """
     self.drawn, self.unusable, self.undecodable, *positions = state or (0, 0, 0)
@@ -181,6 +182,7 @@ class Stream:
         Order(len(each.shards), count, index, (seed, number)),
         Position(*positions[number]) if positions else Position(),
         reading,
+        versions,
       )
       for number, each in enumerate(sets)
     ]
@@ -215,9 +217,10 @@ class _Reader:
     order: Order,
     position: Position,
     reading: Reading,
+    versions: Versions,
   ):
     self.position = position
-    self._ahead = _Ahead(blocks(shards, order, position, reading))
+    self._ahead = _Ahead(blocks(shards, order, position, reading, versions))
     self._block: Block | None = None
 
   def take(self) -> tuple[dict[str, Any], list[Skipped]]:
