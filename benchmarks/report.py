@@ -47,6 +47,7 @@ def main() -> None:
   write("steps", step_table(step, steps_elsewhere))
   dropout, _ = by_chip(last(read("step_patch_dropout"), "chip", "size"))
   write("patch_dropout", dropout_table(sorted(dropout, key=largest_first)))
+  write("texts", steps_report.texts_table(last(read("step_texts"), "chip", "size")))
   memory = last(read("remat_memory"), "size", "batch_size")
   write("remat", remat_report.table(memory, read("step") + read("remat")))
   write("open_clip", steps_report.open_clip_table(open_clip))

@@ -35,6 +35,23 @@ def short_table(steps: list[dict], open_clip: list[dict]) -> list[str]:
   return lines
 
 
+def texts_table(rows: list[dict]) -> list[str]:
+  """Steps whose texts are in groups of some captions' lengths, over those of all positions."""
+  lines = ["| model | images | all 77 positions | captions like | positions | step | ratio |"]
+  lines.append("|---|---|---|---|---|---|---|")
+  for row in rows:
+    padded = row["contenders"]["switchback"]
+    for name, captions in (("flickr8k", "Flickr8k's"), ("cc12m", "CC12M's")):
+      ours = row["contenders"][f"switchback_{name}"]
+      positions = sum(length * count for length, count in ours["text_groups"]) / row["batch_size"]
+      lines.append(
+        f"| ViT-{row['size']} | {row['batch_size']} | {padded['milliseconds']:.1f} ms |"
+        f" {captions} | {positions:.1f} | {ours['milliseconds']:.1f} ms |"
+        f" **{padded['milliseconds'] / ours['milliseconds']:.2f}x** |"
+      )
+  return lines
+
+
 def open_clip_table(rows: list[dict]) -> list[str]:
   lines = [
     "| model | images | open_clip, compiled | sbjax, `switchback` | ratio | memory |",

@@ -348,7 +348,7 @@ def _resized(state: Mapping, shapes: dict, layout: Layout, config: CLIPConfig) -
 
 
 def _resize_grid(old: np.ndarray, length: int, class_tokens: int) -> np.ndarray:
-  return np.asarray(resize_grid(old, math.isqrt(length - class_tokens), class_tokens))
+  return np.asarray(resize_grid(jnp.asarray(old), math.isqrt(length - class_tokens), class_tokens))
 
 
 def _resize_line(old: np.ndarray, length: int, _) -> np.ndarray:
