@@ -41,7 +41,10 @@ def test_parameter_counts_equal_open_clip_s(size, count):
 
 def test_every_size_builds():
   for config in SIZES.values():
-    assert shapes(config)["image"]["proj"].shape == (config.vision.width, config.embed_dim)
+    image, size = shapes(config)["image"], (config.vision.width, config.embed_dim)
+    projection = image["pool"]["fc2"]["kernel"] if config.vision.pool == "map" else image["proj"]
+    assert projection.shape[-1] == size[1] and "blocks" in image
+    assert config.vision.pool == "map" or projection.shape == size
 
 
 def test_outputs_are_float32_unit_vectors_whatever_the_compute_dtype():

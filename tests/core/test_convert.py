@@ -35,9 +35,12 @@ OPEN_CLIP_NAMES = {
 }
 
 
+OUR_NAMES = {"tiny": "tiny", "tiny-siglip": "tiny-siglip", "Ti/16": "ViT-Ti-16"}
+
+
 def test_open_clip_s_name_is_that_of_a_size():
   named = {size: open_clip_name(size) for size in SIZES}
-  assert named == {**OPEN_CLIP_NAMES, "tiny": "tiny", "Ti/16": "ViT-Ti-16"}
+  assert named == {**OPEN_CLIP_NAMES, **OUR_NAMES}
   assert open_clip_name("checkpoints/mine") == "checkpoints/mine"
 
 

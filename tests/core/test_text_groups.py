@@ -1,6 +1,7 @@
 """Texts in groups of a few lengths: the features and gradients of a tower over all positions."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,9 @@ from sbjax.models.flax_block import FlaxBlock
 from sbjax.models.sizes import SIZES
 from sbjax.models.text_groups import choose_groups, text_ends, text_fits, token_count
 from sbjax.models.transformer import Block, BlockOptions
+from train.config import MeshConfig
+from train.parallel.sharding import make_mesh
+from train.zero_shot import make_encoders
 
 EOT = 1
 GROUPS = ((8, 3), (16, 2), (24, 3))
@@ -147,3 +151,27 @@ def test_ends():
   text = jnp.array([[5, 1, 7, 1], [1, 9, 9, 9], [4, 4, 4, 4]])
   np.testing.assert_array_equal(text_ends(text, 1), [1, 0, 0])
   np.testing.assert_array_equal(text_ends(text, None), [2, 1, 0])
+
+
+def test_texts_are_cut_behind_the_last_end_of_all():
+  model = tiny(eot_id=EOT)
+  size = dataclasses.replace(model.config.text, context_length=77)
+  model = model.clone(config=dataclasses.replace(model.config, text=size))
+  text = np.array(texts([3, 20, 33, 9], context_length=77))
+  cut = make_encoders(model, make_mesh(MeshConfig(), jax.devices()[:1])).cut(text)
+  np.testing.assert_array_equal(cut, text[:, :48])
+  image, whole = jnp.zeros((1, 32, 32, 3)), jnp.zeros((1, 77), jnp.int32)
+  params = jax.jit(model.init)(jax.random.key(0), image, whole)["params"]
+  encode = functools.partial(model.apply, {"params": params}, method="encode_text")
+  np.testing.assert_allclose(encode(cut), encode(text), rtol=1e-5, atol=1e-6)
+  with pytest.raises(ValueError, match=r"Texts must be \[B, 77\]"):
+    encode(np.zeros((4, 78), np.int32))
+
+
+def test_texts_of_a_tower_that_reads_the_last_position_stay_whole():
+  text = dataclasses.replace(TINY.text, pool="last", causal=False)
+  model = CLIP(dataclasses.replace(TINY, text=text))
+  rows = np.array(texts([3, 4]))
+  assert make_encoders(model, make_mesh(MeshConfig(), jax.devices()[:1])).cut(rows) is rows
+  with pytest.raises(ValueError, match=r"Texts must be \[B, 24\]"):
+    model.init(jax.random.key(0), jnp.zeros((2, 32, 32, 3)), rows[:, :16])

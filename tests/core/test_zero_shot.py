@@ -57,7 +57,7 @@ def test_recall_equals_its_definition_with_ties_and_several_captions(images, tex
 
 def test_images_without_a_caption_do_not_count_in_recall():
   rows = np.eye(3, dtype=np.float32)
-  encoders = types.SimpleNamespace(image=None, text=None, mesh=None)
+  encoders = types.SimpleNamespace(image=None, text=None, mesh=None, cut=lambda texts: texts)
   batch = {"image": rows, "captions": [["0"], [], ["2"]], "label": np.full(3, -1)}
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(zero_shot, "encode_rows", lambda params, mesh, size, encoder, rows: rows)
@@ -71,7 +71,7 @@ def test_images_without_a_caption_do_not_count_in_recall():
 def test_features_that_are_not_finite_are_no_scores(tower, classes):
   rows = {"image": np.eye(3, dtype=np.float32), "text": np.eye(3, dtype=np.float32)}
   rows[tower][1] = np.nan
-  encoders = types.SimpleNamespace(image=None, text=None, mesh=None)
+  encoders = types.SimpleNamespace(image=None, text=None, mesh=None, cut=lambda texts: texts)
   batch = {"image": rows["image"], "captions": [["0"], ["1"], ["2"]], "label": np.arange(3) % 2}
   first = "1" if tower == "image" else "'1'"
   with pytest.MonkeyPatch.context() as patch:
@@ -283,6 +283,7 @@ def fake_encoders():
   return types.SimpleNamespace(
     image=lambda params, x: jnp.mean(x.astype(jnp.float32), (1, 2)),
     text=lambda params, x: x[:, :3].astype(jnp.float32),
+    cut=lambda texts: texts,
     mesh=make_mesh(MeshConfig()),
   )
 
