@@ -1,6 +1,6 @@
 """A logical stream: samples of its shards without end, in blocks that are shuffled within.
 
-A block is read ahead in a thread while the one before is given. What a stream gives next is a
+A thread reads a block while the one before is given. What a stream gives next is a
 function of its state, some whole numbers, and of what its shards hold; so a run that resumes reads
 a block of each stream again and goes on.
 """
@@ -21,6 +21,7 @@ from train.data.tar_shards import DamagedShard
 from train.errors import RunError
 
 _EMPTY = 10  # passes
+_READS_NEXT = 1 / 8  # of a block is given before the next is read: all streams' first come first
 MOST_BYTES = 2**26  # of a block: larger samples make shorter blocks
 
 
@@ -222,11 +223,13 @@ class _Reader:
     self.position = position
     self._ahead = _Ahead(blocks(shards, order, position, reading, versions))
     self._block: Block | None = None
+    self._reads = True  # the block after it
 
   def take(self) -> tuple[dict[str, Any], list[Skipped]]:
     skipped = []
     while self._block is None or self.position.taken >= len(self._block.examples):
-      block = next(self._ahead)
+      self._read_next()
+      block, self._reads = next(self._ahead), False
       resumed = self._block is None and self.position.taken > 0
       if not resumed:  # Else it was counted before.
         self.position = block.position
@@ -234,14 +237,21 @@ class _Reader:
       self._block = block
     example = self._block.examples[self.position.taken]
     self.position = self.position._replace(taken=self.position.taken + 1)
+    if self.position.taken > _READS_NEXT * len(self._block.examples):
+      self._read_next()
     return example, skipped
+
+  def _read_next(self) -> None:
+    if not self._reads:
+      self._ahead.read()
+      self._reads = True
 
   def close(self) -> None:
     self._ahead.close()
 
 
 class _Ahead(Iterator[Block]):
-  """One block ahead of the one that is given, by a thread that no end of the program waits for.
+  """Reads the first block, and others when told, in a thread that no end of the program waits for.
 
   A store that does not answer holds it for minutes.
   """
@@ -258,12 +268,15 @@ class _Ahead(Iterator[Block]):
     except BaseException as error:  # It belongs to whoever takes the block.
       self._found.put(error)
 
+  def read(self) -> None:
+    """Begins with another block."""
+    self._room.release()
+
   def __next__(self) -> Block:
     found = self._found.get()
     if isinstance(found, BaseException):
       self._found.put(found)
       raise found
-    self._room.release()
     return found
 
   def close(self) -> None:
