@@ -21,7 +21,7 @@ from train.data.tar_shards import DamagedShard
 from train.errors import RunError
 
 _EMPTY = 10  # passes
-_READS_NEXT = 1 / 8  # of a block is given before the next is read: all streams' first come first
+_READS_NEXT = 1 / 8  # of a block is given before the next is read: first those of all streams
 MOST_BYTES = 2**26  # of a block: larger samples make shorter blocks
 
 
@@ -223,13 +223,13 @@ class _Reader:
     self.position = position
     self._ahead = _Ahead(blocks(shards, order, position, reading, versions))
     self._block: Block | None = None
-    self._reads = True  # the block after it
+    self._given, self._reads = 0, True  # of the block; whether the next one is read
 
   def take(self) -> tuple[dict[str, Any], list[Skipped]]:
     skipped = []
     while self._block is None or self.position.taken >= len(self._block.examples):
       self._read_next()
-      block, self._reads = next(self._ahead), False
+      block, self._given, self._reads = next(self._ahead), 0, False
       resumed = self._block is None and self.position.taken > 0
       if not resumed:  # Else it was counted before.
         self.position = block.position
@@ -237,7 +237,8 @@ class _Reader:
       self._block = block
     example = self._block.examples[self.position.taken]
     self.position = self.position._replace(taken=self.position.taken + 1)
-    if self.position.taken > _READS_NEXT * len(self._block.examples):
+    self._given += 1
+    if self._given > _READS_NEXT * len(self._block.examples):
       self._read_next()
     return example, skipped
 
