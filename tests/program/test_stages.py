@@ -184,7 +184,7 @@ def test_the_share_of_the_peak_is_of_the_images_of_the_step(train, tmp_path, mon
     assert record["mfu"] * record["step_seconds"] * 1e12 == pytest.approx(flops)
 
 
-def test_evaluation_embedding_and_export_have_the_model_s_own_size(
+def test_scores_embeddings_and_exports_have_the_model_s_own_size(
   train, tmp_path, monkeypatch, data_dir
 ):
   stopping = at_step(2, lambda: send(signal.SIGTERM), ADDING)
@@ -196,6 +196,7 @@ def test_evaluation_embedding_and_export_have_the_model_s_own_size(
   assert next(first._eval_batches("test"))["image"].shape[1:] == (32, 32, 3)
   assert first.task._encoders(run.mesh) is run.task._encoders(run.mesh)  # Compiled once.
   assert inference.load(tmp_path).image_size == 32
+  pytest.importorskip("safetensors", reason="needs the `interop` extra")
   out = export(tmp_path, "open_clip")
   vision = json.loads((out / "open_clip_config.json").read_text())["model_cfg"]["vision_cfg"]
   assert vision["image_size"] == 32
