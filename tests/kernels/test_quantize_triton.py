@@ -242,7 +242,9 @@ def test_int8_compiles_without_spills_and_moves_16_bytes_at_a_time(
     assert kernel.spilled_bytes == 0
     assert kernel.shared_bytes <= triton_case.SHARED_BYTES[capability]
     assert kernel.count(r"ld\.global\.v4") > 0
-    assert kernel.count(r"ld\.global\.(v2|b16|b8)") == 0
+    # The cast of columns reads its few partial maxima, float32 from the cache, 8 bytes at a time.
+    narrow = kernel.count(r"ld\.global\.(v2|b16|b8)")
+    assert narrow == (case == "both, columnwise" and ".entry _cast_kernel" in kernel.ptx)
     assert kernel.count(r"fma\.") == 0  # Products and sums are rounded separately.
     assert kernel.count(r"max\.f(16|32)") == 0  # It would drop a NaN; max.NaN does not.
   stores = sum(kernel.count(r"st\.global\.v4") for kernel in kernels)
