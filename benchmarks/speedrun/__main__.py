@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
       append(args.out, [row])
       rows.append(row)
       print(json.dumps({k: row.get(k) for k in ("entry", "seed", "seconds", "acc1", "error")}))
-  print(table.of(rows))
+  print("\n".join(table.of(rows)))
 
 
 if __name__ == "__main__":

@@ -67,21 +67,21 @@ def test_data_that_is_there_is_not_drawn_again_and_other_data_is(written, monkey
     data.write(_SMALL._replace(each=64), folder)
 
 
-def row(words, seed, seconds=None, acc1=0.0, target=0.3, error=""):
+def row(words, seed, seconds=None, acc1=0.0, target=0.3, error="", track="b16"):
   ended = {"seconds": seconds, "acc1": acc1} if seconds else {"error": error}
-  return {
-    "words": words, "seed": seed, "target": target, "commit": "abc", "reached": acc1 >= target,
-    **ended,
-  }  # fmt: skip
+  named = {"track": track, "words": words, "seed": seed, "chip": "NVIDIA H200", "commit": "abc"}
+  return {**named, "target": target, "reached": acc1 >= target, **ended}
 
 
 def test_an_entry_counts_with_the_mean_of_its_runs():
-  rows = [row("slow", 0, 100.0, 0.29), row("slow", 1, 110.0, 0.33), row("quick", 0, 35.0, 0.2)]
+  rows = [row("slow", 0, 100.0, 0.29), row("slow", 1, 9.0, 0.9), row("slow", 1, 110.0, 0.33)]
+  rows += [row("quick", 0, 35.0, 0.2), row("small", 0, 70.0, 0.4, track="cpu")]
   rows.append(row("broken", 0, error="train.main:\nno memory"))
-  _, _, slow, quick, broken = table.of(rows).splitlines()
-  assert "| 105 ± 64 | 1.00 |" in slow and "| 1/2 (30 %) |" in slow
-  assert "| (35) | 0.33 | 20.0 % | 0/1 (30 %) |" in quick  # It missed the target.
-  assert "no memory" in broken
+  _, _, slow, quick, small, broken = table.of(rows)
+  assert "| slow | 105 ± 64 | 1.00 | 31.0 ± 25.4 | 30 %: 1 of 2 | H200 |" in slow
+  assert "| quick | (35) | 0.33 | 20.0 | 30 %: 0 of 1 |" in quick  # It missed the target.
+  assert "| small | 70 | 1.00 | 40.0 |" in small  # the first of its track
+  assert "| no memory |" in broken
 
 
 def test_an_unknown_entry_is_named(capsys):
@@ -106,7 +106,7 @@ def test_a_race_leaves_a_row_for_each_run_and_repeats_none(monkeypatch, tmp_path
   entries["broken"] = tracks.Entry("a mistake", ("model.recipe=nonsense",))
   monkeypatch.setitem(tracks.TRACKS, "cpu", small._replace(entries=entries, image_size=48))
   arguments = [f"--folder={tmp_path}", f"--out={tmp_path}/rows.jsonl"]
-  monkeypatch.setattr(speedrun, "provenance", lambda: {"commit": "abc"})
+  monkeypatch.setattr(speedrun, "provenance", lambda: {"commit": "abc", "chip": "cpu"})
   speedrun.main(arguments)
   rows = read_file(tmp_path / "rows.jsonl")
   assert [row["entry"] for row in rows] == list(entries)
@@ -115,4 +115,4 @@ def test_a_race_leaves_a_row_for_each_run_and_repeats_none(monkeypatch, tmp_path
   assert "nonsense" in broken["error"] and not broken["reached"]
   speedrun.main(arguments)
   assert len(read_file(tmp_path / "rows.jsonl")) == len(rows)
-  assert "1/1 (0 %)" in capsys.readouterr().out
+  assert "0 %: 1 of 1" in capsys.readouterr().out
