@@ -374,6 +374,11 @@ class Config:
     1, "microbatches a batch: takes the memory of one, the loss is over all", AT_LEAST_1, MAY_CHANGE
   )
   steps: int = field(20_000, "batches to train on", AT_LEAST_1, MAY_CHANGE)
+  compile_ahead: bool = field(
+    True,
+    "of stages (model.recipe, model.stages), the next one's step while one trains",
+    MAY_CHANGE,
+  )
   seed: int = field(
     0,
     "of parameters, the order of the data, crops and dropped patches",
