@@ -373,7 +373,7 @@ def _with_fits(batches: Iterator[tuple], fits: Callable | None) -> Iterator[tupl
     return
   ahead = None
   for batch, position in batches:
-    found = batch, position, fits(batch)
+    found = batch, position, fits({"text": batch["text"]})
     if ahead:
       yield ahead
     ahead = found

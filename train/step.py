@@ -127,20 +127,19 @@ def make_train_step(
 
 
 def make_fits(task: CLIPTask, accumulate: int, mesh: Mesh):
-  """`fits(batch) -> bool []`, jitted: whether the texts fit the task's groups on all devices."""
+  """`fits({"text": ids}) -> bool []`, jitted: whether all devices' texts fit the groups.
+
+  It is compiled once, whatever the images.
+  """
 
   def of_device(batch):
     fits = jnp.all(jax.vmap(task.text_fits)(_microbatches(batch, accumulate)))
     return fits if mesh.size == 1 else jax.lax.pmin(fits.astype(jnp.int32), BATCH_AXES) == 1
 
-  def fits(batch):
-    text = {"text": batch["text"]}
-    if mesh.size == 1:
-      return of_device(text)
-    specs = {"in_specs": PartitionSpec(BATCH_AXES), "out_specs": PartitionSpec()}
-    return jax.shard_map(of_device, mesh=mesh, **specs)(text)
-
-  return jax.jit(fits)
+  if mesh.size == 1:
+    return jax.jit(of_device)
+  specs = {"in_specs": PartitionSpec(BATCH_AXES), "out_specs": PartitionSpec()}
+  return jax.jit(jax.shard_map(of_device, mesh=mesh, **specs))
 
 
 def make_differentiate(
