@@ -161,10 +161,13 @@ class Products:
     whole[rows] = weight.shape[rows]
     scale = jnp.broadcast_to(weight.scale, whole)  # Beyond the last row it is NaN, as floats are.
 
+    params = {
+      name: p for name, p in eqn.params.items() if name not in ("slice_sizes", "fill_value")
+    }
+
     def take(table):
-      sizes = tuple(1 if axis == rows else size for axis, size in enumerate(table.shape))
-      params = eqn.params | {"slice_sizes": sizes, "fill_value": None}
-      return eqn.primitive.bind(table, indices, **params)
+      sizes = [1 if axis == rows else size for axis, size in enumerate(table.shape)]
+      return jax.lax.gather(table, indices, slice_sizes=sizes, **params)
 
     return [(take(weight.values).astype(jnp.float32) * take(scale)).astype(weight.dtype)]
 
