@@ -170,13 +170,18 @@ class _Survey(Products):
     self.opened_in[path] = eqn.primitive.name
     return jnp.zeros(weight.shape, weight.dtype)
 
+  def left(self, eqn, weight):
+    recipe, _ = self.conversion.recipe_at(weight.path)
+    if recipe and recipe.fwd:
+      self.found.setdefault(weight.path, set())  # And it is opened.
+
   def result(self) -> dict[str, _Use]:
     """Of each parameter that 8 bits can serve; a warning names those that some matmuls cannot."""
     found = {}
     for path, uses in self.found.items():
       if path in self.opened_in:
-        reason = f"the model takes it in {self.opened_in[path]}, too"
-      elif len(uses) > 1 or None in uses:
+        reason = f"the model takes it in {self.opened_in[path]}, which needs floats"
+      elif len(uses) != 1 or None in uses:
         reason = "its matmuls need other scales"
       else:
         (found[path],) = uses

@@ -245,9 +245,18 @@ def test_a_weight_that_is_used_otherwise_too_stays_and_is_named():
   def normalised(p, x):
     return (x @ p["w"]) / jnp.linalg.norm(p["w"]) @ p["v"]
 
-  with pytest.warns(UserWarning, match="leaves w in floats: the model takes it in mul, too"):
+  with pytest.warns(
+    UserWarning, match="leaves w in floats: the model takes it in mul, which needs"
+  ):
     served = quantize_weights(params, "switchback", call=lambda p: normalised(p, X))
   assert frozen_paths(served) == {"v"}
+
+
+def test_a_weight_within_a_layer_of_ours_is_named_where_a_call_is_traced():
+  layer = SwitchBackDense(8)
+  with pytest.warns(UserWarning, match="leaves kernel in floats: the model takes it in custom_vjp"):
+    with pytest.raises(ValueError, match="leave every weight in floats"):
+      served_by(layer, variables(layer, X), "switchback", X)
 
 
 # ---- Errors
