@@ -15,6 +15,7 @@ from flax import nnx
 
 from sbjax.convert.matmuls import Conversion, Products, fits
 from sbjax.convert.quantize_model import PARAMS, Rules, check_patterns, convert, pairs_of, path_of
+from sbjax.convert.rewrite import Weight
 from sbjax.linear.frozen import Frozen, freeze
 from sbjax.linear.weight import is_frozen
 from sbjax.ops.registry import check_name
@@ -168,6 +169,8 @@ class _Survey(Products):
 
   def opened(self, eqn, path, weight):
     self.opened_in[path] = eqn.primitive.name
+    if eqn.primitive.name == "sbjax_by_rows" and weight.ndim > 1:  # A layer of ours.
+      self.left(eqn, Weight(path, weight))
     return jnp.zeros(weight.shape, weight.dtype)
 
   def left(self, eqn, weight):

@@ -252,11 +252,17 @@ def test_a_weight_that_is_used_otherwise_too_stays_and_is_named():
   assert frozen_paths(served) == {"v"}
 
 
-def test_a_weight_within_a_layer_of_ours_is_named_where_a_call_is_traced():
-  layer = SwitchBackDense(8)
-  with pytest.warns(UserWarning, match="leaves kernel in floats: the model takes it in custom_vjp"):
-    with pytest.raises(ValueError, match="leave every weight in floats"):
-      served_by(layer, variables(layer, X), "switchback", X)
+def test_a_weight_of_a_layer_of_ours_is_named_where_a_call_is_traced():
+  class Mixed(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      return nn.Dense(4, name="plain")(SwitchBackDense(8, name="ours")(x))
+
+  with pytest.warns(
+    UserWarning, match="leaves ours/kernel in floats: the model takes it in sbjax_"
+  ):
+    served = served_by(Mixed(), variables(Mixed(), X), "switchback", X)
+  assert frozen_paths(served) == {"params/plain/kernel"}
 
 
 # ---- Errors
