@@ -259,7 +259,7 @@ def test_a_weight_of_a_layer_of_ours_is_named_where_a_call_is_traced():
       return nn.Dense(4, name="plain")(SwitchBackDense(8, name="ours")(x))
 
   with pytest.warns(
-    UserWarning, match="leaves ours/kernel in floats: the model takes it in sbjax_"
+    UserWarning, match="leaves ours/kernel in floats: the model takes it in sbj"
   ):
     served = served_by(Mixed(), variables(Mixed(), X), "switchback", X)
   assert frozen_paths(served) == {"params/plain/kernel"}
