@@ -98,7 +98,7 @@ def test_rows_of_a_table_that_is_a_weight_too_are_looked_up_in_its_8_bits(name):
   model, inputs, products = CASES[name]
   params, int8 = variables(model, *inputs), quantize_model(model, "switchback_q")
   served = served_by(model, params, "switchback_q", *inputs)
-  assert any(path.endswith("embedding") for path in frozen_paths(served))
+  assert any("embedding" in path for path in frozen_paths(served))
   assert int8_products(int8.apply, served, *inputs) == products
   actual = compiled(int8.apply)(served, *inputs)
   assert_equal(actual, compiled(int8.apply)(with_floats_of(served), *inputs), 1e-5)
