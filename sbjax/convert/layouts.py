@@ -54,7 +54,7 @@ def _slice(x, shape, eqn, others) -> list:
   starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
   strides = eqn.params["strides"] or (1,) * len(shape)
   cuts = [
-    slice(*cut) if size == whole else slice(0, 1)
+    slice(*cut) if size == whole else slice(None)
     for *cut, size, whole in zip(starts, limits, strides, x.shape, shape, strict=True)
   ]
   return [x[tuple(cuts)]]

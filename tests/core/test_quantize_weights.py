@@ -154,13 +154,18 @@ def test_a_converted_layer_within_a_plain_loop_takes_its_slice_of_the_8_bits():
     def __call__(self, x, _):
       return nn.Dense(16, name="dense")(x), None
 
-  def stack(layer):
-    return nn.scan(layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)()
+  class Stack(nn.Module):
+    layer: type
 
-  plain, int8 = stack(Layer), stack(quantize_model(Layer, "switchback_q"))
-  params = variables(plain, X, None)
-  served = served_by(plain, params, "switchback_q", X, None)
-  expected, actual = (compiled(int8.apply)(p, X, None)[0] for p in (params, served))
+    @nn.compact
+    def __call__(self, x):
+      options = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "length": 3}
+      return nn.scan(self.layer, **options)(name="layers")(x, None)[0]
+
+  plain, int8 = Stack(Layer), Stack(quantize_model(Layer, "switchback_q"))
+  params = variables(plain, X)
+  served = served_by(plain, params, "switchback_q", X)
+  expected, actual = (compiled(int8.apply)(p, X) for p in (params, served))
   assert_equal(actual, expected)
 
 
@@ -258,9 +263,7 @@ def test_a_weight_of_a_layer_of_ours_is_named_where_a_call_is_traced():
     def __call__(self, x):
       return nn.Dense(4, name="plain")(SwitchBackDense(8, name="ours")(x))
 
-  with pytest.warns(
-    UserWarning, match="leaves ours/kernel in floats: the model takes it in sbj"
-  ):
+  with pytest.warns(UserWarning, match="leaves ours/kernel in floats: the model takes it in sbj"):
     served = served_by(Mixed(), variables(Mixed(), X), "switchback", X)
   assert frozen_paths(served) == {"params/plain/kernel"}
 
@@ -343,6 +346,13 @@ def test_8_bits_in_a_layout_are_those_of_the_floats_there(layout, contracted, ba
   function = LAYOUTS[layout]
   actual = rewritten(lambda w: function(w) * 1, ["w"], Opens(Conversion(())))(w)
   np.testing.assert_array_equal(actual, function(view(w).dequantized()))
+
+
+@pytest.mark.parametrize(("contracted", "batch"), [((0,), ()), ((2, 0), (1,)), ((1,), (2,))])
+def test_8_bits_are_the_floats_to_half_a_step(contracted, batch):
+  w = normal((3, 4, 6))
+  q = freeze(w, ROWWISE, contracted, batch)
+  np.testing.assert_allclose(view(q).dequantized(), w, rtol=0, atol=np.abs(w).max() / 253)
 
 
 def test_each_matmul_of_a_parameter_has_the_scales_of_its_recipe():
