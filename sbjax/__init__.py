@@ -4,6 +4,7 @@ import sbjax.interop.serialization  # Names our containers to Flax and JAX.
 import sbjax.studies.fp4  # noqa: F401  Names its recipes.
 from sbjax.attention import attention
 from sbjax.convert.quantize_model import quantize_model
+from sbjax.convert.quantize_weights import quantize_weights
 from sbjax.distributed.exchange import quantized_pmean
 from sbjax.interop import moved
 from sbjax.linear.dot_general import quantized_dot_general
@@ -40,6 +41,7 @@ __all__ = [
   "fixed_loss_scale",
   "quantize",
   "quantize_model",
+  "quantize_weights",
   "quantized_dot",
   "quantized_dot_general",
   "quantized_pmean",

@@ -1,1 +1,1 @@
-"""`quantize_model`: a model's matmuls in 8 bits, its code as it is. Files: sbjax.interop."""
+"""A model's matmuls and weights in 8 bits, its code as it is. Files: sbjax.interop."""

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from sbjax.convert.rewrite import Weight
 from sbjax.linear.dot_general import DotGeneral
+from sbjax.linear.frozen import Frozen, SharedScales
 from sbjax.ops.partition import is_explicit, reshape, splits_of
 from sbjax.recipes import RECIPES, SIMULATED, Recipe
 
@@ -64,10 +65,25 @@ class Products:
     if name == "dot_general":
       return self._dot(eqn, operands, weights)
     if name == "conv_general_dilated" and weights[1]:
-      return self._conv(eqn, operands[0], operands[1], weights[1])
+      x = self._floats(eqn, operands[0], weights[0])
+      return self._conv(eqn, x, operands[1], weights[1])
+    if name == "gather" and isinstance(operands[0], Frozen) and _takes_rows(eqn):
+      return self._rows(eqn, *operands)
     return None
 
+  def _floats(self, eqn, x, weight: Weight | None):
+    return self.opened(eqn, weight.path, x) if weight and isinstance(x, Frozen) else x
+
+  def opened(self, eqn, path: str, weight: Frozen):
+    raise ValueError(
+      f"{path} is in 8 bits, and the model takes it in {eqn.primitive.name}, not in a matmul that"
+      f" has a recipe: quantize the weights for this model (quantize_weights with call=), or leave"
+      f" it in floats by a rule ({path!r}, None)."
+    )
+
   def left(self, eqn, weight: Weight) -> None:
+    if isinstance(weight.master, Frozen):
+      return  # It has to be opened.
     recipe, _ = self.conversion.recipe_at(weight.path)
     if recipe and recipe.rounds:
       warnings.warn(
@@ -89,9 +105,11 @@ class Products:
     self._add(weight.path if weight else "", x, w, recipe, why)
     if why:
       return None
+    x = self._floats(eqn, x, weights[1 - side])
     (lhs_k, rhs_k), (lhs_b, rhs_b) = eqn.params["dimension_numbers"]
     dims = ((lhs_k, rhs_k), (lhs_b, rhs_b)) if side else ((rhs_k, lhs_k), (rhs_b, lhs_b))
-    y = self._product(recipe, x, weight.master if weight else w, dims, eqn.outvars[0].aval)
+    path, w = (weight.path, weight.master) if weight else ("", w)
+    y = self._product(path, recipe, x, w, dims, eqn.outvars[0].aval)
     if not side:  # From [batch, free of x, free of w].
       batch, free = len(lhs_b), x.ndim - len(rhs_k) - len(rhs_b)
       y = jnp.moveaxis(y, range(batch, batch + free), range(y.ndim - free, y.ndim))
@@ -117,15 +135,41 @@ class Products:
     patches = reshape(patches, shape, shape_splits)  # [B, C, count, window, count, window]
     kernel = weight.master.transpose(dims.rhs_spec)  # [O, C, window, window]
     contracted = ((1, *range(3, patches.ndim, 2)), (1, *range(2, kernel.ndim)))
-    y = self._product(recipe, patches, kernel, (contracted, ((), ())), eqn.outvars[0].aval)
+    axes = contracted, ((), ())
+    y = self._product(weight.path, recipe, patches, kernel, axes, eqn.outvars[0].aval)
     # From [B, counts, O].
     y = jnp.moveaxis(y, (0, y.ndim - 1, *range(1, y.ndim - 1)), dims.out_spec)
     return [_sharded_as(eqn.outvars[0].aval, y)]
 
-  def _product(self, recipe, x, w, dims, result):
+  def _product(self, path, recipe, x, w, dims, result):
     wider = None if result.dtype == x.dtype else result.dtype
     dot = DotGeneral(recipe, self.conversion.backend)
-    return dot(x, w, dims, preferred_element_type=wider)
+    if isinstance(w, Frozen):
+      _check_made_for(path, recipe, w)
+    try:
+      return dot(x, w, dims, preferred_element_type=wider)
+    except SharedScales as error:
+      raise ValueError(
+        f"{path} was quantized for another matmul: {error}. Quantize the weights for this model:"
+        " quantize_weights with call=."
+      ) from error
+
+  def _rows(self, eqn, weight: Frozen, indices):
+    """Rows of a table: those of its 8-bit values, times those of its scales."""
+    (rows,) = eqn.params["dimension_numbers"].start_index_map
+    whole = list(weight.scale.shape)
+    whole[rows] = weight.shape[rows]
+    scale = jnp.broadcast_to(weight.scale, whole)  # Beyond the last row it is NaN, as floats are.
+
+    params = {
+      name: p for name, p in eqn.params.items() if name not in ("slice_sizes", "fill_value")
+    }
+
+    def take(table):
+      sizes = [1 if axis == rows else size for axis, size in enumerate(table.shape)]
+      return jax.lax.gather(table, indices, slice_sizes=sizes, **params)
+
+    return [(take(weight.values).astype(jnp.float32) * take(scale)).astype(weight.dtype)]
 
   def _add(self, path, x, w, recipe, why):
     self.rows[Row(path, x.shape, w.shape, None if why else recipe, why)] = None
@@ -151,6 +195,29 @@ class Products:
       "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip()
       for line in cells
     )
+
+
+def _check_made_for(path: str, recipe: Recipe, weight: Frozen) -> None:
+  if recipe.fwd is None or recipe.fwd[1] != weight.spec:
+    takes = "floats" if recipe.fwd is None else _words(recipe.fwd[1])
+    raise ValueError(
+      f"{path} was quantized for another recipe: it is {_words(weight.spec)}, and"
+      f" {_name(recipe)!r} takes {takes}. Give quantize_weights and quantize_model the same rules."
+    )
+
+
+def _words(spec) -> str:
+  return f"{spec.dtype.name} {spec.scaling}"
+
+
+def _takes_rows(eqn) -> bool:
+  """Whether a gather is `jnp.take` along an axis."""
+  dims, shape = eqn.params["dimension_numbers"], eqn.invars[0].aval.shape
+  rows = dims.start_index_map
+  others = [size for axis, size in enumerate(shape) if axis not in rows]
+  sizes = [size for axis, size in enumerate(eqn.params["slice_sizes"]) if axis not in rows]
+  is_plain = len(rows) == 1 and dims.collapsed_slice_dims == rows and sizes == others
+  return is_plain and not dims.operand_batching_dims
 
 
 def _name(recipe: Recipe | None) -> str:

@@ -24,6 +24,8 @@ from flax.nnx.transforms.general import merge_inputs, split_inputs
 
 from sbjax.convert.matmuls import Conversion, Products, fits
 from sbjax.convert.rewrite import rewritten
+from sbjax.linear.frozen import Frozen
+from sbjax.linear.weight import is_frozen, master_weight
 from sbjax.ops.registry import check_name
 from sbjax.quantize import as_floating
 from sbjax.recipes import Recipe, RecipeRules, as_recipe
@@ -46,6 +48,8 @@ def quantize_model(
   sliced), whatever layer or function multiplies, and convolutions whose windows do not overlap.
   docs/convert_a_model.md says what it leaves; it warns of a weight with a recipe that may be
   multiplied there. Each gradient is the recipe's. A call is traced, as by `jax.jit`.
+
+  Parameters may be frozen in 8 bits, as `quantize_weights` makes them for the same rules.
 
   Args:
     model: a linen module or class of modules; an nnx module, of which a copy is returned with the
@@ -114,22 +118,29 @@ def _outermost():
     _converting.reset(token)
 
 
-def _convert(conversion: Conversion, function: Callable, tree, name_of: Callable):
+def convert(
+  conversion: Conversion,
+  function: Callable,
+  tree,
+  name_of: Callable,
+  products: Products | None = None,
+):
   """function(tree), with products of the parameters in it replaced.
 
   name_of: the path of a parameter, by the keys of a leaf in the tree; None for other leaves.
+  products: the replacement; None: that of `quantize_model`.
   """
   if _converting.get():
     return function(tree)
-  keyed, treedef = jax.tree.flatten_with_path(tree)
+  keyed, treedef = jax.tree.flatten_with_path(tree, is_leaf=_in_8_bits)
   leaves = [leaf for _, leaf in keyed]
-  names = [name_of(keys) if isinstance(leaf, _ARRAYS) else None for keys, leaf in keyed]
+  names = [name_of(keys) if _is_parameter(leaf) else None for keys, leaf in keyed]
   # By their places: two parameters may have one path, such as leaves of a parameter that is a tree.
   places = [i for i, name in enumerate(names) if name is not None]
   paths: list[Any] = [names[i] for i in places]
   parameters: list[Any] = [leaves[i] for i in places]
-  _check_patterns(conversion, paths)
-  products = Products(conversion)
+  check_patterns(conversion, paths)
+  products = products or Products(conversion)
 
   def of_parameters(*arrays):
     given = leaves.copy()
@@ -140,11 +151,23 @@ def _convert(conversion: Conversion, function: Callable, tree, name_of: Callable
 
   result = rewritten(of_parameters, paths, products)(*parameters)
   if conversion.verbose:
-    print(products.table({path: x.shape for path, x in zip(paths, parameters, strict=True)}))
+    print(products.table({path: _shape_of(x) for path, x in zip(paths, parameters, strict=True)}))
   return result
 
 
-def _check_patterns(conversion: Conversion, paths: list[str]) -> None:
+def _in_8_bits(leaf) -> bool:
+  return isinstance(leaf, Frozen) or is_frozen(leaf)
+
+
+def _is_parameter(leaf) -> bool:
+  return isinstance(leaf, _ARRAYS) or _in_8_bits(leaf)
+
+
+def _shape_of(parameter) -> tuple[int, ...]:
+  return master_weight(parameter).shape
+
+
+def check_patterns(conversion: Conversion, paths: list[str]) -> None:
   for pattern, _ in conversion.rules:
     if not any(fits(pattern, path) for path in paths):
       near = difflib.get_close_matches(pattern, paths, n=5, cutoff=0.3) or paths[:5]
@@ -157,13 +180,27 @@ def _joined(keys) -> str:
   return jax.tree_util.keystr(keys, simple=True, separator="/")
 
 
+def path_of(keys, in_collections: bool = False) -> str | None:
+  """The path of a leaf of a tree of parameters; of linen's collections it is one of "params"."""
+  if in_collections:
+    return _linen_name(keys) if keys[0] == PARAMS else None
+  if keys and keys[-1] == jax.tree_util.GetAttrKey("value"):  # A box, or an nnx.Param.
+    keys = keys[:-1]
+  return _joined(keys) or "params"  # One array is a tree too.
+
+
+PARAMS = jax.tree_util.DictKey("params")
+
+
 def _function(function: Callable, conversion: Conversion) -> Callable:
   @functools.wraps(function)
   def run(params, *args, **kwargs):
-    return _convert(conversion, lambda p: function(p, *args, **kwargs), params, path)
-
-  def path(keys):
-    return _joined(keys) or "params"  # One array is a tree too.
+    return convert(
+      conversion,
+      lambda p: function(p, *args, **kwargs),
+      params,
+      functools.partial(path_of, in_collections=False),
+    )
 
   return run
 
@@ -183,10 +220,10 @@ def _linen_class(cls: type[nn.Module], conversion: Conversion) -> type[nn.Module
   one, and a bound one.
   """
 
-  def convert(call, variables):
+  def converted(call, variables):
     if not any(_linen_name(keys) for keys, _ in jax.tree.leaves_with_path(variables)):
       return call(variables)  # The parameters are being initialised.
-    return _convert(conversion, call, variables, _linen_name)
+    return convert(conversion, call, variables, _linen_name)
 
   def transform(function):
     def inner(scope_fn, repack_fn, variables, rngs, *args, **kwargs):
@@ -194,7 +231,7 @@ def _linen_class(cls: type[nn.Module], conversion: Conversion) -> type[nn.Module
         scopes = scope_fn(variables, rngs)
         return function(scopes, *args, **kwargs), repack_fn(scopes)
 
-      return convert(call, variables)
+      return converted(call, variables)
 
     return lift.pack(inner, (True,), (True,), (True,), enable_kwargs=True)
 
@@ -205,7 +242,7 @@ def _linen_class(cls: type[nn.Module], conversion: Conversion) -> type[nn.Module
 
   @functools.wraps(cls.apply)
   def apply(self, variables, *args, **kwargs):
-    return convert(lambda variables: cls.apply(self, variables, *args, **kwargs), variables)
+    return converted(lambda variables: cls.apply(self, variables, *args, **kwargs), variables)
 
   lifted.apply = apply
   return _renamed(lifted, cls)
@@ -224,7 +261,7 @@ def _if_bound(lifted, method):
 def _linen_name(keys) -> str | None:
   """A parameter's path, from keys that begin (group, module, collection); boxes add attributes."""
   names = [key for key in keys if not isinstance(key, jax.tree_util.GetAttrKey)]
-  collections = [i for i, key in enumerate(names) if key == jax.tree_util.DictKey("params")]
+  collections = [i for i, key in enumerate(names) if key == PARAMS]
   return _joined(names[collections[0] + 1 :]) if collections else None
 
 
@@ -240,7 +277,7 @@ def _nnx_class(cls: type[nnx.Module], conversion: Conversion) -> type[nnx.Module
     @split_inputs
     def split(arguments):
       names = _nnx_names(arguments)
-      return _convert(conversion, merge_inputs(call), arguments, lambda keys: names.get(keys))
+      return convert(conversion, merge_inputs(call), arguments, lambda keys: names.get(keys))
 
     @functools.wraps(method)
     def run(self, *args, **kwargs):
@@ -262,7 +299,7 @@ def _nnx_names(arguments) -> dict[tuple, str]:
   for keys, leaf in of_module:
     if isinstance(leaf, nnx.Param):
       path = _joined(keys[2:])  # After (states, index).
-      for inner, _ in jax.tree.leaves_with_path(leaf):
+      for inner, _ in jax.tree.leaves_with_path(leaf, is_leaf=is_frozen):
         names[jax.tree_util.SequenceKey(0), *keys, *inner] = path
   return names
 

@@ -5,6 +5,10 @@ gathered from devices. The jaxpr says which operand of a product is one, and of 
 whatever the function called: a layer, `jnp.einsum`, `@`. Loops, branches, `jax.checkpoint` and
 `jax.shard_map` are entered; functions with rules of their own (derivatives, batching) are not.
 `Replace` is told of a weight that is multiplied where nobody looks.
+
+A parameter may be frozen in 8 bits (a `QuantizedWeight`). The function is traced with floats in its
+place; the evaluation has a `Frozen` there, in whatever layout, until `Replace` multiplies by it or
+opens it.
 """
 
 import math
@@ -15,12 +19,17 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, jaxprs_in_params
 
+from sbjax.convert import layouts
+from sbjax.linear.frozen import Frozen, view
+from sbjax.linear.weight import QuantizedWeight
+
 
 class Weight(NamedTuple):
   """A parameter in the layout that an operand has."""
 
   path: str
-  master: Any  # the operand, without the casts to narrower dtypes that its values went through
+  # The operand, a Frozen or without the casts to narrower dtypes that its values went through.
+  master: Any
 
 
 class Replace(Protocol):
@@ -34,6 +43,10 @@ class Replace(Protocol):
   def left(self, eqn, weight: Weight) -> None:
     """Hears of a weight that eqn may multiply, where it is not replaced."""
 
+  def opened(self, eqn, path: str, weight: Frozen) -> jax.Array:
+    """The floats of a weight in 8 bits that eqn takes otherwise than in a product; or an error."""
+    ...
+
 
 def rewritten(function: Callable, paths: Sequence[str | None], replace: Replace) -> Callable:
   """A function of the same arguments, arrays, whose products went through `replace`.
@@ -43,14 +56,26 @@ def rewritten(function: Callable, paths: Sequence[str | None], replace: Replace)
   """
 
   def run(*args):
-    jaxpr, rebuild = _traced(function, args)
-    named = zip(paths, args, strict=True)
-    weights = [None if path is None else Weight(path, arg) for path, arg in named]
-    results, _ = _evaluate(jaxpr, args, weights, replace)
-    # Literals and constants are numpy's, which `+=` would change in place.
-    return rebuild([r if isinstance(r, jax.Array) else jnp.asarray(r) for r in results])
+    operands = [view(arg) if isinstance(arg, QuantizedWeight) else arg for arg in args]
+    given = [_floats_of(x) if isinstance(x, Frozen) else x for x in operands]
+    jaxpr, rebuild = _traced(function, given)
+    named = zip(paths, operands, strict=True)
+    weights = [None if path is None else Weight(path, x) for path, x in named]
+    results, _ = _evaluate(jaxpr, operands, weights, replace)
+    # A weight that comes back is as it was given. Literals and constants are numpy's, which `+=`
+    # would change in place.
+    as_given = {id(x): arg for x, arg in zip(operands, args, strict=True) if isinstance(x, Frozen)}
+    results = [as_given.get(id(r), r) for r in results]
+    return rebuild([r if isinstance(r, jax.Array | _FROZEN) else jnp.asarray(r) for r in results])
 
   return run
+
+
+_FROZEN = QuantizedWeight | Frozen
+
+
+def _floats_of(weight: Frozen) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(weight.shape, weight.dtype)
 
 
 def _traced(function, args):
@@ -96,18 +121,39 @@ def _evaluate(closed: ClosedJaxpr, args, weights, replace: Replace) -> tuple[lis
 def _equation(eqn, operands, weights, replace: Replace) -> tuple[list, list]:
   """An equation's results, and which of them are weights."""
   none = [None] * len(eqn.outvars)
+  frozen = [isinstance(x, Frozen) for x in operands]
   if replace.enters_all or any(weights):
-    if enter := _ENTERED.get(_name(eqn)):
+    if (enter := _ENTERED.get(_name(eqn))) and not (any(frozen) and enter is _shard_map):
       results = enter(eqn, operands, weights, replace)
       return results if isinstance(results, tuple) else (results, none)
-    if inner := _called(eqn):
+    if (inner := _called(eqn)) and not any(frozen):
       return _call(eqn, inner, operands, weights, replace), none
-  if any(weights) and _keeps_values(eqn):
+  if any(frozen) and _keeps_values(eqn) and layouts.follows(eqn):
+    return _in_8_bits(eqn, operands, weights)
+  if any(weights) and _keeps_values(eqn) and not any(frozen):
     return _in_layout(eqn, operands, weights)
   for weight in filter(None, weights if may_multiply(eqn, weights) else ()):
     replace.left(eqn, weight)
   results = replace(eqn, operands, weights)
-  return (_bind(eqn, operands) if results is None else results), none
+  if results is None:
+    results = _bind(eqn, _opened(eqn, operands, weights, replace))
+  return results, none
+
+
+def _opened(eqn, operands, weights, replace: Replace) -> list:
+  """The operands, with floats in place of 8 bits."""
+  return [
+    replace.opened(eqn, weight.path, x) if isinstance(x, Frozen) else x
+    for x, weight in zip(operands, weights, strict=True)
+  ]
+
+
+def _in_8_bits(eqn, operands, weights) -> tuple[list, list]:
+  """`_in_layout` where an operand is a Frozen."""
+  if _name(eqn) in _EACH:
+    return operands, [w and Weight(w.path, x) for w, x in zip(weights, operands, strict=True)]
+  results = layouts.moved(eqn, operands[0], operands[1:])
+  return results, [Weight(weights[0].path, x) for x in results]
 
 
 def _in_layout(eqn, operands, weights) -> tuple[list, list]:
@@ -230,6 +276,9 @@ def _jit(eqn, operands, weights, replace):
   function = _inner(eqn.params["jaxpr"], weights, replace)
   shardings = {name: eqn.params[name] for name in ("in_shardings", "out_shardings")}
   if any(isinstance(s, jax.sharding.Sharding) for given in shardings.values() for s in given):
+    own = zip(shardings["in_shardings"], operands, strict=True)
+    # A Frozen keeps the sharding that it has: its scales are too few to split.
+    shardings["in_shardings"] = tuple(None if isinstance(x, Frozen) else s for s, x in own)
     return jax.jit(function, **shardings)(*operands)
   return _evaluate(eqn.params["jaxpr"], operands, weights, replace)
 
@@ -253,9 +302,11 @@ def _scan(eqn, operands, weights, replace):
     num_consts, num_carry, _ = map(len, params["ft_in"].unpack())
   else:
     num_consts, num_carry = params["num_consts"], params["num_carry"]
+  weights, operands = _without_changing(
+    eqn, params["jaxpr"], weights, operands, num_consts, num_carry, replace
+  )
   consts, carry = operands[:num_consts], operands[num_consts : num_consts + num_carry]
-  xs = operands[num_consts + num_carry :]
-  weights = _without_changing(eqn, params["jaxpr"], weights, num_consts, num_carry, replace)
+  xs = [x.stacked() if isinstance(x, Frozen) else x for x in operands[num_consts + num_carry :]]
   function = _inner(params["jaxpr"], weights, replace)
 
   def step(carry, xs):
@@ -267,26 +318,37 @@ def _scan(eqn, operands, weights, replace):
   return [*carry, *ys]
 
 
-def _without_changing(eqn, body: ClosedJaxpr, weights, num_consts, num_carry, replace) -> list:
-  """The weights of a loop's body, but for those in the carry that may change from step to step."""
-  jaxpr, weights = body.jaxpr, list(weights)
+def _without_changing(eqn, body: ClosedJaxpr, weights, operands, num_consts, num_carry, replace):
+  """The weights of a loop's body, but for those in the carry that may change from step to step.
+
+  Those are floats. And the operands.
+  """
+  jaxpr, weights, operands = body.jaxpr, list(weights), list(operands)
   for i in range(num_consts, num_consts + num_carry):
     weight = weights[i]
     if weight and jaxpr.outvars[i - num_consts] is not jaxpr.invars[i]:
       weights[i] = None
+      if isinstance(operands[i], Frozen):
+        operands[i] = replace.opened(eqn, weight.path, operands[i])
       if _multiplies(jaxpr, [j == i for j in range(len(weights))]):
         replace.left(eqn, weight)
-  return weights
+  return weights, operands
 
 
 def _while(eqn, operands, weights, replace):
   params = eqn.params
   split, carried = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+  body_weights, operands[split:] = _without_changing(
+    eqn,
+    params["body_jaxpr"],
+    weights[split:],
+    operands[split:],
+    carried - split,
+    len(operands) - carried,
+    replace,
+  )
   cond_consts, body_consts = operands[:split], operands[split:carried]
   carry = operands[carried:]
-  body_weights = _without_changing(
-    eqn, params["body_jaxpr"], weights[split:], carried - split, len(carry), replace
-  )
   body = _inner(params["body_jaxpr"], body_weights, replace)
   condition = _inner(params["cond_jaxpr"], [None] * (split + len(carry)), replace)
   return jax.lax.while_loop(

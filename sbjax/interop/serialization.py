@@ -7,6 +7,7 @@ import dataclasses
 import json
 
 import jax
+import jax.numpy as jnp
 from flax import serialization
 
 from sbjax.linear.grouped import Grouped
@@ -33,6 +34,25 @@ def _spec_to_bytes(spec: Spec) -> bytes:
 
 def _spec_of_bytes(data) -> Spec:
   return Spec(**json.loads(bytes(data)))
+
+
+def _words_of(master: NoMaster) -> dict:
+  axes = {name: list(getattr(master, name)) for name in ("shape", "contracted", "batch")}
+  return {"dtype": master.dtype.name, **{name: json.dumps(value) for name, value in axes.items()}}
+
+
+def _master_of(words: dict | list) -> NoMaster:
+  if isinstance(words, list):  # A file of before had only the shape.
+    return NoMaster(tuple(words))
+  axes = {name: tuple(json.loads(words[name])) for name in ("shape", "contracted", "batch")}
+  return NoMaster(dtype=jnp.dtype(words["dtype"]), **axes)
+
+
+def _restored_master(target: NoMaster, state: dict) -> NoMaster:
+  """The target, which says all; the file's own words, if it has any, must be the same."""
+  if state and (found := _master_of(state)) != target:
+    raise ValueError(f"The file's weight in 8 bits is {found}, not {target} as the target's.")
+  return target
 
 
 def _restored(target: Quantized, state) -> Quantized:
@@ -66,14 +86,14 @@ def _register() -> None:
   jax.export.register_pytree_node_serialization(
     NoMaster,
     serialized_name="sbjax.NoMaster",
-    serialize_auxdata=lambda master: json.dumps(master.shape).encode(),
-    deserialize_auxdata=lambda data: NoMaster(tuple(json.loads(bytes(data)))),
+    serialize_auxdata=lambda master: json.dumps(_words_of(master)).encode(),
+    deserialize_auxdata=lambda data: _master_of(json.loads(bytes(data))),
   )
   serialization.register_serialization_state(
     Quantized, lambda q: {"values": q.values, "scale": q.scale}, _restored
   )
-  for cls in (Spec, NoMaster):  # The target says all.
-    serialization.register_serialization_state(cls, lambda x: {}, lambda x, state: x)
+  serialization.register_serialization_state(Spec, lambda spec: {}, lambda spec, state: spec)
+  serialization.register_serialization_state(NoMaster, _words_of, _restored_master)
 
 
 _register()

@@ -1,22 +1,29 @@
-"""CLIP parameters for inference in 8 bits: int8 values and scales in place of float kernels.
+"""Parameters in 8 bits for inference, CLIP's and any model's, and their files.
 
-The kernels of the blocks are quantized for the forward pass, in the one orientation that it takes.
-The table of token embeddings is quantized row by row: in a B/32 it holds a sixth of all parameters.
-All else stays as it is, and takes 0.4 to 2.2 % of the bytes of the float parameters (H/14, B/32).
+A file is one for safetensors, msgpack and orbax: arrays by their paths, and words that say what is
+in 8 bits and how. The version of the words rises when an older library would misread them.
 """
 
+import dataclasses
 import json
 import os
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax import nnx, serialization
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from sbjax.convert.quantize_model import path_of
+from sbjax.convert.quantize_weights import quantize_weights
 from sbjax.interop.files import import_package
-from sbjax.models.transformer import quantize_weights
+from sbjax.linear.weight import NoMaster, QuantizedWeight, is_frozen
+from sbjax.models.transformer import BlockOptions, is_block_kernel
 from sbjax.quantize import INT8, Quantized, Spec, quantize
 from sbjax.recipes import Recipe, RecipeRules
 
+VERSION = 1  # 0 had no version, and no frozen weights of any shape.
 _TABLE = ("text", "token_embedding", "embedding")
 
 
@@ -26,9 +33,10 @@ def serving_params(
   """The parameters of a CLIP with its kernels in 8 bits only, for a model of that recipe.
 
   `CLIP(config, BlockOptions(recipe=recipe)).apply({"params": serving_params(params, recipe)}, ...)`
-  multiplies by the same 8-bit kernels as with `params`. Only the token embeddings differ, by at
-  most 1/254 of their row's largest magnitude. The parameters have no gradients;
-  the input has.
+  multiplies by the same 8-bit kernels as with `params`. The table of token embeddings is quantized
+  row by row: in a B/32 it holds a sixth of all parameters. It differs by at most 1/254 of a row's
+  largest magnitude. All else stays as it is, and takes 0.4 to 2.2 % of the bytes of the float
+  parameters (H/14, B/32). The parameters have no gradients; the input has.
 
   Args:
     params: float parameters, stacked (`scan=True`) or not.
@@ -39,55 +47,168 @@ def serving_params(
     ValueError: no kernel of a CLIP is among the parameters, or the recipe rounds none of them in
       its forward pass.
   """
-  result: dict = flatten_dict(params)  # pyright: ignore
-  quantized: dict = flatten_dict(quantize_weights(params, recipe, backend=backend))  # pyright: ignore
-  kernels = {path: forward for path, (forward, _) in quantized.items() if forward is not None}
-  if not kernels:
+  options = BlockOptions(recipe=recipe, backend=backend)
+  paths = [path for path in flatten_dict(params) if is_block_kernel(path)]
+  if not paths:
+    raise ValueError("No kernel of a CLIP's blocks is among the parameters.")
+  rules = [("/".join(path), options.recipe_at("/".join(path[:-1]))) for path in paths]
+  if all(own.fwd is None for _, own in rules):
     raise ValueError(f"{recipe=} leaves every kernel in 16 bits: take 'switchback_q', for example.")
-  result |= kernels
+  served: dict = flatten_dict(quantize_weights(params, rules, backend=backend))  # pyright: ignore
+  result = {path: leaf.fwd if is_frozen(leaf) else leaf for path, leaf in served.items()}
   if _TABLE in result:
     result[_TABLE] = quantize(jnp.asarray(result[_TABLE]), Spec(INT8, "rowwise"))
   return unflatten_dict(result)
 
 
-def save_serving(params: dict, path) -> None:
-  """Writes `serving_params` as .safetensors: a kernel as two arrays, its values and its scale.
-
-  Raises:
-    ImportError: safetensors is not installed.
-  """
-  arrays, specs = {}, {}
-  for keys, leaf in flatten_dict(params).items():
-    name = "/".join(keys)
-    if isinstance(leaf, Quantized):
-      # As bytes: numpy, by which safetensors reads, lacks fp8.
-      arrays |= {f"{name}/values": leaf.values.view(jnp.int8), f"{name}/scale": leaf.scale}
-      specs[name] = [leaf.spec.dtype.name, leaf.spec.scaling, leaf.spec.exponent]
-    else:
-      arrays[name] = jnp.asarray(leaf)
-  save_file = import_package("safetensors.flax").save_file
-  save_file(arrays, os.fspath(path), {"specs": json.dumps(specs)})
-
-
-def load_serving(path) -> dict:
-  """The parameters that `save_serving` wrote.
-
-  Raises:
-    ValueError: the file holds other arrays.
-    ImportError: safetensors is not installed.
-  """
-  with import_package("safetensors").safe_open(os.fspath(path), framework="flax") as file:
-    arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    specs = json.loads((file.metadata() or {}).get("specs", "null"))
-  if specs is None:
-    raise ValueError(f"{path} was not written by save_serving: its metadata have no specs.")
-  for name, (dtype, *scaling) in specs.items():
-    spec = Spec(jnp.dtype(dtype), *scaling)
-    values, scale = arrays.pop(f"{name}/values"), arrays.pop(f"{name}/scale")
-    arrays[name] = Quantized(values.view(spec.dtype), scale, spec)
-  return unflatten_dict({tuple(name.split("/")): array for name, array in arrays.items()})
-
-
 def size_of(params) -> int:
   """The bytes of parameters, float or 8-bit."""
   return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
+
+
+# ---- Arrays by their paths, and words about those in 8 bits
+
+
+def _in_8_bits(leaf) -> bool:
+  return isinstance(leaf, Quantized) or is_frozen(leaf)
+
+
+def _named(params) -> dict[str, Any]:
+  """The parameters of a tree, or of an nnx module, by their paths."""
+  if isinstance(params, nnx.Module):
+    params = nnx.state(params, nnx.Param)
+  leaves = jax.tree.leaves_with_path(params, is_leaf=_in_8_bits)
+  return {path_of(keys) or "params": leaf for keys, leaf in leaves}
+
+
+def _to_arrays(params) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+  arrays, specs, masters = {}, {}, {}
+  for name, leaf in _named(params).items():
+    if not _in_8_bits(leaf):
+      arrays[name] = np.asarray(leaf)
+      continue
+    q = leaf
+    if isinstance(leaf, QuantizedWeight):
+      q = leaf.fwd
+      masters[name] = {**dataclasses.asdict(leaf.master), "dtype": leaf.master.dtype.name}
+    # As bytes: numpy, by which safetensors reads, lacks fp8.
+    arrays |= {f"{name}/values": np.asarray(q.values).view(np.int8)}
+    arrays |= {f"{name}/scale": np.asarray(q.scale)}
+    specs[name] = [q.spec.dtype.name, q.spec.scaling, q.spec.exponent]
+  words = {"version": str(VERSION), "specs": json.dumps(specs), "masters": json.dumps(masters)}
+  return arrays, words
+
+
+def _of_arrays(path, arrays: dict, words: dict[str, str] | None) -> dict[str, Any]:
+  words = words or {}
+  if "specs" not in words:
+    raise ValueError(f"{path} was not written by save_serving: its metadata have no specs.")
+  version = words.get("version", "0")
+  if not version.isdecimal() or int(version) > VERSION:
+    raise ValueError(
+      f"{path} has version {version} of the format, and this sbjax reads versions up to {VERSION}:"
+      " install a newer one."
+    )
+  named, masters = dict(arrays), json.loads(words.get("masters", "{}"))
+  for name, (dtype, *scaling) in json.loads(words["specs"]).items():
+    spec = Spec(jnp.dtype(dtype), *scaling)
+    if missing := [part for part in ("values", "scale") if f"{name}/{part}" not in named]:
+      raise ValueError(f"{path} is not whole: it lacks {name}/{missing[0]}.")
+    values, scale = named.pop(f"{name}/values"), named.pop(f"{name}/scale")
+    named[name] = q = Quantized(jnp.asarray(values.view(spec.dtype)), jnp.asarray(scale), spec)
+    if master := masters.get(name):
+      axes = {key: tuple(master[key]) for key in ("shape", "contracted", "batch")}
+      named[name] = QuantizedWeight(NoMaster(dtype=jnp.dtype(master["dtype"]), **axes), q, None)
+  return named
+
+
+# ---- Files
+
+
+def save_serving(params, path) -> None:
+  """Writes parameters in 8 bits: a weight as two arrays, its values and its scale.
+
+  Args:
+    params: what `quantize_weights` or `serving_params` made; of an nnx module its `nnx.Param`s.
+    path: ends in .safetensors or .msgpack, or is a new folder, which orbax writes.
+
+  Raises:
+    ImportError: safetensors or orbax is not installed.
+  """
+  path = os.fspath(path)
+  arrays, words = _to_arrays(params)
+  if path.endswith(".safetensors"):
+    import_package("safetensors.numpy").save_file(arrays, path, words)
+  elif path.endswith(".msgpack"):
+    with open(path, "wb") as file:
+      file.write(serialization.msgpack_serialize({"arrays": arrays, "words": words}))
+  else:
+    text = np.frombuffer(json.dumps(words).encode(), np.uint8)
+    with import_package("orbax.checkpoint").PyTreeCheckpointer() as checkpointer:
+      checkpointer.save(os.path.abspath(path), {"arrays": _nested(arrays), "words": text})
+
+
+def load_serving(path, like=None):
+  """The parameters that `save_serving` wrote.
+
+  Args:
+    like: parameters of the model, float or not, or their shapes, or an nnx module: the result has
+      its structure. None: dictionaries by the parts of the paths.
+
+  Raises:
+    ValueError: the file is of a newer version, not whole, of another model than `like`, or was not
+      written by `save_serving`.
+    ImportError: safetensors or orbax is not installed.
+  """
+  named = _of_arrays(path, *_read(os.fspath(path)))
+  if like is None:
+    return _nested(named)
+  _check_alike(path, named, _named(like))
+  if isinstance(like, nnx.Module):
+    graph, own, rest = nnx.split(like, nnx.Param, ...)
+    return nnx.merge(graph, _filled(own, named), rest, copy=True)
+  return _filled(like, named)
+
+
+def _read(path: str) -> tuple[dict, dict[str, str] | None]:
+  """Arrays by their paths, and the words."""
+  if path.endswith(".safetensors"):
+    with import_package("safetensors").safe_open(path, framework="flax") as file:
+      return {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+  if path.endswith(".msgpack"):
+    with open(path, "rb") as file:
+      tree = serialization.msgpack_restore(file.read())
+    return (tree["arrays"], tree["words"]) if {"arrays", "words"} <= {*tree} else ({}, None)
+  orbax = import_package("orbax.checkpoint")
+  with orbax.PyTreeCheckpointer() as checkpointer:
+    tree = checkpointer.restore(os.path.abspath(path))
+  if not {"arrays", "words"} <= {*tree}:
+    return {}, None
+  arrays = flatten_dict(tree["arrays"], sep="/")
+  return arrays, json.loads(bytes(np.asarray(tree["words"])))  # pyright: ignore
+
+
+def _nested(named: dict) -> dict:
+  return unflatten_dict({tuple(name.split("/")): leaf for name, leaf in named.items()})
+
+
+def _filled(tree, named: dict):
+  keyed, treedef = jax.tree.flatten_with_path(tree, is_leaf=_in_8_bits)
+  return treedef.unflatten([named[path_of(keys) or "params"] for keys, _ in keyed])
+
+
+def _check_alike(path, named: dict, expected: dict) -> None:
+  for name in expected.keys() - named.keys():
+    raise ValueError(f"{path} is of another model: it has no {name}.")
+  for name in named.keys() - expected.keys():
+    raise ValueError(f"{path} is of another model: it has {name}, which the model lacks.")
+  for name, leaf in named.items():
+    own, theirs = _shape(leaf), _shape(expected[name])
+    if own != theirs:
+      raise ValueError(f"{path} is of another model: its {name} is {own}, the model's {theirs}.")
+
+
+def _shape(leaf) -> tuple[int, ...]:
+  if isinstance(leaf, Quantized):
+    return leaf.values.shape
+  return leaf.master.shape if is_frozen(leaf) else leaf.shape

@@ -8,6 +8,7 @@ import operator
 import jax
 import jax.numpy as jnp
 
+from sbjax.linear.frozen import Frozen
 from sbjax.linear.quantized_dot import quantized_dot
 from sbjax.ops.partition import merge_splits, reshape, splits_of, unmerge_splits
 from sbjax.ops.registry import check_name
@@ -55,7 +56,8 @@ class DotGeneral:
         f"{precision=} cannot be honoured by a quantized product; leave it None, and set"
         " jax.default_matmul_precision for the matmuls that a recipe leaves in full."
       )
-    lhs, rhs = as_floating("lhs", lhs), as_floating("rhs", rhs)
+    lhs = as_floating("lhs", lhs)
+    rhs = rhs if isinstance(rhs, Frozen) else as_floating("rhs", rhs)
     (lhs_k, rhs_k), (lhs_b, rhs_b) = _checked_axes(lhs.shape, rhs.shape, dimension_numbers)
     if preferred_element_type is not None:
       preferred_element_type = floating_dtype("preferred_element_type", preferred_element_type)
@@ -69,7 +71,11 @@ class DotGeneral:
     rhs_free = [a for a in range(rhs.ndim) if a not in (*rhs_k, *rhs_b)]
     batch = [lhs.shape[a] for a in lhs_b]
     free = [*(lhs.shape[a] for a in lhs_free), *(rhs.shape[a] for a in rhs_free)]
-    x, w = _grouped(lhs, lhs_b, lhs_free, lhs_k), _grouped(rhs, rhs_b, rhs_k, rhs_free)
+    x = _grouped(lhs, lhs_b, lhs_free, lhs_k)
+    if isinstance(rhs, Frozen):
+      w, rhs = rhs.grouped(rhs_b, rhs_k, rhs_free), rhs.values
+    else:
+      w = _grouped(rhs, rhs_b, rhs_k, rhs_free)
     dot = functools.partial(quantized_dot, recipe=self.recipe, backend=self.backend)
     for _ in batch:
       dot = jax.vmap(dot)

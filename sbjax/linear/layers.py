@@ -13,7 +13,7 @@ from flax.linen.dtypes import canonicalize_dtype
 
 from sbjax.linear.fused import layer_norm_dense, layer_norm_mlp
 from sbjax.linear.quantized_dot import as_multiplier, as_tokens, quantized_dot
-from sbjax.linear.weight import QuantizedWeight, master_weight, serving_weight
+from sbjax.linear.weight import QuantizedWeight, is_frozen, master_weight, serving_weight
 from sbjax.ops.rows import LayerNormParams
 from sbjax.quantize import Quantized, dequantize, floating_dtype
 from sbjax.recipes import SWITCHBACK, Recipe, as_recipe
@@ -54,13 +54,13 @@ class SwitchBackDense(nn.Dense):
     """The kernel [width, features] and the bias [features] or None, for a function to multiply by.
 
     The kernel is a `QuantizedWeight` where the collection "quantized" has its 8 bits, or where the
-    parameter itself is `Quantized` (see `sbjax.interop.serving`).
+    parameter itself is in 8 bits (see `quantize_weights`).
     """
     _check_unset(n for n in _FIXED if getattr(self, n, None) is not getattr(nn.Dense, n, None))
     _check_arguments(self.dtype, self.param_dtype, width=width, features=self.features)
     kernel = quantized_parameter(self, "kernel", (self.features, width))
     if kernel is not None:
-      kernel = serving_weight(kernel)
+      kernel = as_weight(kernel)
     else:
       kernel = self.param("kernel", self.kernel_init, (width, self.features), self.param_dtype)
     if self.has_variable("quantized", "kernel"):
@@ -103,7 +103,7 @@ class SwitchBackLinear(nnx.Linear):
   def __call__(self, inputs: jax.Array, out_sharding=None) -> jax.Array:
     inputs = as_tokens(inputs)
     bias = None if self.bias is None else self.bias[...]
-    y = _linear(self, inputs, self.kernel[...], bias)
+    y = _linear(self, inputs, as_weight(self.kernel.get_value()), bias)
     return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
 
 
@@ -134,9 +134,17 @@ def _linear(layer, x, kernel, bias):
   return quantized_dot(x, kernel, layer.recipe, bias=bias, **how)
 
 
+def as_weight(kernel) -> jax.Array | QuantizedWeight:
+  """A kernel as `quantized_dot` takes it: an array, or a frozen one in 8 bits."""
+  if is_frozen(kernel):
+    kernel = kernel.fwd  # Its shape is the layer's, also where a loop took it from a stack.
+  return serving_weight(kernel) if isinstance(kernel, Quantized) else kernel
+
+
 def quantized_parameter(module: nn.Module, name: str, shape) -> Quantized | None:
-  """The parameter of that name if it is `Quantized`, with values of that shape; else None."""
+  """The parameter of that name if it is in 8 bits, with values of that shape; else None."""
   value = module.get_variable("params", name) if module.has_variable("params", name) else None
+  value = value.fwd if is_frozen(value) else value
   if not isinstance(value, Quantized):
     return None
   if value.values.shape != shape:

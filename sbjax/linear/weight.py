@@ -10,15 +10,26 @@ from sbjax.ops.registry import Backend, get_backend
 from sbjax.quantize import Quantized, as_floating
 from sbjax.recipes import Recipe, as_recipe
 
+_FLOAT32 = jnp.dtype(jnp.float32)
+
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class NoMaster:
-  """Stands for a master that is not there: the weight is frozen in 8 bits."""
+  """Stands for a master that is not there: the weight is frozen in 8 bits.
 
-  shape: tuple[int, ...]  # of w [K, N]
-  dtype = jnp.dtype(jnp.float32)
-  ndim = 2
+  A layer's kernel is [K, N]. A parameter of any shape says which of its axes a matmul sums over,
+  and which count separate matmuls, each with scales of its own; the rest are those of the output.
+  """
+
+  shape: tuple[int, ...]  # of w [K, N], or of the parameter
+  dtype: jnp.dtype = _FLOAT32
+  contracted: tuple[int, ...] = (0,)
+  batch: tuple[int, ...] = ()
+
+  @property
+  def ndim(self) -> int:
+    return len(self.shape)
 
 
 class QuantizedWeight(NamedTuple):
@@ -28,7 +39,7 @@ class QuantizedWeight(NamedTuple):
   """
 
   master: Any  # jax.Array w [K, N], or NoMaster
-  fwd: Quantized | None  # w.T [N, K] as the forward pass takes it; None: not, or as dgrad.T
+  fwd: Quantized | None  # w.T [..., N, K] as the forward pass takes it; None: not, or as dgrad.T
   dgrad: Quantized | None  # w [K, N] as the input gradient takes it, or None
 
 

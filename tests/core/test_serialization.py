@@ -15,7 +15,7 @@ import sbjax
 from sbjax.quantize import Quantized, Spec, quantize
 
 # NamedTuples that hold no arrays of a user's: our own tables, and what is used within one trace.
-TABLES = {"Backend", "Operation", "Format", "Row", "Weight", "Layout", "Inits"}
+TABLES = {"Backend", "Operation", "Format", "Row", "Weight", "Frozen", "Layout", "Inits"}
 TABLES |= {"Estimate", "Rounding", "Group", "Forward"}  # Plain numbers of `sbjax.convert.rounding`.
 SPEC = Spec(jnp.int8, "rowwise")
 

@@ -104,9 +104,9 @@ def test_the_page_of_the_design_has_at_most_150_lines():
 
 
 GUIDES = (
-  "getting_started in_your_model convert_a_model recipes training_clip data scenes spikes rounding"
-  " coming_from_open_clip scaling clusters weights evaluating embedding faults stable_adamw"
-  " optimizer_states unit_scaling"
+  "getting_started in_your_model convert_a_model serving recipes training_clip data scenes spikes"
+  " rounding coming_from_open_clip scaling clusters weights evaluating embedding faults"
+  " stable_adamw optimizer_states unit_scaling"
 )
 
 
