@@ -28,9 +28,18 @@ class TrainState(NamedTuple):
   """The state that a step updates. Randomness is a function of the seed and `step`."""
 
   step: jax.Array  # int32 []: steps taken
-  params: Any  # those that learn
+  params: Any
   opt_state: Any
-  frozen: Any = ()  # what adapters stand beside (CLIPTask.split)
+  frozen = ()  # no field, which checkpoints would have
+
+
+class AdapterState(NamedTuple):
+  """The same of a run whose `params` are adapters."""
+
+  step: jax.Array
+  params: Any
+  opt_state: Any
+  frozen: Any  # the parameters that the adapters stand beside (CLIPTask.split)
 
 
 def make_init(task: CLIPTask, optimizer: optax.GradientTransformation, seed: int):
@@ -44,12 +53,13 @@ def make_init(task: CLIPTask, optimizer: optax.GradientTransformation, seed: int
 
 def initial_state(
   task: CLIPTask, optimizer: optax.GradientTransformation, seed: int, values
-) -> TrainState:
+) -> TrainState | AdapterState:
   """The state at step 0 of float32 parameters; a residual keeps what a cast of them loses."""
   values, frozen = task.split(values, jax.random.key(seed))
   params = cast_matrices(values, task.matrix_dtype)
   params, opt_state = split_parameters(values, params, optimizer.init(params))
-  return TrainState(jnp.zeros([], jnp.int32), params, opt_state, frozen)
+  state = jnp.zeros([], jnp.int32), params, opt_state
+  return TrainState(*state) if task.lora is None else AdapterState(*state, frozen)
 
 
 def make_train_step(
@@ -125,7 +135,8 @@ def make_train_step(
       metrics["parameter_norm"],
     )
     finite = jnp.stack([*were_finite, *(jnp.isfinite(x).all() for x in checked)])
-    return TrainState(state.step + 1, params, opt_state, state.frozen), metrics, finite
+    state = state._replace(step=state.step + 1, params=params, opt_state=opt_state)
+    return state, metrics, finite
 
   return train_step
 
