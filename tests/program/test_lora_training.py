@@ -148,7 +148,7 @@ def run_lora(tmp_path, monkeypatch):
   monkeypatch.setattr(Run, "new_state", NEW_STATE)
   fixed = {"model.backend": "xla", "model.remat": "none", "model.recipe": "switchback"}
   monkeypatch.setattr(jax, "devices", lambda *_: everywhere[:1])
-  plain = make_run(loop_case.config(tmp_path / "data", steps=1, **fixed), tmp_path / "plain")
+  plain = make_run(loop_case.config(tmp_path / "data", steps=1, **fixed), tmp_path)
   model = plain.task.model.config
   weights = state_dict(drawn(plain.abstract_state.params), model)
   monkeypatch.setattr(convert, "read_file", lambda path: weights)
