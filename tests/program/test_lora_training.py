@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 
 import jax
 import loop_case
@@ -17,6 +18,7 @@ from sbjax.interop.serving import size_of
 from sbjax.interop.weights import state_dict
 from sbjax.linear.lora import add_lora
 from sbjax.linear.weight import LoRAWeight
+from sbjax.models import CLIP, SIZES, BlockOptions
 from sbjax.quantize import Quantized, dequantize
 from train import export, loop
 from train.config import Config, LoraConfig, MeshConfig, ModelConfig, OptimizerConfig
@@ -241,3 +243,17 @@ def test_adapters_that_fit_no_kernel_are_named(lora, message):
   values = jax.eval_shape(task.init, jax.random.key(0))
   with pytest.raises(ValueError, match=message):
     jax.eval_shape(task.split, values, jax.random.key(0))
+
+
+def state_bytes(lora) -> int:
+  task = CLIPTask(CLIP(SIZES["L/14"], BlockOptions(recipe="switchback")), lora=lora)
+  optimizer, _ = make_optimizer(OptimizerConfig(warmup_steps=1), 10)
+  values = jax.eval_shape(task.init, jax.random.key(0))
+  state = jax.eval_shape(lambda x: initial_state(task, optimizer, 0, x), values)
+  return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
+
+
+def test_the_training_state_of_a_vit_l_14_takes_a_tenth():
+  adapted, whole = state_bytes(LoraConfig(rank=8)), state_bytes(None)
+  assert whole == pytest.approx(5.13e9, rel=0.01)
+  assert adapted < 0.1 * whole
