@@ -8,6 +8,7 @@ import contextlib
 import functools
 import itertools
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -335,7 +336,8 @@ class _Steps:
         " The same command with it continues after this step."
       )
     run.checkpointer.scored(step, scores)
-    _report(run, self._workdir, step, self._state.params, scores)
+    params = run.task.joined(self._state.params, self._state.frozen)
+    _report(run, self._workdir, step, params, scores)
 
   @contextlib.contextmanager
   def _ending(self) -> Iterator[None]:
@@ -524,11 +526,13 @@ def _peak_bytes() -> int:
 
 def describe(run: Run, recorder: Recorder, start: int) -> None:
   config = run.config
-  count = sum(np.prod(x.shape) for x in jax.tree.leaves(run.abstract_state.params))
+  state, lora = run.abstract_state, run.config.lora
+  count, frozen = (_millions(tree) for tree in (state.params, state.frozen))
+  of = f"{count} trainable and {frozen} frozen parameters" if lora.rank else f"{count} parameters"
   device = jax.devices()[0]
   recorder.say(
     start,
-    f"{run.task.name} {config.model.size}, {count / 1e6:.1f} M parameters,"
+    f"{run.task.name} {config.model.size}, {of},"
     f" {_how(config)}, {config.data.name}, batch {config.batch_size}, on"
     f" {run.mesh.size} x {device.device_kind} (data {run.mesh.shape['data']},"
     f" fsdp {run.mesh.shape['fsdp']})",
@@ -540,6 +544,10 @@ def describe(run: Run, recorder: Recorder, start: int) -> None:
       f"captions in groups of {', '.join(f'{rows} x {length}' for length, rows in groups)} tokens:"
       f" {each:.1f} each in place of {run.task.model.config.text.context_length}",
     )
+
+
+def _millions(tree) -> str:
+  return f"{sum(math.prod(x.shape) for x in jax.tree.leaves(tree)) / 1e6:.1f} M"
 
 
 def _how(config: Config) -> str:

@@ -287,7 +287,9 @@ def explain(text: str, run: Run, during: str, device) -> str:
   """
   stats = device.memory_stats() or {}
   asked, limit, used = asked_bytes(text), stats.get("bytes_limit"), stats.get("bytes_in_use", 0)
+  frozen = _bytes_a_device(run.abstract_state.frozen)
   params = _bytes_a_device(run.abstract_state.params)
+  held = params + frozen
   optimizer = _bytes_a_device(run.abstract_state.opt_state)
   lines = [
     f"Out of memory on a device ({device.device_kind}), at {during}:"
@@ -295,7 +297,7 @@ def explain(text: str, run: Run, during: str, device) -> str:
       f" {_size(asked)} were asked for at once" if asked else " how much was asked for is not said"
     )
     + (f"; JAX may use {_size(limit)} there, and {_size(used)} were in use." if limit else "."),
-    f"Of the training state a device holds {_size(params)} of parameters and {_size(optimizer)} of"
+    f"Of the training state a device holds {_size(held)} of parameters and {_size(optimizer)} of"
     f" optimizer state, and a step makes {_size(params)} of gradients. The rest are activations:"
     f" batch_size={run.config.batch_size} is {run.config.batch_size // run.mesh.size} images a"
     f" device, {run.config.batch_size // run.mesh.size // run.config.accumulate} at a time.",
