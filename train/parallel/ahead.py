@@ -8,7 +8,7 @@ import contextlib
 import threading
 from collections.abc import Callable
 
-NAME = "compiler"
+NAME = "compiler of the next stage"
 
 
 class Ahead:
