@@ -16,6 +16,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from benchmarks import attention_report, remat_report, scaling_report, steps_report
+from benchmarks.speedrun import table as speedrun
 from benchmarks.steps_report import FLAX, OURS, best
 from benchmarks.tables import CHIP, RESULTS, last, name_of, read
 
@@ -48,6 +49,7 @@ def main() -> None:
   dropout, _ = by_chip(last(read("step_patch_dropout"), "chip", "size"))
   write("patch_dropout", dropout_table(sorted(dropout, key=largest_first)))
   write("texts", steps_report.texts_table(last(read("step_texts"), "chip", "size")))
+  write("speedrun", speedrun.of(read("speedrun")), DOCS / "speedrun.md")
   memory = last(read("remat_memory"), "size", "batch_size")
   write("remat", remat_report.table(memory, read("step") + read("remat")))
   write("open_clip", steps_report.open_clip_table(open_clip))

@@ -34,7 +34,7 @@ from sbjax.models.clip import CLIP
 from sbjax.models.flax_block import FlaxBlock
 from sbjax.models.sizes import SIZES, CLIPConfig, kept_patches
 from sbjax.models.transformer import Block, BlockOptions
-from train.config import OptimizerConfig
+from train.config import LoraConfig, OptimizerConfig
 from train.memory import bytes_limit, is_out_of_memory
 from train.optimizer import make_optimizer
 from train.step import make_init, make_train_step
@@ -57,6 +57,7 @@ class Contender(NamedTuple):
   remat: str | None = None  # None: the case's.
   captions: str = ""  # whose lengths the groups of texts are for; "": none
   text_groups: int = 6  # at most
+  lora: int = 0  # the rank of adapters; their state is their own, so each is measured alone
 
 
 CONTENDERS = {
@@ -82,6 +83,8 @@ CONTENDERS = {
   "switchback_e4m3_wgrad": Contender("switchback_e4m3_wgrad"),
   "llm_int8": Contender("llm_int8"),
   "fp8_switchback": Contender("fp8_switchback"),
+  "full_lora": Contender("full", lora=8),
+  "switchback_m_lora": Contender("switchback_m", lora=8),
 }
 BASES = ("flax", "flax_loop", "flax_no_remat")
 
@@ -154,14 +157,10 @@ def task_of(
 ) -> CLIPTask:
   """The contender of that name."""
   one = CONTENDERS[name]
-  options = BlockOptions(
-    recipe=one.recipe,
-    remat=one.remat or remat,
-    unroll=one.unroll,
-    backend=backend,
-    attention_backend=one.attention,
-  )
-  return CLIPTask(CLIP(config, options, patch_dropout, block=one.block))
+  how = {"recipe": one.recipe, "remat": one.remat or remat, "unroll": one.unroll}
+  options = BlockOptions(**how, backend=backend, attention_backend=one.attention)
+  lora = LoraConfig(rank=one.lora) if one.lora else None
+  return CLIPTask(CLIP(config, options, patch_dropout, block=one.block), lora=lora)
 
 
 def fitting(size: str, tasks: dict[str, CLIPTask], optimizer, state, batch):

@@ -24,6 +24,7 @@ from train.config import Config, all_fields
 from train.errors import RunError
 from train.fields import KINDS, MAY_CHANGE, about
 from train.parallel import agreement, peers, processes, stop, xla_flags
+from train.parallel.ahead import is_compiling
 from train.paths import local_path
 
 _CONFIG = flags.DEFINE_string("config", None, "What to run: a file of configs/.")
@@ -214,6 +215,9 @@ def report_errors(debug: bool = False) -> Iterator[None]:
         interrupted = stop.interrupted()
         _end(f"{interrupted}\n{_describe(error)}", interrupted.exit_code)
       if debug or not isinstance(error, _EXPLAINED):
+        if is_compiling():  # Python's own end would wait for it.
+          traceback.print_exc()
+          peers.exit_with(1)
         raise
       _end(_describe(error), 1)
 

@@ -338,6 +338,20 @@ class MeshConfig:
   )
 
 
+@dataclasses.dataclass(kw_only=True)
+class LoraConfig:
+  rank: int = field(
+    0,
+    """of adapters on the kernels of init; they alone learn, and init is frozen in the recipe's 8
+    bits. 0: all parameters learn""",
+    zero_or_more("all parameters learn"),
+  )
+  alpha: float = field(16.0, "alpha / rank multiplies what an adapter adds", POSITIVE)
+  targets: tuple[str, ...] = field(
+    (".*/(qkv|out|fc1|fc2)/kernel",), "patterns of the kernels that get an adapter"
+  )
+
+
 class Stage(NamedTuple):
   """The steps of a run that compute alike."""
 
@@ -360,6 +374,7 @@ class Config:
   data: DataConfig = dataclasses.field(default_factory=DataConfig)
   optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
   mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+  lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
   init: str = field(
     "", 'a state dict or its folder, of open_clip or transformers; "": random parameters', PATH
   )
@@ -374,6 +389,11 @@ class Config:
     1, "microbatches a batch: takes the memory of one, the loss is over all", AT_LEAST_1, MAY_CHANGE
   )
   steps: int = field(20_000, "batches to train on", AT_LEAST_1, MAY_CHANGE)
+  compile_ahead: bool = field(
+    True,
+    "of stages (model.recipe, model.stages), the next one's step while one trains",
+    MAY_CHANGE,
+  )
   seed: int = field(
     0,
     "of parameters, the order of the data, crops and dropped patches",
@@ -523,6 +543,7 @@ class Config:
       )
     self._check_checkpoints()
     self._check_parametrization()
+    self._check_lora()
     self.profiled()
     for name in ("train_shards", "eval_shards") if not self.data.stream else ():
       for each in getattr(self.data, name).split("::"):
@@ -568,6 +589,26 @@ class Config:
       raise ValueError(
         f"optimizer.loss_scale={optimizer.loss_scale!r} must be 'none' with model.parametrization="
         "'unit', whose gradients have unit variance without it."
+      )
+
+  def _check_lora(self) -> None:
+    """Raises a ValueError for fields that do not go with `lora.rank`."""
+    if not self.lora.rank:
+      return
+    given = f"lora.rank={self.lora.rank}"
+    if not self.init:
+      raise ValueError(f"{given} adapts trained weights, and init is not set: set init.")
+    if self.freeze:
+      raise ValueError(f"freeze={self.freeze} must be () with {given}, which freezes all of init.")
+    if len(self.schedule("recipe")) > 1:
+      raise ValueError(
+        f"model.recipe={self.model.recipe!r} must be one recipe with {given}: the frozen kernels"
+        " are in its 8 bits."
+      )
+    if self.mesh.fsdp != 1:
+      raise ValueError(
+        f"mesh.fsdp={self.mesh.fsdp} must be 1 with {given}: each device holds the frozen kernels"
+        " whole, in 8 bits."
       )
 
   def get(self, path: str) -> Any:

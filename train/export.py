@@ -20,6 +20,7 @@ import numpy as np
 from sbjax.interop.config_files import HF_FILE, OPEN_CLIP_FILE, to_hf, to_open_clip
 from sbjax.interop.files import write_file
 from sbjax.interop.weights import FORMATS, state_dict, with_end_last
+from sbjax.linear.lora import merge_lora
 from train.data.preprocessing import IMAGES_FILE, statistics_of
 from train.errors import RunError
 from train.inference import Model, load
@@ -49,6 +50,7 @@ def export(
   workdir = local_path(workdir, "--workdir")
   out = workdir / format if out is None else local_path(out, "--out")
   run = load(workdir, ema=ema, step=step)
+  run = run._replace(params=merge_lora(run.params))
   if run.task.model.options.is_unit:
     raise ValueError(
       f"{format} has no place for model.parametrization='unit': its blocks compute otherwise."

@@ -1,5 +1,7 @@
 """Fine-tuning, `config.init`: where parameters begin, which are frozen, how fast others learn.
 
+With `config.lora` all of them are frozen, kernels in 8 bits, and adapters on kernels learn.
+
 Patterns are regular expressions for the whole path of a parameter, such as "image/.*" or
 "text/blocks/fc1/kernel". A pattern that matches no parameter is an error.
 """
@@ -12,12 +14,17 @@ from typing import NamedTuple
 
 import jax
 import optax
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from sbjax.interop.config_files import HF_FILE, OPEN_CLIP_FILE, config_of, read_config
 from sbjax.interop.files import WEIGHT_FILES, file_suffix, is_weights
+from sbjax.interop.serving import serving_params
 from sbjax.interop.weights import check_architecture, load_weights
+from sbjax.linear.lora import init_lora
 from sbjax.models.sizes import CLIPConfig
-from train.config import Config
+from sbjax.models.transformer import BlockOptions, is_block_kernel
+from sbjax.recipes import recipes_of
+from train.config import Config, LoraConfig, OptimizerConfig
 from train.data.preprocessing import is_squashed, statistics_of
 from train.data.tokenizer import Tokenizer, tokenizer_beside
 from train.parallel.sharding import path_name
@@ -49,6 +56,29 @@ def stop_gradients(patterns: Sequence[str], params):
     return params
   stop = jax.lax.stop_gradient
   return jax.tree.map(lambda x, still: stop(x) if still else x, params, frozen(patterns, params))
+
+
+def adapters(params: dict, config: LoraConfig, key: jax.Array) -> dict:
+  """The adapters of a run at step 0, for kernels of blocks.
+
+  Raises:
+    ValueError: a target matches none, or the rank does not fit one.
+  """
+  kernels = {path: w for path, w in flatten_dict(params).items() if is_block_kernel(path)}
+  try:
+    return init_lora(key, unflatten_dict(kernels), config.rank, tuple(config.targets))
+  except ValueError as error:
+    raise ValueError(f"lora: {error}") from error
+
+
+def frozen_base(params: dict, options: BlockOptions) -> dict:
+  """The parameters beside adapters: kernels in 8 bits, or in the compute dtype without a recipe."""
+  if any(recipe.fwd is not None for recipe in recipes_of(options.recipe)):
+    params = serving_params(params, options.recipe, backend=options.backend)
+  base = flatten_dict(params)
+  kernels = {path: w for path, w in base.items() if is_block_kernel(path)}
+  cast = {path: w.astype(options.dtype) for path, w in kernels.items() if hasattr(w, "astype")}
+  return unflatten_dict(base | cast)
 
 
 def parse_rates(texts: Sequence[str]) -> tuple[Rate, ...]:
@@ -94,7 +124,7 @@ def scale_each(factor: Callable[[str, tuple[int, ...]], float]) -> optax.Gradien
 
 def check_patterns(config: Config, names: Iterable[str]) -> None:
   """Raises a ValueError for a pattern of the config that matches none of the parameters `names`."""
-  names = list(names)
+  names, defaults = list(names), OptimizerConfig()
   fields = {
     "freeze": [compiled("freeze", pattern) for pattern in config.freeze],
     "optimizer.learning_rate_scale": [
@@ -104,6 +134,8 @@ def check_patterns(config: Config, names: Iterable[str]) -> None:
       compiled("optimizer.float32_moments", pattern) for pattern in config.optimizer.float32_moments
     ],
   }
+  if config.lora.rank and config.optimizer.float32_moments == defaults.float32_moments:
+    del fields["optimizer.float32_moments"]  # Embeddings have no moments.
   for field, patterns in fields.items():
     for pattern in patterns:
       if not any(pattern.fullmatch(name) for name in names):

@@ -18,6 +18,7 @@ from sbjax.interop.config_files import config_of
 from sbjax.interop.files import WEIGHT_FILES, is_weights
 from sbjax.interop.serving import serving_params
 from sbjax.interop.weights import load_weights
+from sbjax.linear.lora import merge_lora
 from sbjax.models.sizes import SIZES, open_clip_name
 from sbjax.optim.averaged import average_of
 from sbjax.recipes import parse_recipe, recipes_of
@@ -235,6 +236,7 @@ def _run(workdir: Path, size: str, tokenizer: str, ema: bool, step: int | None):
     raise RunError(f"{workdir / 'checkpoints'} holds no finished checkpoint.")
   check_tokenizer(restored, workdir)
   params = average_of(restored.state.opt_state) if ema else restored.state.params
+  params = task.joined(params, restored.state.frozen)
   return config.at(restored.step), task, params, made, restored.step
 
 
@@ -243,4 +245,4 @@ def _in_int8(config: Config, params):
   if all(recipe.fwd is None for recipe in recipes_of(parse_recipe(config.model.recipe))):
     model = dataclasses.replace(config.model, recipe=_INT8)
     config = dataclasses.replace(config, model=model)
-  return config, serving_params(params, config.model.recipe)
+  return config, serving_params(merge_lora(params), config.model.recipe)

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import itertools
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from train.due import Abandoned, Due, interruptible
 from train.errors import RunError
 from train.optimizer import learning_rates
 from train.parallel import agreement, stop
+from train.parallel.ahead import Ahead
 from train.parallel.processes import largest_of_all
 from train.parallel.sharding import batch_sharding, replicated
 from train.parallel.watchdog import Watchdog
@@ -132,11 +134,11 @@ def _iterator(run: Run, workdir: Path, position: dict | None):
 
 
 @contextlib.contextmanager
-def _batches(run: Run, iterator) -> Iterator[Iterator[tuple]]:
+def _batches(run: Run, iterator, fits: Callable | None) -> Iterator[Iterator[tuple]]:
   """The batches of a stage on the devices, ahead of its steps; see `_with_fits`."""
   put = run.source.to_devices(run.mesh, **run.task.train_sizes)
   ahead = prefetch_to_device(iterator, put, run.config.data.prefetch)
-  with contextlib.closing(ahead), contextlib.closing(_with_fits(ahead, run)) as batches:
+  with contextlib.closing(ahead), contextlib.closing(_with_fits(ahead, fits)) as batches:
     yield batches
 
 
@@ -144,9 +146,9 @@ class _Steps:
   """The steps of a run after `start`, and what is due after each.
 
   A run has stages of different recipes and images (`Config.stages`). A later stage's step is
-  compiled when the one before it has ended: on a GPU the compiler measures kernels, which steps
-  would disturb. A stage of other images reads on from the position of the last step taken; batches
-  of the old size that were ready ahead are dropped.
+  compiled beside the steps of the one before, from the third on. A stage of other images reads on
+  from the position of the last step taken; batches of the old size that were ready ahead are
+  dropped.
 
   A save comes before an evaluation, which takes long: what a kill cuts off there is made up for at
   the next start.
@@ -168,6 +170,7 @@ class _Steps:
     self._watchdog, self._tracer, self._due = watchdog, tracer, due
     self._state, self._position = state, None
     self._ungrouped: Callable | None = None  # the step of texts that do not fit their groups
+    self._ahead: Ahead | None = None  # the step of the next stage
     self._start = self._began = self._step = self._saved = start
     self._meter = _Meter(run, state, recorder)
 
@@ -181,8 +184,10 @@ class _Steps:
     stages = run.config.stages()[run.config.stage(start + 1) :]
     self._trace(stages[1:])
     train_step = self._begin(stages[0])
+    grouped = bool(run.task.text_groups)  # In all stages alike.
+    fits = make_fits(run.task, run.config.accumulate, run.mesh) if grouped else None
     with contextlib.ExitStack() as reading:
-      batches = reading.enter_context(_batches(self._run, iterator))
+      batches = reading.enter_context(_batches(self._run, iterator, fits))
       if start and self._due.evaluates_after(start) and not self._recorder.has_scores(start):
         self._evaluate()
       self._take_stage(stages[0], train_step, batches)
@@ -191,7 +196,7 @@ class _Steps:
           reading.close()
           ours = run.at(stage.last)
           iterator = _iterator(ours, self._workdir, self._position)
-          batches = reading.enter_context(_batches(ours, iterator))
+          batches = reading.enter_context(_batches(ours, iterator, fits))
         self._take_stage(stage, self._change(stage), batches)
 
   def _trace(self, stages: Sequence[Stage]) -> None:
@@ -202,12 +207,24 @@ class _Steps:
       batch = run.task.abstract_batch(run.config.batch_size)
       jax.eval_shape(jit_train_step(run), run.abstract_state, batch)
 
+  def _compile_after(self, stage: Stage) -> None:
+    """Starts to compile the step of the next stage, if there is one."""
+    config = self._run.config
+    if stage.last == config.steps or not config.compile_ahead:
+      return
+    following = self._whole.at(stage.last + 1)
+    self._ahead = Ahead(
+      lambda run: memory.compile_step(run, jit_train_step(run)),
+      lambda make: memory.compile_ahead(following, make),
+    )
+
   def _begin(self, stage: Stage) -> Callable:
     """The jitted or compiled step of a stage."""
     self._began, self._ungrouped = self._step, None
+    ahead, self._ahead = self._ahead, None
     self._run, train_step, choice = memory.choose_remat(
       self._whole.at(stage.last),
-      jit_train_step,
+      ahead.step if ahead else jit_train_step,
       self._workdir,
       resumes=self._step > 0,
       waits_for=lambda what: self._watchdog.waits_for(what, first=True),
@@ -225,7 +242,8 @@ class _Steps:
       train_step = self._begin(stage)
       train_step = memory.compile_step(self._run, train_step)
     seconds = time.perf_counter() - began
-    self._recorder.say(self._step, f"{stage.words} from here, compiled in {seconds:.1f} s")
+    waited = f"waited {seconds:.1f} s for its step to be compiled"
+    self._recorder.say(self._step, f"{stage.words} from here, {waited}")
     self._meter.restart_clock(self._step)
     return train_step
 
@@ -235,6 +253,8 @@ class _Steps:
       for step in range(self._step + 1, stage.last + 1):
         self._take(step, train_step, batches)
         self._follow(step)
+        if step == self._began + 2 and step < stage.last:
+          self._compile_after(stage)
 
   def _take(self, step: int, train_step: Callable, batches) -> None:
     watchdog, first = self._watchdog, self._is_first(step)
@@ -316,7 +336,8 @@ class _Steps:
         " The same command with it continues after this step."
       )
     run.checkpointer.scored(step, scores)
-    _report(run, self._workdir, step, self._state.params, scores)
+    params = run.task.joined(self._state.params, self._state.frozen)
+    _report(run, self._workdir, step, params, scores)
 
   @contextlib.contextmanager
   def _ending(self) -> Iterator[None]:
@@ -342,18 +363,19 @@ class _Steps:
     )
 
 
-def _with_fits(batches: Iterator[tuple], run: Run) -> Iterator[tuple]:
+def _with_fits(batches: Iterator[tuple], fits: Callable | None) -> Iterator[tuple]:
   """Adds to each batch and position whether the texts fit the groups of the task.
 
-  A batch ahead: the devices have the answer when the step before is still under way.
+  fits: of `make_fits`, a batch ahead: the devices have the answer when the step before is still
+    under way. None: there are no groups.
   """
-  if not run.task.text_groups:
+  if fits is None:
     for batch, position in batches:
       yield batch, position, True
     return
-  fits, ahead = make_fits(run.task, run.config.accumulate, run.mesh), None
+  ahead = None
   for batch, position in batches:
-    found = batch, position, fits(batch)
+    found = batch, position, fits({"text": batch["text"]})
     if ahead:
       yield ahead
     ahead = found
@@ -504,11 +526,13 @@ def _peak_bytes() -> int:
 
 def describe(run: Run, recorder: Recorder, start: int) -> None:
   config = run.config
-  count = sum(np.prod(x.shape) for x in jax.tree.leaves(run.abstract_state.params))
+  state, lora = run.abstract_state, run.config.lora
+  count, frozen = (_millions(tree) for tree in (state.params, state.frozen))
+  of = f"{count} trainable and {frozen} frozen parameters" if lora.rank else f"{count} parameters"
   device = jax.devices()[0]
   recorder.say(
     start,
-    f"{run.task.name} {config.model.size}, {count / 1e6:.1f} M parameters,"
+    f"{run.task.name} {config.model.size}, {of},"
     f" {_how(config)}, {config.data.name}, batch {config.batch_size}, on"
     f" {run.mesh.size} x {device.device_kind} (data {run.mesh.shape['data']},"
     f" fsdp {run.mesh.shape['fsdp']})",
@@ -520,6 +544,10 @@ def describe(run: Run, recorder: Recorder, start: int) -> None:
       f"captions in groups of {', '.join(f'{rows} x {length}' for length, rows in groups)} tokens:"
       f" {each:.1f} each in place of {run.task.model.config.text.context_length}",
     )
+
+
+def _millions(tree) -> str:
+  return f"{sum(math.prod(x.shape) for x in jax.tree.leaves(tree)) / 1e6:.1f} M"
 
 
 def _how(config: Config) -> str:

@@ -25,6 +25,7 @@ from jax.experimental import multihost_utils
 from sbjax.recipes import recipes_of
 from train.config import Config
 from train.errors import RunError
+from train.parallel.ahead import is_compiling
 from train.parallel.processes import largest_of_all
 from train.parallel.sharding import batch_sharding
 from train.run import Run
@@ -97,13 +98,32 @@ def choose_remat(
   return run, step, f"{line} that JAX has on a device{f' ({others})' if others else ''}"
 
 
+def compile_ahead(run: Run, make_step: Callable) -> None:
+  """Makes the steps that `choose_remat` will make for this run, as far as one process can tell.
+
+  It neither asks other processes nor writes, so it may run in a thread. It tries no other policy
+  when a step cannot be compiled: beside another step there is less memory.
+
+  make_step: from a Run to its compiled step.
+  """
+  limit = bytes_limit()
+  if run.config.model.remat != "auto":
+    make_step(run)
+  elif math.isinf(limit):
+    make_step(_with_remat(run, "none"))
+  else:
+    _search(run, make_step, (1 - FREE) * limit, lambda _: None, lambda *mine: mine)
+
+
 def bytes_limit() -> float:
   """The bytes that JAX may use on each device of this process; inf where one does not say."""
   stats = (device.memory_stats() or {} for device in jax.local_devices())
   return min(each.get("bytes_limit", math.inf) for each in stats)
 
 
-def _search(run, make_step, limit, waits_for) -> tuple[Run, Callable, dict[str, Memory]]:
+def _search(
+  run, make_step, limit, waits_for, largest=largest_of_all
+) -> tuple[Run, Callable, dict[str, Memory]]:
   """The run with the first policy that fits, else "block"; its step; all compiled, it the last."""
   tried: dict[str, Memory] = {}
   for policy, share in _shares(run.task.model).items():
@@ -111,7 +131,7 @@ def _search(run, make_step, limit, waits_for) -> tuple[Run, Callable, dict[str, 
       continue
     waits_for(f"the step with remat={policy} to be compiled")
     candidate = _with_remat(run, policy)
-    step, tried[policy] = _compiled(candidate, make_step)
+    step, tried[policy] = _compiled(candidate, make_step, largest)
     if tried[policy].total <= limit:
       break
   return candidate, step, tried
@@ -135,7 +155,9 @@ def compile_step(run: Run, step: Callable) -> Callable:
   return step.lower(run.abstract_state, run.task.abstract_batch(run.config.batch_size)).compile()
 
 
-def _compiled(run: Run, make_step: Callable) -> tuple[Callable, Memory]:
+def _compiled(
+  run: Run, make_step: Callable, largest: Callable = largest_of_all
+) -> tuple[Callable, Memory]:
   """The compiled step of a run, or the jitted one if XLA ran out of memory; and what it takes."""
   step, batch = make_step(run), run.task.abstract_batch(run.config.batch_size)
   rows = batch_sharding(run.mesh)
@@ -151,7 +173,7 @@ def _compiled(run: Run, make_step: Callable) -> tuple[Callable, Memory]:
     stats = step.memory_analysis()
     fixed += stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     temporary = stats.temp_size_in_bytes
-  return step, Memory(*largest_of_all(fixed, temporary))
+  return step, Memory(*largest(fixed, temporary))
 
 
 def _shares(model) -> dict[str, float]:
@@ -265,7 +287,9 @@ def explain(text: str, run: Run, during: str, device) -> str:
   """
   stats = device.memory_stats() or {}
   asked, limit, used = asked_bytes(text), stats.get("bytes_limit"), stats.get("bytes_in_use", 0)
+  frozen = _bytes_a_device(run.abstract_state.frozen)
   params = _bytes_a_device(run.abstract_state.params)
+  held = params + frozen
   optimizer = _bytes_a_device(run.abstract_state.opt_state)
   lines = [
     f"Out of memory on a device ({device.device_kind}), at {during}:"
@@ -273,7 +297,7 @@ def explain(text: str, run: Run, during: str, device) -> str:
       f" {_size(asked)} were asked for at once" if asked else " how much was asked for is not said"
     )
     + (f"; JAX may use {_size(limit)} there, and {_size(used)} were in use." if limit else "."),
-    f"Of the training state a device holds {_size(params)} of parameters and {_size(optimizer)} of"
+    f"Of the training state a device holds {_size(held)} of parameters and {_size(optimizer)} of"
     f" optimizer state, and a step makes {_size(params)} of gradients. The rest are activations:"
     f" batch_size={run.config.batch_size} is {run.config.batch_size // run.mesh.size} images a"
     f" device, {run.config.batch_size // run.mesh.size // run.config.accumulate} at a time.",
@@ -296,6 +320,8 @@ def asked_bytes(text: str) -> int | None:
 
 def _for_activations(run: Run) -> list[str]:
   config, choices = run.config, []
+  if is_compiling():
+    choices.append("--config.compile_ahead=False: no step is compiled beside this one (now True)")
   if config.model.remat not in ("auto", "block"):  # "auto": no step was compiled yet.
     choices.append(
       f"--config.model.remat=block: a block keeps its input only, and computes the rest again (now"

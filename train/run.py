@@ -37,7 +37,12 @@ from train.fields import MAY_CHANGE
 from train.finetune import check_init, check_patterns, check_vocabulary, initial_params
 from train.optimizer import learning_rates, make_optimizer, make_schedule
 from train.parallel import agreement
-from train.parallel.sharding import make_mesh, path_name, state_shardings
+from train.parallel.sharding import (
+  make_mesh,
+  parameter_shardings,
+  path_name,
+  state_shardings,
+)
 from train.step import TrainState, initial_state, make_init
 from train.task import CLIPTask, make_task
 from train.tensor_metrics import check_watch
@@ -89,7 +94,7 @@ class Run(NamedTuple):
     if not self.config.init:
       init = make_init(self.task, self.optimizer, self.config.seed)
       return jax.jit(init, out_shardings=shardings)()
-    model, like = self.task.model, {**self.abstract_state.params}
+    model, like = self.task.model, {**jax.eval_shape(self.task.init, jax.random.key(0))}
     if "logit_bias" in like:
       like["logit_bias"] = np.float32(model.init_logit_bias)
     params = initial_params(self.config, model.config, like)
@@ -100,16 +105,17 @@ class Run(NamedTuple):
     params = jax.tree.map(
       lambda x, sharding: jax.make_array_from_callback(x.shape, sharding, lambda i: x[i]),
       jax.tree.map(np.asarray, params),
-      shardings.params,
+      parameter_shardings(params, self.mesh),
     )
-    start = functools.partial(initial_state, self.task, self.optimizer)
+    start = functools.partial(initial_state, self.task, self.optimizer, self.config.seed)
     return jax.jit(start, out_shardings=shardings)(params)
 
   def evaluate_state(self, state: TrainState) -> dict[str, float]:
     """The scores of a state's parameters, and if it has their average, those as "ema/..."."""
-    scores = self.evaluate(state.params)
+    scores = self.evaluate(self.task.joined(state.params, state.frozen))
     if (average := average_of(state.opt_state)) is not None:
-      scores |= {f"ema/{name}": score for name, score in self.evaluate(average).items()}
+      average = self.evaluate(self.task.joined(average, state.frozen))
+      scores |= {f"ema/{name}": score for name, score in average.items()}
     return scores
 
   def evaluate(self, params) -> dict[str, float]:
@@ -210,7 +216,7 @@ def make_run(config: Config, workdir: Path, read_only: bool = False) -> Run:
       f" (mesh.data={mesh.shape['data']} x mesh.fsdp={mesh.shape['fsdp']})."
     )
   if config.watch:
-    check_watch(config.watch, jax.eval_shape(task.init, jax.random.key(0)))
+    check_watch(config.watch, jax.eval_shape(make_init(task, optimizer, 0)).params)
   eval_folders(config)
   source = open_source(config)
   check_split(source, config.data.train_split)

@@ -30,22 +30,36 @@ class TrainState(NamedTuple):
   step: jax.Array  # int32 []: steps taken
   params: Any
   opt_state: Any
+  frozen = ()  # no field, which checkpoints would have
+
+
+class AdapterState(NamedTuple):
+  """The same of a run whose `params` are adapters."""
+
+  step: jax.Array
+  params: Any
+  opt_state: Any
+  frozen: Any  # the parameters that the adapters stand beside (CLIPTask.split)
 
 
 def make_init(task: CLIPTask, optimizer: optax.GradientTransformation, seed: int):
   """A function without arguments that makes the state at step 0."""
 
   def init() -> TrainState:
-    return initial_state(task, optimizer, task.init(jax.random.key(seed)))
+    return initial_state(task, optimizer, seed, task.init(jax.random.key(seed)))
 
   return init
 
 
-def initial_state(task: CLIPTask, optimizer: optax.GradientTransformation, values) -> TrainState:
+def initial_state(
+  task: CLIPTask, optimizer: optax.GradientTransformation, seed: int, values
+) -> TrainState | AdapterState:
   """The state at step 0 of float32 parameters; a residual keeps what a cast of them loses."""
+  values, frozen = task.split(values, jax.random.key(seed))
   params = cast_matrices(values, task.matrix_dtype)
   params, opt_state = split_parameters(values, params, optimizer.init(params))
-  return TrainState(jnp.zeros([], jnp.int32), params, opt_state)
+  state = jnp.zeros([], jnp.int32), params, opt_state
+  return TrainState(*state) if task.lora is None else AdapterState(*state, frozen)
 
 
 def make_train_step(
@@ -81,7 +95,7 @@ def make_train_step(
     key = jax.random.fold_in(jax.random.key(seed), state.step)
     scale = loss_scale(state.opt_state)
     (_, (value, features, statistics, metrics)), gradients = differentiate(
-      state.params, batch, key, scale
+      state.params, batch, key, scale, state.frozen
     )
     blocks = statistics["block_outputs"]
     with jax.named_scope("optimizer"):
@@ -121,26 +135,26 @@ def make_train_step(
       metrics["parameter_norm"],
     )
     finite = jnp.stack([*were_finite, *(jnp.isfinite(x).all() for x in checked)])
-    return TrainState(state.step + 1, params, opt_state), metrics, finite
+    state = state._replace(step=state.step + 1, params=params, opt_state=opt_state)
+    return state, metrics, finite
 
   return train_step
 
 
 def make_fits(task: CLIPTask, accumulate: int, mesh: Mesh):
-  """`fits(batch) -> bool []`, jitted: whether the texts fit the task's groups on all devices."""
+  """`fits({"text": ids}) -> bool []`, jitted: whether all devices' texts fit the groups.
+
+  It is compiled once, whatever the images.
+  """
 
   def of_device(batch):
     fits = jnp.all(jax.vmap(task.text_fits)(_microbatches(batch, accumulate)))
     return fits if mesh.size == 1 else jax.lax.pmin(fits.astype(jnp.int32), BATCH_AXES) == 1
 
-  def fits(batch):
-    text = {"text": batch["text"]}
-    if mesh.size == 1:
-      return of_device(text)
-    specs = {"in_specs": PartitionSpec(BATCH_AXES), "out_specs": PartitionSpec()}
-    return jax.shard_map(of_device, mesh=mesh, **specs)(text)
-
-  return jax.jit(fits)
+  if mesh.size == 1:
+    return jax.jit(of_device)
+  specs = {"in_specs": PartitionSpec(BATCH_AXES), "out_specs": PartitionSpec()}
+  return jax.jit(jax.shard_map(of_device, mesh=mesh, **specs))
 
 
 def make_differentiate(
@@ -150,15 +164,17 @@ def make_differentiate(
   sums: dict | None = None,
   freeze: Sequence[str] = (),
 ):
-  """`_differentiate` of the global batch, a function of (params, batch, key, scale)."""
+  """`_differentiate` of the global batch, a function of (params, batch, key, scale[, frozen])."""
   mesh = None if mesh is None or mesh.size == 1 else mesh
   differentiate = functools.partial(_differentiate, task, accumulate, mesh, sums or {}, freeze)
   if mesh is None:
     return differentiate
-  return lambda params, *args: _on_each_device(differentiate, params, mesh)(params, *args)
+  return lambda params, batch, key, scale, frozen=(): _on_each_device(differentiate, params, mesh)(
+    params, batch, key, scale, frozen
+  )
 
 
-def _differentiate(task, accumulate, mesh, sums, freeze, params, batch, key, scale):
+def _differentiate(task, accumulate, mesh, sums, freeze, params, batch, key, scale, frozen=()):
   """The loss and its gradients, from one device's examples and its shards of the parameters.
 
   Args:
@@ -177,7 +193,12 @@ def _differentiate(task, accumulate, mesh, sums, freeze, params, batch, key, sca
     options, params = task.model.options, stop_gradients(freeze, params)
     if accumulate > 1:  # The gradients of microbatches are summed in the parameters' dtype.
       params = optax.tree.cast(params, jnp.float32)
-    if mesh is None:
+    if task.lora is not None:
+      params = (
+        params if mesh is None else gather_parameters(params, options, mesh, **sums)["params"]
+      )
+      variables = {"params": task.joined(params, frozen)}
+    elif mesh is None:
       quantized = quantize_weights(params, options.recipe, backend=options.backend)
       variables = {"params": params, "quantized": quantized}
     else:
@@ -221,7 +242,7 @@ def _on_each_device(differentiate, params, mesh: Mesh):
   return jax.shard_map(
     differentiate,
     mesh=mesh,
-    in_specs=(shards, rows, everywhere, everywhere),
+    in_specs=(shards, rows, everywhere, everywhere, everywhere),
     out_specs=((everywhere, (everywhere, rows, everywhere, everywhere)), shards),
     check_vma=False,  # `gather_parameters` and the loss sum over devices.
   )

@@ -7,7 +7,7 @@ like CLIPTask, and rules for its parameters in train/parallel/sharding.py.
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +15,16 @@ import numpy as np
 from jax.sharding import Mesh
 
 from sbjax.interop.config_files import read_config
+from sbjax.linear.lora import add_lora
 from sbjax.models.clip import CLIP
 from sbjax.models.sizes import CLIPConfig, kept_patches
 from sbjax.models.text_groups import Groups, choose_groups, text_fits
 from sbjax.models.transformer import BlockOptions, unstack_blocks
 from sbjax.studies.unit_scaling import scaled
-from train.config import Config, ModelConfig
+from train.config import Config, LoraConfig, ModelConfig
 from train.data.preprocessing import normalize, statistics_of
 from train.data.tokenizer import Tokenizer
+from train.finetune import adapters, frozen_base
 from train.loss import LOSSES
 from train.optimizer import matrix_dtype
 from train.zero_shot import Encoders, Sample, evaluate, make_encoders, nearest_captions
@@ -43,6 +45,7 @@ class CLIPTask(NamedTuple):
   contrast: Callable = LOSSES["softmax"]  # or another of LOSSES
   matrix_dtype: jnp.dtype = jnp.dtype(jnp.float32)  # of parameters that decay (train/optimizer.py)
   text_groups: Groups = ()  # of a microbatch of one device, in training (sbjax.models.text_groups)
+  lora: LoraConfig | None = None  # of adapters, which alone learn
 
   name = "CLIP"
 
@@ -131,6 +134,16 @@ class CLIPTask(NamedTuple):
     )["params"]
     return params if self.model.options.scan else unstack_blocks(params)
 
+  def split(self, values: dict, key: jax.Array) -> tuple[dict, Any]:
+    """The parameters that learn and those that stay, of a model's float parameters."""
+    if self.lora is None:
+      return values, ()
+    return adapters(values, self.lora, key), frozen_base(values, self.model.options)
+
+  def joined(self, params: dict, frozen) -> dict:
+    """The model's parameters, of those that learn and those that stay."""
+    return params if self.lora is None else add_lora(frozen, params, self.lora.alpha)
+
   def apply(self, variables: dict, batch: dict, key: jax.Array, first_example) -> dict:
     """The training outputs of CLIP: a tower's "_features", "block_...", and scalars.
 
@@ -218,7 +231,8 @@ def make_task(config: Config) -> CLIPTask:
   siglip = {"init_logit_scale": 10.0, "init_logit_bias": -10.0} if config.loss == "siglip" else {}
   last = config.stages()[-1]
   model = CLIP(size, options, patch_dropout=last.patch_dropout, **siglip)
-  task = CLIPTask(model, LOSSES[config.loss], matrix_dtype(config.optimizer.states))
+  lora = config.lora if config.lora.rank else None
+  task = CLIPTask(model, LOSSES[config.loss], matrix_dtype(config.optimizer.states), lora=lora)
   _check_stages(config, task)
   return task
 

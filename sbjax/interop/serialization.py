@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import serialization
 
 from sbjax.linear.grouped import Grouped
-from sbjax.linear.weight import NoMaster, QuantizedWeight
+from sbjax.linear.weight import LoRAWeight, NoMaster, QuantizedWeight
 from sbjax.ops.adam import Coded
 from sbjax.ops.rows import LayerNormParams
 from sbjax.optim.averaged import AveragedState
@@ -22,7 +22,7 @@ from sbjax.optim.state_formats import CompressedState
 from sbjax.quantize import Quantized, Spec
 
 _NAMEDTUPLES = (
-  *(QuantizedWeight, Grouped, LayerNormParams),
+  *(QuantizedWeight, LoRAWeight, Grouped, LayerNormParams),
   *(ScaleByStableAdamState, LossScaleState, CompensatedState, CompressedState, Coded),
   AveragedState,
 )

@@ -13,7 +13,14 @@ from flax.linen.dtypes import canonicalize_dtype
 
 from sbjax.linear.fused import layer_norm_dense, layer_norm_mlp
 from sbjax.linear.quantized_dot import as_multiplier, as_tokens, quantized_dot
-from sbjax.linear.weight import QuantizedWeight, is_frozen, master_weight, serving_weight
+from sbjax.linear.weight import (
+  LoRAWeight,
+  QuantizedWeight,
+  base_weight,
+  is_frozen,
+  master_weight,
+  serving_weight,
+)
 from sbjax.ops.rows import LayerNormParams
 from sbjax.quantize import Quantized, dequantize, floating_dtype
 from sbjax.recipes import SWITCHBACK, Recipe, as_recipe
@@ -54,14 +61,13 @@ class SwitchBackDense(nn.Dense):
     """The kernel [width, features] and the bias [features] or None, for a function to multiply by.
 
     The kernel is a `QuantizedWeight` where the collection "quantized" has its 8 bits, or where the
-    parameter itself is in 8 bits (see `quantize_weights`).
+    parameter itself is in 8 bits (see `quantize_weights`), and a `LoRAWeight` where it has an
+    adapter (`sbjax.linear.lora`).
     """
     _check_unset(n for n in _FIXED if getattr(self, n, None) is not getattr(nn.Dense, n, None))
     _check_arguments(self.dtype, self.param_dtype, width=width, features=self.features)
-    kernel = quantized_parameter(self, "kernel", (self.features, width))
-    if kernel is not None:
-      kernel = as_weight(kernel)
-    else:
+    kernel = _constant_kernel(self, (self.features, width))
+    if kernel is None:
       kernel = self.param("kernel", self.kernel_init, (width, self.features), self.param_dtype)
     if self.has_variable("quantized", "kernel"):
       kernel = QuantizedWeight(kernel, *self.get_variable("quantized", "kernel"))
@@ -99,11 +105,15 @@ class SwitchBackLinear(nnx.Linear):
     self.recipe = as_recipe(recipe)
     self.backend = backend
     self.multiplier = as_multiplier(multiplier)
+    self.lora = nnx.data(None)  # An Adapter of sbjax.linear.lora.
 
   def __call__(self, inputs: jax.Array, out_sharding=None) -> jax.Array:
     inputs = as_tokens(inputs)
     bias = None if self.bias is None else self.bias[...]
-    y = _linear(self, inputs, as_weight(self.kernel.get_value()), bias)
+    kernel = as_weight(self.kernel.get_value())
+    if self.lora is not None:
+      kernel = self.lora.beside(kernel)
+    y = _linear(self, inputs, kernel, bias)
     return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
 
 
@@ -134,17 +144,30 @@ def _linear(layer, x, kernel, bias):
   return quantized_dot(x, kernel, layer.recipe, bias=bias, **how)
 
 
-def as_weight(kernel) -> jax.Array | QuantizedWeight:
-  """A kernel as `quantized_dot` takes it: an array, or a frozen one in 8 bits."""
+def as_weight(kernel) -> jax.Array | QuantizedWeight | LoRAWeight:
+  """A kernel as `quantized_dot` takes it: an array, or a frozen one in 8 bits; with its adapter."""
+  if isinstance(kernel, LoRAWeight):
+    return kernel._replace(base=as_weight(kernel.base))
   if is_frozen(kernel):
     kernel = kernel.fwd  # Its shape is the layer's, also where a loop took it from a stack.
   return serving_weight(kernel) if isinstance(kernel, Quantized) else kernel
 
 
-def quantized_parameter(module: nn.Module, name: str, shape) -> Quantized | None:
-  """The parameter of that name if it is in 8 bits, with values of that shape; else None."""
-  value = module.get_variable("params", name) if module.has_variable("params", name) else None
-  value = value.fwd if is_frozen(value) else value
+def _constant_kernel(module: nn.Module, shape) -> QuantizedWeight | LoRAWeight | None:
+  """The kernel if it is frozen or has an adapter, of 8-bit values of that shape; else None."""
+  value = _parameter(module, "kernel")
+  frozen = _frozen(module, "kernel", base_weight(value), shape)
+  return as_weight(value) if frozen or isinstance(value, LoRAWeight) else None
+
+
+def _parameter(module: nn.Module, name: str):
+  return module.get_variable("params", name) if module.has_variable("params", name) else None
+
+
+def _frozen(module: nn.Module, name: str, value, shape) -> Quantized | None:
+  """The 8 bits of a parameter that has nothing else, with values of that shape; else None."""
+  if is_frozen(value):
+    value = value.fwd
   if not isinstance(value, Quantized):
     return None
   if value.values.shape != shape:
@@ -158,7 +181,7 @@ class Embedding(nn.Embed):
 
   def setup(self):
     shape = (self.num_embeddings, self.features)
-    self.table = quantized_parameter(self, "embedding", shape)
+    self.table = _frozen(self, "embedding", _parameter(self, "embedding"), shape)
     if self.table is None:
       super().setup()
 

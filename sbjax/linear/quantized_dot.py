@@ -18,14 +18,17 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import reshard
 
 from sbjax.linear.weight import (
+  LoRAWeight,
   NoMaster,
   QuantizedWeight,
   as_kernel,
+  base_weight,
   cotangent,
   is_frozen,
   master_weight,
   quantize_weight,
   saved_weight,
+  without_gradient,
 )
 from sbjax.ops.by_rows import by_rows
 from sbjax.ops.matmul import at_least_float32, check_residual, full_dot, with_added
@@ -47,11 +50,20 @@ DOT_NAME = "sbjax_dot"
 RESIDUAL_NAME = "sbjax_residual"
 
 
-def forward(ops: Backend, recipe: Recipe, x, w, bias, dtype, residual=None, multiplier=1.0):
+def forward(
+  ops: Backend, recipe: Recipe, x, w, bias, dtype, residual=None, multiplier=1.0, unrounded=None
+):
   """`multiplier * x @ w + bias + residual` [M, N] in `dtype`.
 
-  x may be quantized, w a QuantizedWeight.
+  x may be quantized, w a QuantizedWeight or a LoRAWeight. An adapter takes x `unrounded`; None: x.
   """
+  if isinstance(w, LoRAWeight):
+    x_full = x if unrounded is None else unrounded
+    x_full = dequantize(x_full, dtype) if isinstance(x_full, Quantized) else x_full
+    added = full_dot(_low_rank(x_full, w.a), w.b.astype(x_full.dtype), ((1,), (0,)), dtype)
+    added = times(added, multiplier)
+    residual = added if residual is None else residual + added
+    return forward(ops, recipe, x, w.base, bias, dtype, residual, multiplier)
   if (simulated := recipe.simulated) is not None:
 
     def multiply(x, w, bias, residual):
@@ -68,6 +80,11 @@ def forward(ops: Backend, recipe: Recipe, x, w, bias, dtype, residual=None, mult
   x_q = x if isinstance(x, Quantized) else ops.quantize(x, x_spec)
   w_q = w.fwd if isinstance(w, QuantizedWeight) else ops.quantize_transposed(w, w_spec)
   return _as_dot(_scaled_matmul(ops, x_q, times(w_q, multiplier), dtype, None, bias, residual))
+
+
+def _low_rank(x, a) -> jax.Array:
+  """`x @ a` [M, r] in x's dtype."""
+  return full_dot(x, a.astype(x.dtype), ((1,), (0,)), x.dtype)
 
 
 def _scaled_matmul(ops, lhs, rhs, dtype, out_sharding=None, bias=None, residual=None) -> jax.Array:
@@ -113,7 +130,8 @@ def times(x, multiplier: float) -> Any:
 
 
 def dgrad_weight(ops: Backend, recipe: Recipe, w, dtype) -> Any:
-  """w [K, N], a `saved_weight`, as `dgrad` takes it: in 8 bits, or in dy's dtype."""
+  """w [K, N], a `saved_weight`, as `dgrad` takes it: in 8 bits, or in dy's dtype; no adapter."""
+  w = base_weight(w)
   if is_frozen(w):  # It has the 8 bits of the forward pass, which are not rounded again.
     if recipe.dgrad is not None and share_accumulator(recipe.dgrad[0], w.fwd.spec):
       return w.fwd.T
@@ -161,23 +179,44 @@ def split_as(sharding, gradient):
   return reshard(gradient, sharding) if is_explicit() and not sharding.mesh.empty else gradient
 
 
-def input_gradient(ops: Backend, recipe: Recipe, dy, w, dtype, out_sharding, multiplier=1.0):
-  """`multiplier * dy @ w.T` [M, K] in `dtype`.
+def adapter_input_gradient(dy, w, dtype, multiplier=1.0) -> jax.Array | None:
+  """`multiplier * dy @ (a @ b).T` [M, K] of w's adapter, for `input_gradient` to add; or None."""
+  if not isinstance(w, LoRAWeight):
+    return None
+  du = _low_rank(dy, w.b.T)
+  return times(full_dot(du, w.a.astype(dy.dtype), ((1,), (1,)), dtype), multiplier)
+
+
+def input_gradient(
+  ops: Backend, recipe: Recipe, dy, w, dtype, out_sharding, multiplier=1.0, added=None
+):
+  """`multiplier * dy @ w.T + added` [M, K] in `dtype`.
 
   dy may be quantized already, w is its `dgrad_weight`.
   """
   if not isinstance(w, Quantized):
-    return times(full_dot(dy, w, ((1,), (1,)), dtype, out_sharding), multiplier)
+    dx = times(full_dot(dy, w, ((1,), (1,)), dtype, out_sharding), multiplier)
+    return dx if added is None else dx + added
   if not isinstance(dy, Quantized):
     spec, fold = output_grad_rounding(recipe, w)
     dy = ops.quantize(dy, spec, fold=fold)
   if w.spec.is_columnwise:  # dy has its scales.
     w = Quantized(w.values, jnp.ones((1, 1), jnp.float32), Spec(w.spec.dtype, "static"))
-  return _scaled_matmul(ops, dy, times(w, multiplier), dtype, out_sharding)
+  return _scaled_matmul(ops, dy, times(w, multiplier), dtype, out_sharding, residual=added)
 
 
 def weight_gradient(ops: Backend, recipe: Recipe, x, dy, w, multiplier=1.0):
-  """`multiplier * x.T @ dy` [K, N] in the dtype of w, its `saved_weight`; None if w is frozen."""
+  """`multiplier * x.T @ dy` [K, N] in the dtype of w, its `saved_weight`; None if w is frozen.
+
+  Of a LoRAWeight those of a and b.
+  """
+  if isinstance(w, LoRAWeight):
+    operands = (w.a, x, _low_rank(dy, w.b.T)), (w.b, _low_rank(x, w.a), dy)
+    da, db = (
+      times(split_k_matmul(lhs, rhs, own.dtype, jax.typeof(own).sharding), multiplier)
+      for own, lhs, rhs in operands
+    )
+    return LoRAWeight(None, da, db)
   if is_frozen(w):
     return None
   values = (
@@ -232,7 +271,9 @@ def quantized_dot(
   one scale for all of x, and the scales of a weight gradient in 8 bits.
 
   Args:
-    w: an array, or what `quantize_weight` made of one for the same recipe.
+    w: an array, or what `quantize_weight` made of one for the same recipe. A kernel that is frozen
+      in 8 bits has no gradient, and nothing of x is saved for it; with an adapter of low rank
+      (`sbjax.linear.lora`) the adapter has one.
     recipe: a `Recipe` or the name of one in RECIPES.
     residual: [..., N] in x's dtype, the input of a residual connection; added.
     multiplier: a constant that multiplies all three products, in their epilogue where they are in 8
@@ -306,17 +347,32 @@ def named_dot(y: jax.Array, x: jax.Array) -> jax.Array:
 def prepared(name: str, w, x_shape, recipe: Recipe, backend: str | None):
   """w, checked against x; in 8 bits if the backward is to find those that the forward took."""
   get_backend(backend)
+  if isinstance(w, LoRAWeight):
+    base = prepared(name, w.base, x_shape, recipe, backend)
+    return LoRAWeight(base, *_checked_adapter(name, w))
   array = as_kernel(name, master_weight(w))
   if x_shape[-1] != array.shape[0]:
     raise ValueError(f"x [..., K] and {name} [K, N] must agree in K: {x_shape} and {array.shape}.")
   if isinstance(w, QuantizedWeight):
     w = _with_transpose(w, recipe)
     _check_made_for(name, w, recipe)
+    if is_frozen(w):
+      scale = without_gradient(name, w.fwd.scale)
+      w = w._replace(fwd=dataclasses.replace(w.fwd, scale=scale))
   else:
     w = array
   if recipe.saved == "quantized" and not isinstance(w, QuantizedWeight):
     return quantize_weight(w, recipe, backend=backend)
   return w
+
+
+def _checked_adapter(name: str, w: LoRAWeight) -> tuple[jax.Array, jax.Array]:
+  """a and b as JAX's arrays; a ValueError unless `a @ b` fits the base."""
+  a, b = as_floating(f"{name}.a", w.a), as_floating(f"{name}.b", w.b)
+  (k, n), rank = master_weight(w).shape, a.shape[-1]
+  if a.shape != (k, rank) or b.shape != (rank, n):
+    raise ValueError(f"{name} {(k, n)} needs a [{k}, r] and b [r, {n}], not {a.shape}, {b.shape}.")
+  return a, b
 
 
 def _with_transpose(kernel: QuantizedWeight, recipe: Recipe) -> QuantizedWeight:
@@ -346,6 +402,20 @@ def as_bias(name: str, bias, w) -> jax.Array | None:
   return bias
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Unsaved:
+  """Stands for an x of which nothing is saved."""
+
+  sharding: Any
+
+
+def _sharding_of(x):
+  if isinstance(x, _Unsaved):
+    return x.sharding
+  return jax.typeof(x.values if isinstance(x, Quantized) else x).sharding
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
 def _dot(recipe, backend, dtype, residual_sharding, multiplier, x, w, bias, residual):
   how = recipe, backend, dtype, residual_sharding, multiplier
@@ -355,9 +425,11 @@ def _dot(recipe, backend, dtype, residual_sharding, multiplier, x, w, bias, resi
 def _dot_fwd(recipe, backend, dtype, residual_sharding, multiplier, x, w, bias, residual):
   ops = get_backend(backend)
   x_q = x if recipe.fwd is None else ops.quantize(x, recipe.fwd[0])
-  y = forward(ops, recipe, x_q, w, bias, dtype, residual, multiplier)
+  y = forward(ops, recipe, x_q, w, bias, dtype, residual, multiplier, unrounded=x)
   w = saved_weight(w)
-  if recipe.saved == "quantized":
+  if is_frozen(w) and not isinstance(w, LoRAWeight):  # Only a weight gradient takes x.
+    x = _Unsaved(jax.typeof(x).sharding)
+  elif recipe.saved == "quantized":
     x, w = checkpoint_name((x_q, w), RESIDUAL_NAME)
   return y, (x, w, bias)
 
@@ -365,12 +437,13 @@ def _dot_fwd(recipe, backend, dtype, residual_sharding, multiplier, x, w, bias, 
 def _dot_bwd(recipe, backend, dtype, residual_sharding, multiplier, saved, dy):
   ops = get_backend(backend)
   x, w, bias = saved
-  x_sharding = jax.typeof(x.values if isinstance(x, Quantized) else x).sharding
+  x_sharding = _sharding_of(x)
   x = dequantize(x, dtype) if isinstance(x, Quantized) else x
   d_residual = None if residual_sharding is None else split_as(residual_sharding, dy)
   w_q = dgrad_weight(ops, recipe, w, dy.dtype)
   dy, dy_q, d_bias = quantize_output_grad(ops, recipe, (dy,), bias, w_q)
-  dx = input_gradient(ops, recipe, dy_q, w_q, dtype, x_sharding, multiplier)
+  added = adapter_input_gradient(dy, w, dtype, multiplier)
+  dx = input_gradient(ops, recipe, dy_q, w_q, dtype, x_sharding, multiplier, added)
   dw = weight_gradient(ops, recipe, x, dy, w, multiplier)
   return forbid_second_derivatives((dx, cotangent(w, dw), d_bias, d_residual), recipe)
 

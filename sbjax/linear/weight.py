@@ -1,6 +1,10 @@
-"""A weight and its 8-bit forms: quantized once for all its uses in a step, or frozen in 8 bits."""
+"""A weight and its 8-bit forms: quantized once for all its uses in a step, or frozen in 8 bits.
+
+A frozen weight may have an adapter of low rank beside it, which learns.
+"""
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -43,6 +47,17 @@ class QuantizedWeight(NamedTuple):
   dgrad: Quantized | None  # w [K, N] as the input gradient takes it, or None
 
 
+class LoRAWeight(NamedTuple):
+  """`base + a @ b`: a constant kernel and an adapter of low rank (`sbjax.linear.lora`).
+
+  Gradients are those of a and b; base has none, be it in 8 bits or floats.
+  """
+
+  base: Any  # jax.Array w [K, N], or a QuantizedWeight
+  a: jax.Array  # [K, r]
+  b: jax.Array  # [r, N], with the adapter's factor in it
+
+
 def quantize_weight(
   w: jax.Array, recipe: Recipe | str, *, backend: str | None = None
 ) -> QuantizedWeight | jax.Array:
@@ -74,6 +89,20 @@ def serving_weight(w: Quantized) -> QuantizedWeight:
   return QuantizedWeight(NoMaster(w.values.shape[::-1]), w, None)
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def without_gradient(name: str, scale):
+  """The scale of a kernel that is frozen in 8 bits; an error where it is differentiated."""
+  return scale
+
+
+@without_gradient.defjvp
+def _no_gradient(name, primals, tangents):
+  raise ValueError(
+    f"{name} is frozen in 8 bits and has no gradient: differentiate the input, the bias or an"
+    " adapter (sbjax.linear.lora), or give the layer its float weights."
+  )
+
+
 def as_kernel(name: str, w) -> Any:
   """w as JAX's array; a ValueError unless it is floating point [K, N]."""
   if isinstance(w, NoMaster):
@@ -84,16 +113,25 @@ def as_kernel(name: str, w) -> Any:
   return w
 
 
+def base_weight(w) -> Any:
+  """w without its adapter."""
+  return w.base if isinstance(w, LoRAWeight) else w
+
+
 def master_weight(w) -> Any:
+  w = base_weight(w)
   return w.master if isinstance(w, QuantizedWeight) else w
 
 
 def is_frozen(w) -> bool:
+  """Whether there are only 8 bits of w, or of its base."""
   return isinstance(master_weight(w), NoMaster)
 
 
 def saved_weight(w):
   """The part of w that is saved for the backward pass; of a QuantizedWeight only the 8 bits."""
+  if isinstance(w, LoRAWeight):
+    return w._replace(base=saved_weight(w.base))
   if not isinstance(w, QuantizedWeight) or is_frozen(w):
     return w
   like = w.master if w.dgrad is None else jnp.zeros((0,), w.master.dtype)
@@ -104,6 +142,10 @@ def split_columns(ops: Backend, recipe: Recipe, w, bias, num_outputs: int) -> li
   """(w, bias) of so many equal parts of the output, for `forward`; quantized as the whole is."""
   if num_outputs == 1:
     return [(w, bias)]
+  if isinstance(w, LoRAWeight):
+    parts = split_columns(ops, recipe, w.base, bias, num_outputs)
+    bs = jnp.split(w.b, num_outputs, axis=1)
+    return [(LoRAWeight(base, w.a, b), bias) for (base, bias), b in zip(parts, bs, strict=True)]
   if recipe.fwd is not None and not isinstance(w, QuantizedWeight):
     w = QuantizedWeight(w, ops.quantize_transposed(w, recipe.fwd[1]), None)
   size = master_weight(w).shape[1] // num_outputs

@@ -50,7 +50,9 @@ CONTAINERS = containers()
 
 
 def test_all_kinds_are_found():
-  assert {"Quantized", "QuantizedWeight", "Spec", "ScaleByStableAdamState"} <= set(CONTAINERS)
+  assert {"Quantized", "QuantizedWeight", "LoRAWeight", "Spec", "ScaleByStableAdamState"} <= set(
+    CONTAINERS
+  )
 
 
 @pytest.mark.parametrize("name", CONTAINERS)

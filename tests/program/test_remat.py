@@ -194,6 +194,29 @@ def test_each_stage_has_a_policy_of_its_own(choose, model):
   assert not {"recipe", "images"} & {*memory._conditions(plain, 1e12)}
 
 
+@pytest.mark.parametrize("limit", [1e12, 1e9, 1e6, math.inf])
+def test_a_process_alone_compiles_ahead_what_a_choice_will_ask_for(tmp_path, monkeypatch, limit):
+  fits = {"dots": 0.9e9, "attention_dots": 0.4e9, "block": 1e6}  # bytes; else more than a GB
+
+  def steps_in(made):
+    def make_step(run):
+      made.append(run.config.model.remat)
+      sizes = dict.fromkeys(("argument", "output", "alias"), 0)
+      sizes["temp"] = fits.get(made[-1], 2e9)
+      stats = SimpleNamespace(**{f"{name}_size_in_bytes": n for name, n in sizes.items()})
+      return SimpleNamespace(memory_analysis=lambda: stats)
+
+    return make_step
+
+  chosen, ahead = [], []
+  options = {"resumes": False, "waits_for": lambda _: None}
+  monkeypatch.setattr(memory, "bytes_limit", lambda: limit)
+  memory.choose_remat(make(), steps_in(chosen), tmp_path, **options)
+  monkeypatch.setattr(jax, "process_count", lambda: 2)  # It would wait for the other for ever.
+  memory.compile_ahead(make(), steps_in(ahead))
+  assert ahead == chosen
+
+
 @pytest.mark.parametrize("policy", ["none", "block", *REMAT_POLICIES])
 def test_a_policy_of_the_config_is_taken_as_it_is(choose, tmp_path, policy):
   assert choose(1.0, run=make(remat=policy), make_step=lambda _: len) == (policy, "", [])

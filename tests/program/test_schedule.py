@@ -163,23 +163,6 @@ def test_a_run_that_stops_in_any_stage_resumes_exactly(
   assert_same_state(tmp_path, whole[0])
 
 
-def test_a_signal_while_the_next_step_is_compiled_ends_the_run_at_once(
-  train, whole, tmp_path, monkeypatch
-):
-  compile_step = loop.memory.compile_step
-
-  def sleeping():
-    send(signal.SIGTERM)
-    time.sleep(60)
-
-  monkeypatch.setattr(loop.memory, "compile_step", calling(sleeping, compile_step))
-  began = time.monotonic()
-  assert "after step 3; saved: step 3 in" in str(stopped(train, tmp_path, **SCHEDULE))
-  assert time.monotonic() - began < 50 and saved(tmp_path) == [3]
-  monkeypatch.setattr(loop.memory, "compile_step", compile_step)
-  assert train(tmp_path, **SCHEDULE) == whole[1]
-
-
 def test_the_last_step_of_each_stage_is_saved(whole):
   assert saved(whole[0]) == [3, 6]
 

@@ -218,7 +218,10 @@ class Job:
     return max(int(p.name) for p in (self.workdir / "checkpoints").iterdir() if p.name.isdecimal())
 
   def requeued(self, times: int = 1) -> None:
-    """Waits for a requeue, and starts the job at once: by itself Slurm waits for two minutes."""
+    """Waits for a requeue, and starts the job soon: by itself Slurm waits for two minutes.
+
+    In the second of its end Slurm takes the new start for the old one, and fails the job.
+    """
 
     def waits():
       job = self.slurm.job(self.number)
@@ -226,7 +229,13 @@ class Job:
       return int(job["Restarts"]) >= times and ready
 
     until(waits, "a requeue")
-    self.slurm("scontrol", "update", f"JobId={self.number}", "StartTime=now", check=False)
+    self.slurm("scontrol", "update", f"JobId={self.number}", "StartTime=now+2", check=False)
+
+  def ends_soon(self) -> None:
+    """Gives the job a time limit in one to two minutes."""
+    hours, minutes, _ = map(int, self.slurm.job(self.number)["RunTime"].split(":"))
+    limit = f"TimeLimit={60 * hours + minutes + 2}"
+    self.slurm("scontrol", "update", f"JobId={self.number}", limit)
 
   def cancel(self) -> None:
     self.slurm("scancel", self.number)
@@ -302,7 +311,9 @@ def test_a_preemption_without_grace_resumes_with_the_same_bits(slurm, start, und
 
 
 def test_a_time_limit_saves_and_requeues(slurm, start, undisturbed):
-  job = start("limit", "--time=3", "--signal=TERM@60")
+  job = start("limit", "--time=60", "--signal=TERM@60")
+  job.reaches(8)
+  job.ends_soon()
   job.has("Stopped by SIGTERM after step")
   job.requeued()
   saved = job.saved_step()
@@ -333,7 +344,9 @@ def test_scancel_saves_the_last_step_and_does_not_start_again(slurm, start, opti
 
 
 def test_a_signal_to_the_shell_alone_saves(slurm, start):
-  job = start("shell", "--time=3", "--signal=B:USR1@60")
+  job = start("shell", "--time=60", "--signal=B:USR1@60")
+  job.reaches(8)
+  job.ends_soon()
   job.has("Stopped by SIG")
   job.ends()
   assert job.saved_step() >= 1

@@ -41,6 +41,9 @@ def gather_parameters(
     axes = parameter_axes("/".join(path))
     split = "fsdp" if "fsdp" in axes and mesh.shape["fsdp"] > 1 else None
     others = tuple(a for a in BATCH_AXES if mesh.shape[a] > 1 and a != split)
+    if not isinstance(x, jax.Array):  # Frozen in 8 bits, or with an adapter: each device has it.
+      gathered[path] = x
+      continue
     if not is_block_kernel(path):
       axis = x.ndim - len(axes) + axes.index("fsdp") if split else 0
       exchange = gradient_exchange if "fsdp" in axes else "float32"  # RULES names the matrices.

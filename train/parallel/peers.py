@@ -19,6 +19,7 @@ from typing import NoReturn, TextIO
 import jax
 
 from train.parallel.agreement import gather
+from train.parallel.ahead import is_compiling
 from train.parallel.processes import listen
 from train.parallel.stop import Interrupted, Stopped
 from train.parallel.watchdog import EXIT_CODE, end_process, write
@@ -53,7 +54,7 @@ def exit_with(code: int, together: bool = False) -> NoReturn:
   together: all processes end now, and may wait for one another.
   """
   several = jax.distributed.is_initialized()
-  if (together or code == 1) and not several:
+  if (together or code == 1) and not several and not is_compiling():
     sys.exit(code)
   sys.stdout.flush()
   sys.stderr.flush()

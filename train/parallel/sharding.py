@@ -20,6 +20,7 @@ from train.config import MeshConfig
 BATCH_AXES = ("data", "fsdp")
 
 RULES = (
+  (r"/(kernel|embedding)/", ()),  # 8 bits of one that is frozen, or an adapter
   (r"/(qkv|out|fc1|fc2)/kernel$", ("fsdp", None)),
   (r"/patch_embedding/kernel$", (None, "fsdp")),
   (r"/token_embedding/embedding$", (None, "fsdp")),

@@ -55,6 +55,11 @@ def subject_of(options: argparse.Namespace, overrides: dict[str, list[str]], out
     config.mesh.data, config.mesh.fsdp = -1, math.gcd(config.mesh.fsdp, jax.device_count())
     config.data.workers = 0
   cli.override(config, overrides)
+  if config.lora.rank:
+    raise RunError(
+      f"lora.rank={config.lora.rank}: adapters on frozen kernels have no other recipes. Measure a"
+      " run whose lora.rank is 0."
+    )
   config.batch_size = options.batch_size or config.batch_size
   config.watch, config.data.eval_split, config.data.eval_data = (), "", ()
   run = make_run(config, out if weights else path, read_only=True)

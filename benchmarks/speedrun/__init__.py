@@ -1,0 +1,1 @@
+"""Seconds of training to an accuracy (docs/speedrun.md)."""

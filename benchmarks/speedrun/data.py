@@ -1,0 +1,94 @@
+"""Writes the scenes of a track as tar shards, and the folder that scores it.
+
+Both programs read the same files: JPEGs with a caption each. The folder is as CLIP_benchmark keeps
+them. Drawing is a function of the track, so everyone has the same scenes.
+"""
+
+import io
+import json
+import tarfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+import numpy as np
+from PIL import Image
+
+from benchmarks.speedrun.tracks import Track
+from train.config import Config, DataConfig, MeshConfig, ModelConfig
+from train.data.scenes.scenes import CAPTION_LENGTH, Scenes, find_variant, text_of
+from train.data.scenes.words import TEMPLATES
+from train.parallel.sharding import make_mesh
+
+WDS = "wds_scenes"
+_DONE = "data.json"
+
+
+def write(track: Track, folder: Path) -> dict:
+  """Writes what is not there yet; returns what data.json says of the data."""
+  done = folder / _DONE
+  made_of = [track.scenes, track.image_size, track.shards, track.each, track.classes]
+  if done.is_file() and (found := json.loads(done.read_text()))["made_of"] == made_of:
+    return found
+  folder.mkdir(parents=True, exist_ok=True)
+  scenes = _scenes(track)
+  lengths: Counter[int] = Counter()
+  with ThreadPoolExecutor() as pool:
+    for shard, (images, captions) in enumerate(_drawn(scenes, track)):
+      lengths.update(len(text.split()) for text in captions)
+      texts = [text.encode() for text in captions]
+      _write_shard(folder / f"train-{shard:04}.tar", pool.map(jpeg, images), "txt", texts)
+    _write_wds(scenes, track, folder / WDS, pool)
+  found = {"made_of": made_of, "words of a caption": dict(sorted(lengths.items()))}
+  done.write_text(json.dumps(found))
+  return found
+
+
+def _scenes(track: Track) -> Scenes:
+  data = DataConfig(name=track.scenes, label_key="label")
+  config = Config(model=ModelConfig(size="tiny"), data=data, batch_size=track.each)
+  return Scenes(config, find_variant(track.scenes))
+
+
+def _drawn(scenes: Scenes, track: Track) -> Iterator[tuple[np.ndarray, list[str]]]:
+  """The images and captions of each shard: those of a step of training."""
+  sizes = {"image_size": track.image_size, "context_length": CAPTION_LENGTH}
+  draw = scenes.to_devices(make_mesh(MeshConfig(), jax.devices()[:1]), **sizes)
+  for shard in range(track.shards):
+    batch = jax.device_get(draw({"step": np.uint32(shard)}))
+    yield batch["image"], [text_of(row) for row in batch["text"]]
+
+
+def _write_wds(scenes: Scenes, track: Track, folder: Path, pool: ThreadPoolExecutor) -> None:
+  (folder / "test").mkdir(parents=True, exist_ok=True)
+  lines = {
+    "classnames": scenes.class_names,
+    "zeroshot_classification_templates": [text.replace("{}", "{c}") for text in TEMPLATES],
+    "test/nshards": ["1"],
+  }
+  for name, texts in lines.items():
+    (folder / f"{name}.txt").write_text("".join(f"{text}\n" for text in texts))
+  images, labels = [], []
+  split = f"classes[:{track.classes}]"
+  for batch in scenes.eval_batches(split, image_size=track.image_size, batch_size=1000):
+    images += pool.map(jpeg, batch["image"])
+    labels += [str(label).encode() for label in batch["label"]]
+  _write_shard(folder / "test" / "0.tar", images, "cls", labels)
+
+
+def jpeg(pixels: np.ndarray) -> bytes:
+  """Colours are told in captions, so they are not subsampled."""
+  file = io.BytesIO()
+  Image.fromarray(pixels).save(file, "jpeg", quality=95, subsampling=0)
+  return file.getvalue()
+
+
+def _write_shard(path: Path, images, ending: str, texts: Sequence[bytes]) -> None:
+  with tarfile.open(path, "w") as tar:
+    for i, (image, text) in enumerate(zip(images, texts, strict=True)):
+      for name, content in (f"{i:06}.jpg", image), (f"{i:06}.{ending}", text):
+        member = tarfile.TarInfo(name)
+        member.size = len(content)
+        tar.addfile(member, io.BytesIO(content))

@@ -1,0 +1,154 @@
+"""One run of an entry: it trains in a process of its own, and another scores its weights.
+
+Seconds are those of the steps: each program logs the mean of the steps since its last line, with
+the waits for data. What it takes to start, to compile, to save and to score is left out.
+"""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.speedrun.data import WDS
+from benchmarks.speedrun.tracks import Entry, Track
+from sbjax.interop.config_files import OPEN_CLIP_FILE, to_open_clip
+from sbjax.models.sizes import SIZES, CLIPConfig
+from train.record import read_metrics
+
+_BASE = "configs/clip_vit_b32.py"
+_TRAINERS = {"sbjax": "train.main", "flax": "benchmarks.speedrun.flax"}
+_SCORES = f"{WDS}_zeroshot_classification.json"
+
+
+class Failed(RuntimeError):
+  """A program ended with an error; its last lines."""
+
+
+def run(track: Track, entry: Entry, data: Path, workdir: Path, seed: int, seconds: float) -> dict:
+  """Trains and scores: {"seed", "steps", "batch_size", "seconds", "acc1", "log"}.
+
+  Args:
+    data: the folder that data.py has written.
+    workdir: of this run; a run of the same flags that was interrupted continues.
+    seconds: more than these, all told, end the training.
+
+  Raises:
+    Failed: a program ended with an error, or the time is over.
+  """
+  steps = entry.steps or track.steps
+  train = _open_clip if entry.program == "open_clip" else _ours
+  weights, took = train(track, entry, data, workdir, seed, steps, seconds)
+  acc1 = _score(weights, data, workdir)
+  values = {"seed": seed, "steps": steps, "batch_size": track.batch_size}
+  return values | {"seconds": round(took, 2), "acc1": round(acc1, 5)}
+
+
+def _ours(track, entry, data, workdir, seed, steps, seconds) -> tuple[Path, float]:
+  """The folder with the checkpoint, and the seconds of all steps."""
+  fixed = {
+    "data.name": "speedrun",
+    "data.root": data,
+    "data.train_shards": "train-*.tar",
+    "data.eval_shards": "",
+    "data.eval_split": "",
+    "model.image_size": track.image_size,
+    "model.patch_dropout": 0,
+    "batch_size": track.batch_size,
+    "steps": steps,
+    "eval_every": 0,
+    "checkpoint_every": 0,
+    "seed": seed,
+  }
+  flags = [f"{name}={value}" for name, value in fixed.items()]
+  flags = [f"--config.{flag}" for flag in (*flags, *track.changes, *entry.changes)]
+  command = [_TRAINERS[entry.program], f"--config={_BASE}", f"--workdir={workdir}", *flags]
+  _call(command, workdir, seconds)
+  records = [r for r in read_metrics(workdir / "metrics.jsonl") if "loss" in r]
+  return workdir, seconds_of([(r["step"], r["step_seconds"]) for r in records])
+
+
+def _open_clip(track, entry, data, workdir, seed, steps, seconds) -> tuple[Path, float]:
+  """The file of the weights, and the seconds of all steps."""
+  workdir.mkdir(parents=True, exist_ok=True)
+  model = workdir / "speedrun.json"
+  model.write_text(json.dumps(to_open_clip(model_of(track))))
+  ours = dict(change.split("=") for change in track.changes)
+  flags = {
+    "model": model.stem,
+    "train-data": f"{data}/train-{{0000..{track.shards - 1:04}}}.tar",
+    "train-num-samples": steps * track.batch_size,
+    "epochs": 1,
+    "batch-size": track.batch_size,
+    "precision": "amp_bf16",
+    "workers": ours["data.workers"],
+    "lr": ours["optimizer.learning_rate"],
+    "warmup": ours["optimizer.warmup_steps"],
+    "beta1": 0.9,
+    "beta2": 0.98,
+    "eps": 1e-6,
+    "wd": 0.2,
+    "seed": seed,
+    "log-every-n-steps": ours["log_every"],
+    "logs": workdir,
+    "name": "run",
+  }
+  values = [text for name, value in flags.items() for text in (f"--{name}", str(value))]
+  switches = ["--dataset-resampled", "--torchcompile", *entry.changes]
+  _call(["benchmarks.speedrun.open_clip", str(model), *values, *switches], workdir, seconds)
+  found = workdir / "run" / "checkpoints"
+  (found / OPEN_CLIP_FILE).write_text(json.dumps({"model_cfg": json.loads(model.read_text())}))
+  logged = (workdir / "run" / "out.log").read_text()
+  return found / "epoch_1.pt", seconds_of(open_clip_steps(logged, track.batch_size))
+
+
+def open_clip_steps(log: str, batch_size: int) -> list[tuple[int, float]]:
+  """The step of each line of open_clip's log, and the mean seconds of a step since the last."""
+  lines = re.findall(r"\[ *(\d+)/\d+ \(\d+%\)\].* Batch \(t\): ([\d.]+),", log)
+  return [(int(samples) // batch_size, float(seconds)) for samples, seconds in lines]
+
+
+def seconds_of(means: Sequence[tuple[int, float]]) -> float:
+  """The seconds of all steps, from means up to these steps.
+
+  The first mean has a compilation in it: its steps count as those of the second.
+
+  >>> seconds_of([(1, 60.0), (11, 0.5), (21, 0.25)])
+  8.0
+  """
+  steps, seconds = np.array(means).T
+  seconds[0] = seconds[1]
+  return float(np.diff(steps, prepend=0) @ seconds)
+
+
+def model_of(track: Track) -> CLIPConfig:
+  """The architecture of a track, as the trainer makes it of the same changes."""
+  changes = dict(change.split("=") for change in track.changes)
+  size = SIZES[changes["model.size"]]
+  vision = dataclasses.replace(size.vision, image_size=track.image_size)
+  return dataclasses.replace(size, vision=vision)
+
+
+def _score(weights: Path, data: Path, workdir: Path) -> float:
+  command = ["train.evaluate", f"--checkpoint={weights}", "--dtype=float32"]
+  _call([*command, f"--out={workdir}", f"--data={data / WDS}"], workdir, 600)
+  return json.loads((workdir / _SCORES).read_text())["metrics"]["acc1"]
+
+
+def _call(command: Sequence[str], workdir: Path, seconds: float) -> None:
+  workdir.mkdir(parents=True, exist_ok=True)
+  log, command = workdir / "log.txt", [sys.executable, "-m", *command]
+  environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "true"}
+  with log.open("a") as file:
+    how = {"stdout": file, "stderr": file, "env": environment, "timeout": seconds}
+    try:
+      subprocess.run(command, check=True, **how)
+    except subprocess.TimeoutExpired:
+      raise Failed(f"{command[2]} took more than {seconds:.0f} s") from None
+    except subprocess.CalledProcessError:
+      raise Failed(f"{command[2]}: {log.read_text().strip()[-300:]}") from None
