@@ -105,7 +105,7 @@ def pairs_of(rules: Rules) -> tuple[tuple[str, Recipe | None], ...]:
   return tuple((p, None if recipe is None else as_recipe(recipe)) for p, recipe in pairs)
 
 
-_ARRAYS = jax.Array | np.ndarray
+ARRAYS = jax.Array | np.ndarray
 _converting = contextvars.ContextVar("converting", default=False)
 
 
@@ -160,7 +160,7 @@ def _in_8_bits(leaf) -> bool:
 
 
 def _is_parameter(leaf) -> bool:
-  return isinstance(leaf, _ARRAYS) or _in_8_bits(leaf)
+  return isinstance(leaf, ARRAYS) or _in_8_bits(leaf)
 
 
 def _shape_of(parameter) -> tuple[int, ...]:

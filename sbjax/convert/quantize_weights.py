@@ -14,7 +14,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from sbjax.convert.matmuls import Conversion, Products, fits
-from sbjax.convert.quantize_model import PARAMS, Rules, check_patterns, convert, pairs_of, path_of
+from sbjax.convert.quantize_model import (
+  ARRAYS,
+  PARAMS,
+  Rules,
+  check_patterns,
+  convert,
+  pairs_of,
+  path_of,
+)
 from sbjax.convert.rewrite import Weight
 from sbjax.linear.frozen import Frozen, freeze
 from sbjax.linear.weight import is_frozen
@@ -83,7 +91,11 @@ def _of_tree(tree, conversion: Conversion, call):
   for path, (_, leaf) in zip(paths, keyed, strict=True):
     if is_frozen(leaf):
       raise ValueError(f"{path} is in 8 bits already: give quantize_weights the float parameters.")
-  given = {path: leaf for path, (_, leaf) in zip(paths, keyed, strict=True) if path is not None}
+  given = {
+    path: leaf
+    for path, (_, leaf) in zip(paths, keyed, strict=True)
+    if path is not None and isinstance(leaf, ARRAYS)
+  }
   if call is None:
     check_patterns(conversion, list(given))
     uses = {path: _of_kernel(conversion, path, leaf) for path, leaf in given.items()}
@@ -123,7 +135,7 @@ def _uses_of(conversion: Conversion, call, tree, in_collections: bool) -> dict[s
     return path_of(keys, in_collections)
 
   def trial(keys, leaf):
-    if name_of(keys) is None or leaf.dtype not in FLOATS:
+    if name_of(keys) is None or not isinstance(leaf, ARRAYS) or leaf.dtype not in FLOATS:
       return leaf
     return _with_labels(leaf)
 
@@ -184,10 +196,10 @@ class _Survey(Products):
     for path, uses in self.found.items():
       if path in self.opened_in:
         reason = f"the model takes it in {self.opened_in[path]}, which needs floats"
-      elif len(uses) != 1 or None in uses:
+      elif (use := _one_for(uses)) is None:
         reason = "its matmuls need other scales"
       else:
-        (found[path],) = uses
+        found[path] = use
         continue
       warnings.warn(
         f"quantize_weights leaves {path} in floats: {reason}. If it may stay, begin the rules with"
@@ -197,6 +209,15 @@ class _Survey(Products):
     return found
 
 
+def _one_for(uses: set[_Use | None]) -> _Use | None:
+  """A use whose scales serve all of them, if there is one."""
+  known = sorted((use for use in uses if use), key=lambda use: use.contracted)
+  if len(known) < len(uses) or len({(use.spec, use.batch) for use in known}) != 1:
+    return None
+  # One scale for all of a weight serves sums over any of its axes.
+  return known[0] if len(known) == 1 or not known[0].spec.is_rowwise else None
+
+
 def _use_of(spec: Spec, w: Frozen, dims) -> _Use | None:
   """The axes of the parameter that w is, from those of w that a product sums over."""
   contracted_by, batch_by = {*dims[0][1]}, {*dims[1][1]}
@@ -204,7 +225,7 @@ def _use_of(spec: Spec, w: Frozen, dims) -> _Use | None:
   for axis, label in enumerate(w.scale):
     varies = {a for a, n in enumerate(label.shape) if n > 1}
     if varies & contracted_by:
-      if not varies <= contracted_by:
+      if spec.is_rowwise and not varies <= contracted_by:
         return None
       contracted.append(axis)
     elif varies <= batch_by:  # Or sliced away: an index is a matmul of its own.

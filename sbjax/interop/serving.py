@@ -19,7 +19,7 @@ from sbjax.convert.quantize_model import path_of
 from sbjax.convert.quantize_weights import quantize_weights
 from sbjax.interop.files import import_package
 from sbjax.linear.weight import NoMaster, QuantizedWeight, is_frozen
-from sbjax.models.transformer import BlockOptions, is_block_kernel
+from sbjax.models.transformer import BLOCK_LINEARS, BlockOptions, is_block_kernel
 from sbjax.quantize import INT8, Quantized, Spec, quantize
 from sbjax.recipes import Recipe, RecipeRules
 
@@ -50,7 +50,7 @@ def serving_params(
   options = BlockOptions(recipe=recipe, backend=backend)
   paths = [path for path in flatten_dict(params) if is_block_kernel(path)]
   if not paths:
-    raise ValueError("No kernel of a CLIP's blocks is among the parameters.")
+    raise ValueError(f"No kernel of {', '.join(BLOCK_LINEARS)} is among the parameters of a CLIP.")
   rules = [("/".join(path), options.recipe_at("/".join(path[:-1]))) for path in paths]
   if all(own.fwd is None for _, own in rules):
     raise ValueError(f"{recipe=} leaves every kernel in 16 bits: take 'switchback_q', for example.")

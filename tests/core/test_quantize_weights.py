@@ -125,6 +125,9 @@ def test_a_weight_whose_matmuls_need_other_scales_stays_and_is_named():
   with pytest.warns(UserWarning, match="leaves w in floats: its matmuls need other scales"):
     served = quantize_weights(params, "switchback_q", call=both_ways)
   assert frozen_paths(served) == {"v"}
+  served = quantize_weights(params, "switchback", call=both_ways)  # One scale serves both.
+  actual, expected = (quantize_model(both_ways, "switchback")(p) for p in (served, params))
+  np.testing.assert_array_equal(actual, expected)
 
 
 def test_the_input_gradient_is_that_of_the_float_parameters():
