@@ -287,9 +287,8 @@ def explain(text: str, run: Run, during: str, device) -> str:
   """
   stats = device.memory_stats() or {}
   asked, limit, used = asked_bytes(text), stats.get("bytes_limit"), stats.get("bytes_in_use", 0)
-  frozen = _bytes_a_device(run.abstract_state.frozen)
   params = _bytes_a_device(run.abstract_state.params)
-  held = params + frozen
+  held = params + _bytes_a_device(run.abstract_state.frozen)
   optimizer = _bytes_a_device(run.abstract_state.opt_state)
   lines = [
     f"Out of memory on a device ({device.device_kind}), at {during}:"
@@ -348,6 +347,8 @@ def _for_evaluation(run: Run) -> list[str]:
 
 def _for_state(run: Run, state: int) -> list[str]:
   fsdp, devices = run.mesh.shape["fsdp"], run.mesh.size
+  if run.config.lora.rank:  # Each device has all of the frozen base; the rest is small.
+    return []
   if devices == 1:
     return ["more devices, with --config.mesh.fsdp: parameters and optimizer state are split"]
   if fsdp == devices:

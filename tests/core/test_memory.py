@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
-from train.config import Config, MeshConfig, ModelConfig
+from train.config import Config, LoraConfig, MeshConfig, ModelConfig
 from train.errors import RunError
 from train.memory import asked_bytes, explain, explain_out_of_memory, is_out_of_memory
-from train.parallel.sharding import make_mesh
+from train.parallel.sharding import make_mesh, replicated
+from train.step import AdapterState, TrainState
 
 GPU = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 68719476736 bytes."
 TEXTS = {
@@ -39,7 +40,7 @@ def run(devices=8, fsdp=1, batch_size=64, width=1000, **fields):
   mesh = make_mesh(MeshConfig(fsdp=fsdp), jax.devices()[:devices])
   sharding = jax.sharding.NamedSharding(mesh, PartitionSpec("fsdp"))
   params = {"kernel": jax.ShapeDtypeStruct((width, width), jnp.float32, sharding=sharding)}
-  state = SimpleNamespace(params=params, opt_state={"mu": params, "nu": params})
+  state = TrainState(None, params, {"mu": params, "nu": params})
   model = {"remat": fields.pop("remat", "none"), "recipe": fields.pop("recipe", "switchback")}
   config = Config(model=ModelConfig(size="tiny", **model), batch_size=batch_size, **fields)
   return SimpleNamespace(config=config, mesh=mesh, abstract_state=state)
@@ -68,6 +69,16 @@ def test_an_allocator_error_becomes_one_message():
     jnp.zeros(1 << 45).block_until_ready()
   assert str(raised.value).startswith("Out of memory on a device (cpu), at step 1: 140,737.5 GB")
   assert is_out_of_memory(raised.value.__cause__)
+
+
+def test_a_run_of_adapters_counts_its_frozen_base_and_is_not_offered_fsdp():
+  made = run(fsdp=1, lora=LoraConfig(rank=8))
+  frozen = {"values": jax.ShapeDtypeStruct((3000, 1000), jnp.int8)}
+  frozen = jax.tree.map(lambda x: x.update(sharding=replicated(made.mesh)), frozen)
+  made.abstract_state = AdapterState(*made.abstract_state, frozen)
+  text = explain(GPU, made, "step 7", device())
+  assert "7.0 MB of parameters and 8.0 MB of optimizer state" in text
+  assert "4.0 MB of grad" in text and "fsdp" not in text
 
 
 def test_the_message_gives_sizes_for_each_device():
