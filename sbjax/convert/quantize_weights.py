@@ -106,9 +106,10 @@ def _of_tree(tree, conversion: Conversion, call):
       "The rules leave every weight in floats: give one that is multiplied a recipe that rounds it,"
       " such as 'switchback_q'."
     )
+  found = (None if path is None else uses.get(path) for path in paths)
   leaves = [
-    freeze(leaf, *use, backend=conversion.backend) if (use := uses.get(path)) else leaf
-    for path, (_, leaf) in zip(paths, keyed, strict=True)
+    freeze(leaf, *use, backend=conversion.backend) if use else leaf
+    for use, (_, leaf) in zip(found, keyed, strict=True)
   ]
   return treedef.unflatten(leaves)
 

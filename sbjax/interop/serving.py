@@ -90,6 +90,7 @@ def _to_arrays(params) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     q = leaf
     if isinstance(leaf, QuantizedWeight):
       q = leaf.fwd
+      assert q is not None
       masters[name] = {**dataclasses.asdict(leaf.master), "dtype": leaf.master.dtype.name}
     # As bytes: numpy, by which safetensors reads, lacks fp8.
     arrays |= {f"{name}/values": np.asarray(q.values).view(np.int8)}
@@ -170,7 +171,7 @@ def load_serving(path, like=None):
   return _filled(like, named)
 
 
-def _read(path: str) -> tuple[dict, dict[str, str] | None]:
+def _read(path: str) -> tuple[Any, Any]:
   """Arrays by their paths, and the words."""
   if path.endswith(".safetensors"):
     with import_package("safetensors").safe_open(path, framework="flax") as file:

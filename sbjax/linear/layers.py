@@ -4,6 +4,8 @@ The parameter tree is that of `nn.Dense` / `nnx.Linear` whatever the recipe, so 
 trained in 16 bits loads into an int8 layer and back.
 """
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -57,7 +59,7 @@ class SwitchBackDense(nn.Dense):
     return _linear(self, inputs, *self.parameters(inputs.shape[-1]))
 
   @nn.compact
-  def parameters(self, width: int) -> tuple[jax.Array | QuantizedWeight, jax.Array | None]:
+  def parameters(self, width: int) -> tuple[Any, jax.Array | None]:
     """The kernel [width, features] and the bias [features] or None, for a function to multiply by.
 
     The kernel is a `QuantizedWeight` where the collection "quantized" has its 8 bits, or where the
@@ -153,7 +155,7 @@ def as_weight(kernel) -> jax.Array | QuantizedWeight | LoRAWeight:
   return serving_weight(kernel) if isinstance(kernel, Quantized) else kernel
 
 
-def _constant_kernel(module: nn.Module, shape) -> QuantizedWeight | LoRAWeight | None:
+def _constant_kernel(module: nn.Module, shape) -> Any:
   """The kernel if it is frozen or has an adapter, of 8-bit values of that shape; else None."""
   value = _parameter(module, "kernel")
   frozen = _frozen(module, "kernel", base_weight(value), shape)

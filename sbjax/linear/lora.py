@@ -63,7 +63,7 @@ def add_lora(params: dict, lora: dict, alpha: float) -> dict:
 
   Differentiate it in `lora`.
   """
-  result = flatten_dict(params)
+  result: dict[tuple[str, ...], Any] = {**flatten_dict(params)}
   for path, a, b in _adapters(lora):
     if path not in result:
       raise ValueError(f"lora has an adapter for {'/'.join(path)}, which params do not have.")
@@ -126,8 +126,10 @@ def adapt(
     if layer.lora is not None:
       raise ValueError(f"{name} has an adapter already: `merge` the model first.")
     shape = layer.in_features, layer.out_features
-    layer.lora = nnx.data(Adapter(*_init(rngs.params(), name, shape, rank, dtype).values(), alpha))
-    layer.kernel = nnx.Param(_frozen(layer.kernel.get_value(), layer.recipe))
+    made = _init(rngs.params(), name, shape, rank, dtype)
+    kernel = _frozen(layer.kernel.get_value(), layer.recipe)
+    layer.lora = nnx.data(Adapter(made["a"], made["b"], alpha))  # pyright: ignore
+    layer.kernel = nnx.Param(kernel)  # pyright: ignore
 
 
 def merge(model: nnx.Module) -> None:

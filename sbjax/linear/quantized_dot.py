@@ -344,7 +344,7 @@ def named_dot(y: jax.Array, x: jax.Array) -> jax.Array:
   return checkpoint_name(from_rows(y, x), DOT_NAME)
 
 
-def prepared(name: str, w, x_shape, recipe: Recipe, backend: str | None):
+def prepared(name: str, w, x_shape, recipe: Recipe, backend: str | None) -> Any:
   """w, checked against x; in 8 bits if the backward is to find those that the forward took."""
   get_backend(backend)
   if isinstance(w, LoRAWeight):
@@ -357,6 +357,7 @@ def prepared(name: str, w, x_shape, recipe: Recipe, backend: str | None):
     w = _with_transpose(w, recipe)
     _check_made_for(name, w, recipe)
     if is_frozen(w):
+      assert w.fwd is not None
       scale = without_gradient(name, w.fwd.scale)
       w = w._replace(fwd=dataclasses.replace(w.fwd, scale=scale))
   else:
