@@ -68,7 +68,7 @@ def adapters(params: dict, config: LoraConfig, key: jax.Array) -> dict:
   try:
     return init_lora(key, unflatten_dict(kernels), config.rank, tuple(config.targets))
   except ValueError as error:
-    raise ValueError(f"lora: {error}") from error
+    raise ValueError(f"lora.{error}") from error
 
 
 def frozen_base(params: dict, options: BlockOptions) -> dict:

@@ -527,7 +527,7 @@ def _peak_bytes() -> int:
 def describe(run: Run, recorder: Recorder, start: int) -> None:
   config = run.config
   state, lora = run.abstract_state, run.config.lora
-  count, frozen = (_millions(tree) for tree in (state.params, state.frozen))
+  count, frozen = (f"{_size(tree) / 1e6:.1f} M" for tree in (state.params, state.frozen))
   of = f"{count} trainable and {frozen} frozen parameters" if lora.rank else f"{count} parameters"
   device = jax.devices()[0]
   recorder.say(
@@ -546,8 +546,9 @@ def describe(run: Run, recorder: Recorder, start: int) -> None:
     )
 
 
-def _millions(tree) -> str:
-  return f"{sum(math.prod(x.shape) for x in jax.tree.leaves(tree)) / 1e6:.1f} M"
+def _size(tree) -> int:
+  """How many numbers its arrays have."""
+  return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
 
 
 def _how(config: Config) -> str:
@@ -589,9 +590,17 @@ def _result(run: Run, workdir: Path, seconds: float) -> dict:
     "seconds": round(seconds, 1),  # of the process that finished the run
     "recipe": run.config.model.recipe,
     **_of_stages(run.config, losses),
+    **_of_adapters(run),
     "device": f"{run.mesh.size} x {jax.devices()[0].device_kind}",
     "jax": jax.__version__,
   }
+
+
+def _of_adapters(run: Run) -> dict:
+  """How many parameters learn and how many stay; {} for a run without adapters."""
+  state = run.abstract_state
+  sizes = {"trainable": _size(state.params), "frozen": _size(state.frozen)}
+  return {"parameters": sizes} if run.config.lora.rank else {}
 
 
 def _of_stages(config: Config, records: list[dict]) -> dict:

@@ -215,6 +215,8 @@ def make_run(config: Config, workdir: Path, read_only: bool = False) -> Run:
       f" x accumulate={config.accumulate}, which is {mesh.size * config.accumulate}"
       f" (mesh.data={mesh.shape['data']} x mesh.fsdp={mesh.shape['fsdp']})."
     )
+  if config.lora.rank:
+    jax.eval_shape(make_init(task, optimizer, config.seed))  # Its adapters must fit.
   if config.watch:
     check_watch(config.watch, jax.eval_shape(make_init(task, optimizer, 0)).params)
   eval_folders(config)

@@ -206,6 +206,7 @@ def test_a_run_of_adapters_resumes_exactly_is_loaded_and_exported(run_lora, monk
 def test_a_run_of_adapters_trains_and_is_evaluated_on_two_devices(run_lora, monkeypatch):
   monkeypatch.setattr(Run, "evaluate", EVALUATE)
   result = run_lora("two", devices=2, steps=1, **{"optimizer.ema": 0.9})
+  assert 0 < result["parameters"]["trainable"] < 0.1 * result["parameters"]["frozen"]
   assert np.isfinite(result["loss"]) and any(name.startswith("ema/") for name in result["eval"])
 
 
@@ -232,10 +233,10 @@ def test_what_does_not_go_with_adapters_is_named(fields, message):
   [
     (
       LoraConfig(rank=4, targets=("image/proj",)),
-      "lora: targets: the pattern 'image/proj' matches",
+      "lora.targets: the pattern 'image/proj' matches",
     ),
     (LoraConfig(rank=4, targets=(".*/patch_embedding/kernel",)), "matches no kernel"),
-    (LoraConfig(rank=1000), r"lora: rank=1000 must be from 1 to \d+ for "),
+    (LoraConfig(rank=1000), r"lora\.rank=1000 must be from 1 to \d+ for "),
   ],
 )
 def test_adapters_that_fit_no_kernel_are_named(lora, message):
