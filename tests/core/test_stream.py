@@ -12,7 +12,7 @@ from shards_case import image_bytes, numbered, write_shard
 
 from train.config import Config, ModelConfig
 from train.data.sample import Wanted
-from train.data.stream import source
+from train.data.stream import source, streams
 from train.data.stream.batches import left_out, merged
 from train.data.stream.order import Order, Position
 from train.data.stream.source import open_streamed
@@ -436,3 +436,29 @@ def test_an_ending_that_is_no_shard_s_fails_at_once(folder, tmp_path):
   for name in ("train_shards", "eval_shards"):
     with pytest.raises(RunError, match=r"a.zip is no shard that can be read"):
       open_streamed(config(folder, **{name: str(tmp_path / "a.zip")}))
+
+
+@pytest.mark.parametrize("names, most", [(["a.tar"], 2), (["a.tar", "s3://b/a.tar"], 8)])
+def test_a_disk_is_read_by_as_many_streams_as_there_are_cores_and_a_store_by_all(
+  monkeypatch, names, most
+):
+  reading, at_once, changed = 0, [], threading.Condition()
+
+  def blocks(*_):
+    nonlocal reading
+    with changed:
+      reading += 1
+      at_once.append(reading)
+      changed.notify_all()
+      changed.wait_for(lambda: reading > most, timeout=0.3)
+    with changed:
+      reading -= 1
+    yield streams.Block(Position(), [{}], [])
+
+  monkeypatch.setattr(streams, "blocks", blocks)
+  monkeypatch.setattr(streams, "_DISK_TURNS", threading.Semaphore(2))
+  readers = [streams._Reader(names, None, Position(), None, None) for _ in range(8)]
+  for reader in readers:
+    reader.take()
+    reader.close()
+  assert max(at_once) == most and len(at_once) == 8

@@ -67,7 +67,7 @@ def version(url: str) -> Version:
     Unreadable: it is not there, or its store fails.
     RunError: its bucket is not there, the store refuses us, or an extra is not installed.
   """
-  if not _is_remote(url):
+  if not is_remote(url):
     with _local_failures(url):
       status = os.stat(url)
     # In whole seconds, for disks of a network round what a client has just written.
@@ -93,7 +93,7 @@ def open_at(url: str, start: int = 0) -> BinaryIO:
 
   Raises as `version` does, also when it is read.
   """
-  if _is_remote(url):
+  if is_remote(url):
     raw = Ahead(url, *_store(url), version(url).size, start)
     return io.BufferedReader(raw, _BUFFER)
   with _local_failures(url):
@@ -104,7 +104,7 @@ def open_at(url: str, start: int = 0) -> BinaryIO:
 
 def files_in(folder: str) -> list[str]:
   """The files of a folder, without those of folders in it. Raises as `version` does."""
-  if not _is_remote(folder):
+  if not is_remote(folder):
     with _local_failures(folder), os.scandir(folder) as entries:
       return [entry.path for entry in entries if entry.is_file()]
   fs, path = _store(folder)
@@ -117,7 +117,8 @@ def files_in(folder: str) -> list[str]:
   return [fs.unstrip_protocol(name) for name, is_file in names.items() if is_file]
 
 
-def _is_remote(name: str) -> bool:
+def is_remote(name: str) -> bool:
+  """Whether a name is a URL, not a path."""
   return re.match(r"(?i)[a-z][a-z0-9+.-]+://", name) is not None
 
 
@@ -128,7 +129,7 @@ def _names(parts: list[str], root: str) -> set[str]:
   for part in parts:
     if part.startswith("@"):
       names.update(_lines(_placed(part[1:], root)))
-    elif _is_remote(part):
+    elif is_remote(part):
       names.update(_listed(part) if _is_glob(part, part) else [part])
     elif glob.has_magic(part):
       names.update(tar_shards.expand(part, root))
@@ -138,10 +139,10 @@ def _names(parts: list[str], root: str) -> set[str]:
 
 
 def _placed(name: str, folder: str) -> str:
-  if _is_remote(name):
+  if is_remote(name):
     return name
   path = str(local_path(name, "shards"))
-  return f"{folder}/{path}" if _is_remote(folder) else os.path.join(folder, path)
+  return f"{folder}/{path}" if is_remote(folder) else os.path.join(folder, path)
 
 
 def _lines(name: str) -> list[str]:

@@ -5,6 +5,7 @@ function of its state, some whole numbers, and of what its shards hold; so a run
 a block of each stream again and goes on.
 """
 
+import contextlib
 import queue
 import threading
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from train.data import sample
+from train.data import machine, sample
 from train.data.sample import Unusable
 from train.data.stream import formats, stores
 from train.data.stream.order import Order, Position
@@ -23,6 +24,9 @@ from train.errors import RunError
 _EMPTY = 10  # passes
 _READS_NEXT = 1 / 8  # of a block is given before the next is read: first those of all streams
 MOST_BYTES = 2**26  # of a block: larger samples make shorter blocks
+# To read from a disk is work for a core: more threads would only take the interpreter's lock from
+# each other. A store is waited for.
+_DISK_TURNS = threading.Semaphore(max(2, machine.cores()))
 
 
 class Reading(NamedTuple):
@@ -221,7 +225,9 @@ class _Reader:
     versions: Versions,
   ):
     self.position = position
-    self._ahead = _Ahead(blocks(shards, order, position, reading, versions))
+    waits = any(map(stores.is_remote, shards))
+    turns = contextlib.nullcontext() if waits else _DISK_TURNS
+    self._ahead = _Ahead(blocks(shards, order, position, reading, versions), turns)
     self._block: Block | None = None
     self._given, self._reads = 0, True  # of the block; whether the next one is read
 
@@ -257,15 +263,19 @@ class _Ahead(Iterator[Block]):
   A store that does not answer holds it for minutes.
   """
 
-  def __init__(self, blocks: Iterator[Block]):
+  def __init__(self, blocks: Iterator[Block], turns: contextlib.AbstractContextManager):
+    """turns: held while a block is read."""
     self._found: queue.SimpleQueue[Block | BaseException] = queue.SimpleQueue()
+    self._turns = turns
     self._room, self._closed = threading.Semaphore(), False
     threading.Thread(target=self._read, args=[blocks], name="reads", daemon=True).start()
 
   def _read(self, blocks: Iterator[Block]) -> None:
     try:
       while self._room.acquire() and not self._closed:
-        self._found.put(next(blocks))
+        with self._turns:
+          block = next(blocks)
+        self._found.put(block)
     except BaseException as error:  # It belongs to whoever takes the block.
       self._found.put(error)
 
