@@ -50,12 +50,12 @@ def export(
   workdir = local_path(workdir, "--workdir")
   out = workdir / format if out is None else local_path(out, "--out")
   run = load(workdir, ema=ema, step=step)
-  run = run._replace(params=merge_lora(run.params))
   if run.task.model.options.is_unit:
     raise ValueError(
       f"{format} has no place for model.parametrization='unit': its blocks compute otherwise."
       " Use the run with train.inference.load, or train with 'standard'."
     )
+  run = run._replace(params=merge_lora(run.params))
   files = _open_clip(run) if format == "open_clip" else _hf(run)
   out.mkdir(parents=True, exist_ok=True)
   partial = {name: out / f"partial.{name}" for name in files}

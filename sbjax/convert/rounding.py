@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from scipy.special import stdtrit
 
-from sbjax.convert.quantize_model import Rules, quantize_model
+from sbjax.convert.quantize_model import Rules, path_of, quantize_model
 from sbjax.optim.stable_adamw import leading_axes
 
 ALL = "all layers"
@@ -150,11 +150,7 @@ def _layers(tree, stacked) -> tuple[dict[str, jax.Array], tuple[int, ...]]:
   """The parameters of two or more axes by their paths, and how many of these count layers."""
   axes = jax.tree.leaves(leading_axes(stacked, tree))
   named = zip(jax.tree.leaves_with_path(tree), axes, strict=True)
-  found = {
-    jax.tree_util.keystr(path, simple=True, separator="/") or "params": (x, n)
-    for (path, x), n in named
-    if x.ndim - n > 1
-  }
+  found = {path_of(path) or "params": (x, n) for (path, x), n in named if x.ndim - n > 1}
   return {name: x for name, (x, _) in found.items()}, tuple(n for _, n in found.values())
 
 

@@ -125,7 +125,7 @@ def nnx_case():
   return (
     params,
     lambda params, x: nnx.merge(graph, params)(x),
-    ["one/kernel/value", "two/kernel/value"],
+    ["one/kernel", "two/kernel"],
   )
 
 
