@@ -130,7 +130,8 @@ def save_serving(params, path) -> None:
   """Writes parameters in 8 bits: a weight as two arrays, its values and its scale.
 
   Args:
-    params: what `quantize_weights` or `serving_params` made; of an nnx module its `nnx.Param`s.
+    params: what `quantize_weights` or `serving_params` made; of an nnx module the state of
+      `nnx.Param`.
     path: ends in .safetensors or .msgpack, or is a new folder, which orbax writes.
 
   Raises:
