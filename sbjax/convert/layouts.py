@@ -104,9 +104,8 @@ def _groups(before, after) -> list[tuple[list[int], list[int]]]:
   """The smallest groups of neighbouring axes of one size: (axes before, sizes after)."""
   groups, i, j = [], 0, 0
   while i < len(before) or j < len(after):
-    axes, sizes = ([i], before[i : i + 1]), [*after[j : j + 1]]
-    axes, own = [a for a in axes[0] if a < len(before)], math.prod(axes[1])
-    i, j = i + 1, j + 1
+    axes, sizes = [*range(i, min(i + 1, len(before)))], [*after[j : j + 1]]
+    own, i, j = math.prod(before[a] for a in axes), i + 1, j + 1
     while own != math.prod(sizes):
       if own < math.prod(sizes):
         axes, own, i = [*axes, i], own * before[i], i + 1

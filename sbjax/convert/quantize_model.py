@@ -180,10 +180,8 @@ def _joined(keys) -> str:
   return jax.tree_util.keystr(keys, simple=True, separator="/")
 
 
-def path_of(keys, in_collections: bool = False) -> str | None:
-  """The path of a leaf of a tree of parameters; of linen's collections it is one of "params"."""
-  if in_collections:
-    return _linen_name(keys) if keys[0] == PARAMS else None
+def path_of(keys) -> str:
+  """The path of a leaf of a tree of parameters."""
   if keys and keys[-1] == jax.tree_util.GetAttrKey("value"):  # A box, or an nnx.Param.
     keys = keys[:-1]
   return _joined(keys) or "params"  # One array is a tree too.
@@ -192,15 +190,15 @@ def path_of(keys, in_collections: bool = False) -> str | None:
 PARAMS = jax.tree_util.DictKey("params")
 
 
+def path_in_collections(keys) -> str | None:
+  """The path of a leaf of linen's variables; None if that is in another collection."""
+  return _linen_name(keys) if keys[0] == PARAMS else None
+
+
 def _function(function: Callable, conversion: Conversion) -> Callable:
   @functools.wraps(function)
   def run(params, *args, **kwargs):
-    return convert(
-      conversion,
-      lambda p: function(p, *args, **kwargs),
-      params,
-      functools.partial(path_of, in_collections=False),
-    )
+    return convert(conversion, lambda p: function(p, *args, **kwargs), params, path_of)
 
   return run
 

@@ -21,6 +21,7 @@ from sbjax.convert.quantize_model import (
   check_patterns,
   convert,
   pairs_of,
+  path_in_collections,
   path_of,
 )
 from sbjax.convert.rewrite import Weight
@@ -87,7 +88,8 @@ class _Use(NamedTuple):
 def _of_tree(tree, conversion: Conversion, call):
   keyed, treedef = jax.tree.flatten_with_path(tree, is_leaf=is_frozen)
   in_collections = any(keys[:1] == (PARAMS,) for keys, _ in keyed)
-  paths = [path_of(keys, in_collections) for keys, _ in keyed]
+  name_of = path_in_collections if in_collections else path_of
+  paths = [name_of(keys) for keys, _ in keyed]
   for path, (_, leaf) in zip(paths, keyed, strict=True):
     if is_frozen(leaf):
       raise ValueError(f"{path} is in 8 bits already: give quantize_weights the float parameters.")
@@ -100,7 +102,7 @@ def _of_tree(tree, conversion: Conversion, call):
     check_patterns(conversion, list(given))
     uses = {path: _of_kernel(conversion, path, leaf) for path, leaf in given.items()}
   else:
-    uses = _uses_of(conversion, call, tree, in_collections)
+    uses = _uses_of(conversion, call, tree, name_of)
   if not any(uses.values()):
     raise ValueError(
       "The rules leave every weight in floats: give one that is multiplied a recipe that rounds it,"
@@ -129,11 +131,8 @@ def _of_kernel(conversion: Conversion, path: str, w) -> _Use | None:
 # ---- The uses of parameters, by a trace
 
 
-def _uses_of(conversion: Conversion, call, tree, in_collections: bool) -> dict[str, _Use]:
+def _uses_of(conversion: Conversion, call, tree, name_of: Callable) -> dict[str, _Use]:
   survey = _Survey(dataclasses.replace(conversion, verbose=False))
-
-  def name_of(keys):
-    return path_of(keys, in_collections)
 
   def trial(keys, leaf):
     if name_of(keys) is None or not isinstance(leaf, ARRAYS) or leaf.dtype not in FLOATS:

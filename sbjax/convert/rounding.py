@@ -150,7 +150,7 @@ def _layers(tree, stacked) -> tuple[dict[str, jax.Array], tuple[int, ...]]:
   """The parameters of two or more axes by their paths, and how many of these count layers."""
   axes = jax.tree.leaves(leading_axes(stacked, tree))
   named = zip(jax.tree.leaves_with_path(tree), axes, strict=True)
-  found = {path_of(path) or "params": (x, n) for (path, x), n in named if x.ndim - n > 1}
+  found = {path_of(path): (x, n) for (path, x), n in named if x.ndim - n > 1}
   return {name: x for name, (x, _) in found.items()}, tuple(n for _, n in found.values())
 
 

@@ -78,7 +78,7 @@ def _named(params) -> dict[str, Any]:
   if isinstance(params, nnx.Module):
     params = nnx.state(params, nnx.Param)
   leaves = jax.tree.leaves_with_path(params, is_leaf=_in_8_bits)
-  return {path_of(keys) or "params": leaf for keys, leaf in leaves}
+  return {path_of(keys): leaf for keys, leaf in leaves}
 
 
 def _to_arrays(params) -> tuple[dict[str, np.ndarray], dict[str, str]]:
@@ -196,7 +196,7 @@ def _nested(named: dict) -> dict:
 
 def _filled(tree, named: dict):
   keyed, treedef = jax.tree.flatten_with_path(tree, is_leaf=_in_8_bits)
-  return treedef.unflatten([named[path_of(keys) or "params"] for keys, _ in keyed])
+  return treedef.unflatten([named[path_of(keys)] for keys, _ in keyed])
 
 
 def _check_alike(path, named: dict, expected: dict) -> None:
