@@ -19,7 +19,7 @@ from sbjax.linear.weight import (
   LoRAWeight,
   QuantizedWeight,
   base_weight,
-  is_frozen,
+  frozen_bits,
   master_weight,
   serving_weight,
 )
@@ -150,9 +150,9 @@ def as_weight(kernel) -> jax.Array | QuantizedWeight | LoRAWeight:
   """A kernel as `quantized_dot` takes it: an array, or a frozen one in 8 bits; with its adapter."""
   if isinstance(kernel, LoRAWeight):
     return kernel._replace(base=as_weight(kernel.base))
-  if is_frozen(kernel):
-    kernel = kernel.fwd  # Its shape is the layer's, also where a loop took it from a stack.
-  return serving_weight(kernel) if isinstance(kernel, Quantized) else kernel
+  # Their shape is the layer's, also where a loop took them from a stack.
+  bits = frozen_bits(kernel)
+  return kernel if bits is None else serving_weight(bits)
 
 
 def _constant_kernel(module: nn.Module, shape) -> Any:
@@ -168,14 +168,11 @@ def _parameter(module: nn.Module, name: str):
 
 def _frozen(module: nn.Module, name: str, value, shape) -> Quantized | None:
   """The 8 bits of a parameter that has nothing else, with values of that shape; else None."""
-  if is_frozen(value):
-    value = value.fwd
-  if not isinstance(value, Quantized):
-    return None
-  if value.values.shape != shape:
+  bits = frozen_bits(value)
+  if bits is not None and bits.values.shape != shape:
     path = "/".join((*module.path, name))
-    raise ValueError(f"The 8-bit parameter {path} must be {shape}, not {value.values.shape}.")
-  return value
+    raise ValueError(f"The 8-bit parameter {path} must be {shape}, not {bits.values.shape}.")
+  return bits
 
 
 class Embedding(nn.Embed):

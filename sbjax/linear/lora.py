@@ -26,9 +26,10 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from sbjax.linear.frozen import freeze
 from sbjax.linear.layers import SwitchBackLinear
-from sbjax.linear.weight import LoRAWeight, QuantizedWeight, is_frozen, serving_weight
-from sbjax.quantize import Quantized, dequantize, floating_dtype, quantize
+from sbjax.linear.weight import LoRAWeight, QuantizedWeight, frozen_bits
+from sbjax.quantize import Quantized, dequantize, floating_dtype
 
 
 def init_lora(
@@ -190,19 +191,12 @@ def _frozen(w, recipe):
   """A float kernel in the 8 bits of the forward pass; w itself where the recipe has none."""
   if recipe.fwd is None or isinstance(w, QuantizedWeight):
     return w
-  return serving_weight(quantize(w.T, recipe.fwd[1]))
-
-
-def _bits(w) -> Quantized | None:
-  """The 8 bits [N, K] of a kernel that is frozen in them; None for floats."""
-  if isinstance(w, QuantizedWeight) and is_frozen(w):
-    w = w.fwd
-  return w if isinstance(w, Quantized) else None
+  return freeze(w, recipe.fwd[1], contracted=(0,))
 
 
 def _shape(w) -> tuple[int, ...]:
   """[K, N] or [layers, K, N]."""
-  if (bits := _bits(w)) is None:
+  if (bits := frozen_bits(w)) is None:
     return w.shape
   *layers, n, k = bits.values.shape
   return (*layers, k, n)
@@ -213,4 +207,4 @@ def _merged(w):
   if isinstance(w, LoRAWeight):
     base = _merged(w.base)
     return base + (w.a.astype(jnp.float32) @ w.b.astype(jnp.float32)).astype(base.dtype)
-  return w if (bits := _bits(w)) is None else jnp.matrix_transpose(dequantize(bits))
+  return w if (bits := frozen_bits(w)) is None else jnp.matrix_transpose(dequantize(bits))

@@ -128,6 +128,13 @@ def is_frozen(w) -> bool:
   return isinstance(master_weight(w), NoMaster)
 
 
+def frozen_bits(w) -> Quantized | None:
+  """The 8 bits [..., N, K] of a kernel that has nothing else; None for any other."""
+  if isinstance(w, QuantizedWeight) and is_frozen(w):
+    w = w.fwd
+  return w if isinstance(w, Quantized) else None
+
+
 def saved_weight(w):
   """The part of w that is saved for the backward pass; of a QuantizedWeight only the 8 bits."""
   if isinstance(w, LoRAWeight):
