@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from sbjax.models.transformer import quantize_weights
+from sbjax.models.transformer import quantize_kernels
 from sbjax.optim.collage import descent_quality, split_parameters
 from sbjax.optim.loss_scale import loss_scale, skipped_updates
 from sbjax.optim.stable_adamw import tensor_rms
@@ -199,7 +199,7 @@ def _differentiate(task, accumulate, mesh, sums, freeze, params, batch, key, sca
       )
       variables = {"params": task.joined(params, frozen)}
     elif mesh is None:
-      quantized = quantize_weights(params, options.recipe, backend=options.backend)
+      quantized = quantize_kernels(params, options.recipe, backend=options.backend)
       variables = {"params": params, "quantized": quantized}
     else:
       variables = gather_parameters(params, options, mesh, **sums)

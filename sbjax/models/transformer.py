@@ -327,12 +327,12 @@ def _padding(length: int, config: VisionConfig | TextConfig, options: BlockOptio
   return length_for(length, options.dtype, head_dim, options.attention_backend) - length
 
 
-def quantize_weights(
+def quantize_kernels(
   params, recipe: Recipe | RecipeRules | str, *, backend: str | None = None
 ) -> dict:
   """The collection "quantized" for a CLIP's `params`: the kernels of its blocks in 8 bits.
 
-  `model.apply({"params": params, "quantized": quantize_weights(params, recipe)}, ...)` quantizes a
+  `model.apply({"params": params, "quantized": quantize_kernels(params, recipe)}, ...)` quantizes a
   kernel once, however often a step uses it: forward, rematerialised, backward, for each microbatch.
   The results are the same without it. Kernels that the recipe does not round are not in it.
 

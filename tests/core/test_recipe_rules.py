@@ -17,7 +17,7 @@ from pairwise import mainly
 from sbjax import RECIPES, RecipeRules, quantized_dot
 from sbjax.linear.fused import layer_norm_mlp
 from sbjax.models.flax_block import FlaxBlock
-from sbjax.models.transformer import Block, BlockOptions, quantize_weights
+from sbjax.models.transformer import Block, BlockOptions, quantize_kernels
 from sbjax.ops.rows import LayerNormParams
 from sbjax.recipes import parse_recipe
 from train.config import MeshConfig
@@ -81,10 +81,10 @@ def test_the_two_linears_of_an_mlp_can_have_different_recipes(pair):
   assert_close(actual, expected, 2e-2)
 
 
-def test_quantize_weights_follows_the_rules():
+def test_quantize_kernels_follows_the_rules():
   rules = RecipeRules.of({"*/fc1": "full", "*": "switchback"})
   params, model = random_params(), clip(recipe=rules)
-  quantized = jax.jit(quantize_weights, static_argnums=1)(params, rules)
+  quantized = jax.jit(quantize_kernels, static_argnums=1)(params, rules)
   assert set(quantized["image"]["blocks"]) == {"qkv", "out", "fc2"}
   image, text = pairs()
   variables = {"params": params, "quantized": quantized}

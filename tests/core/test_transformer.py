@@ -36,7 +36,7 @@ from sbjax.models.transformer import (
   Block,
   BlockOptions,
   Inits,
-  quantize_weights,
+  quantize_kernels,
   unstack_blocks,
 )
 from sbjax.recipes import RECIPES, SWITCHBACK, SWITCHBACK_M
@@ -168,7 +168,7 @@ def image_gradient_of(model, once):
 
   def loss(params):
     own = {"image": params["image"]}
-    quantized = quantize_weights(own, model.options.recipe) if once else {}
+    quantized = quantize_kernels(own, model.options.recipe) if once else {}
     variables = {"params": params, "quantized": quantized}
     features = model.apply(variables, pairs()[0], method="encode_image")
     return jnp.sum(features * jnp.linspace(-1, 1, features.shape[1])[None, :])
@@ -323,9 +323,9 @@ def test_batch_over_a_mesh_moves_no_activation_between_devices():
   jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, want)
 
 
-def test_quantize_weights_accepts_a_recipe_name_and_refuses_unknown_layers():
+def test_quantize_kernels_accepts_a_recipe_name_and_refuses_unknown_layers():
   params = {"image": {"block_0": {"fc1": {"kernel": jnp.ones((16, 16))}}}}
-  by_name, expected = (quantize_weights(params, r) for r in ("switchback", RECIPES["switchback"]))
+  by_name, expected = (quantize_kernels(params, r) for r in ("switchback", RECIPES["switchback"]))
   jax.tree.map(np.testing.assert_array_equal, by_name, expected)
   with pytest.raises(ValueError, match="No kernel of qkv, out, fc1, fc2"):
-    quantize_weights({"Dense_0": {"kernel": jnp.ones((16, 16))}}, "switchback")
+    quantize_kernels({"Dense_0": {"kernel": jnp.ones((16, 16))}}, "switchback")

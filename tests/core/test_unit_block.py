@@ -17,7 +17,7 @@ from sbjax.linear.layers import SwitchBackDense
 from sbjax.models.clip import CLIP
 from sbjax.models.flax_block import FlaxBlock
 from sbjax.models.sizes import SIZES, TextConfig
-from sbjax.models.transformer import BlockOptions, quantize_weights
+from sbjax.models.transformer import BlockOptions, quantize_kernels
 from sbjax.models.unit_block import UNIT_INITS, UnitBlock, residual_share
 
 TOKENS, HEAD = (4, 32), 32
@@ -226,7 +226,7 @@ def test_weights_quantized_once_give_the_same_features(recipe="fp8_static"):
 
   @compiled
   def run(params):
-    variables = {"params": params, "quantized": quantize_weights(params, recipe)}
+    variables = {"params": params, "quantized": quantize_kernels(params, recipe)}
     return model.apply(variables, *pairs())
 
   got = run(params)
