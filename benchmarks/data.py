@@ -38,6 +38,7 @@ from PIL import Image
 
 from benchmarks.commit import COMMIT
 from benchmarks.host_rate import rate
+from benchmarks.shards import add_file
 from benchmarks.timing import append
 from train.config import Config, DataConfig, ModelConfig
 from train.data.source import open_source
@@ -157,9 +158,7 @@ def write_photos(
         coarse.resize(size, Image.Resampling.BICUBIC).save(file, "jpeg", quality=90)
         texts = (f"{i:06d}.jpg", file.getvalue()), (f"{i:06d}.txt", caption.format(i).encode())
         for name, content in texts:
-          info = tarfile.TarInfo(name)
-          info.size = len(content)
-          tar.addfile(info, io.BytesIO(content))
+          add_file(tar, name, content)
 
 
 def record(row: dict, **versions: str) -> None:

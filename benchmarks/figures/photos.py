@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from benchmarks.shards import add_file
 from configs import flickr8k_gpu
 from train.config import Config, DataConfig
 
@@ -100,12 +101,6 @@ def make_up(root: Path, name: str) -> None:
         file = io.BytesIO()
         Image.fromarray(rng.integers(0, 256, (32, 32, 3), np.uint8)).save(file, "jpeg")
         captions = [f"noise {i}, caption {k}" for k in range(5)]
-        _add(tar, f"{i:04d}.jpg", file.getvalue())
-        _add(tar, f"{i:04d}.json", json.dumps({"captions": captions}).encode())
-        _add(tar, f"{i:04d}.cls", str(i % 10).encode())
-
-
-def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
-  member = tarfile.TarInfo(name)
-  member.size = len(content)
-  tar.addfile(member, io.BytesIO(content))
+        add_file(tar, f"{i:04d}.jpg", file.getvalue())
+        add_file(tar, f"{i:04d}.json", json.dumps({"captions": captions}).encode())
+        add_file(tar, f"{i:04d}.cls", str(i % 10).encode())

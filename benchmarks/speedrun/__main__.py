@@ -4,8 +4,8 @@
 
 Draws the scenes of a track once, trains its entries with the same seeds one after the other, scores
 each run, and adds a row for it to results/speedrun.jsonl. Runs that a row is there for are not made
-again. The track "cpu" takes less than ten minutes on two cores; "b16", a ViT-B/16 on a GPU, needs
-open_clip_torch. The rules are in docs/speedrun.md.
+again. The track "cpu" is for two cores; "b16", a ViT-B/16 on a GPU, needs open_clip_torch. The
+rules are in docs/speedrun.md.
 """
 
 import json

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from PIL import Image
 
+from benchmarks.shards import add_file
 from benchmarks.speedrun.tracks import Track
 from train.config import Config, DataConfig, MeshConfig, ModelConfig
 from train.data.scenes.scenes import CAPTION_LENGTH, Scenes, find_variant, text_of
@@ -89,6 +90,4 @@ def _write_shard(path: Path, images, ending: str, texts: Sequence[bytes]) -> Non
   with tarfile.open(path, "w") as tar:
     for i, (image, text) in enumerate(zip(images, texts, strict=True)):
       for name, content in (f"{i:06}.jpg", image), (f"{i:06}.{ending}", text):
-        member = tarfile.TarInfo(name)
-        member.size = len(content)
-        tar.addfile(member, io.BytesIO(content))
+        add_file(tar, name, content)

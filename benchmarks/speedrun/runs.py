@@ -4,7 +4,6 @@ Seconds are those of the steps: each program logs the mean of the steps since it
 the waits for data. What it takes to start, to compile, to save and to score is left out.
 """
 
-import dataclasses
 import json
 import os
 import re
@@ -18,8 +17,11 @@ import numpy as np
 from benchmarks.speedrun.data import WDS
 from benchmarks.speedrun.tracks import Entry, Track
 from sbjax.interop.config_files import OPEN_CLIP_FILE, to_open_clip
-from sbjax.models.sizes import SIZES, CLIPConfig
+from sbjax.models.sizes import CLIPConfig
+from train import cli
+from train.config import Config, ModelConfig
 from train.record import read_metrics
+from train.task import make_task
 
 _BASE = "configs/clip_vit_b32.py"
 _TRAINERS = {"sbjax": "train.main", "flax": "benchmarks.speedrun.flax"}
@@ -31,11 +33,11 @@ class Failed(RuntimeError):
 
 
 def run(track: Track, entry: Entry, data: Path, workdir: Path, seed: int, seconds: float) -> dict:
-  """Trains and scores: {"seed", "steps", "batch_size", "seconds", "acc1", "log"}.
+  """Trains and scores: {"seed", "steps", "batch_size", "seconds", "acc1"}.
 
   Args:
     data: the folder that data.py has written.
-    workdir: of this run; a run of the same flags that was interrupted continues.
+    workdir: of this run; one of ours that was interrupted continues, open_clip's fails.
     seconds: more than these, all told, end the training.
 
   Raises:
@@ -78,7 +80,7 @@ def _open_clip(track, entry, data, workdir, seed, steps, seconds) -> tuple[Path,
   workdir.mkdir(parents=True, exist_ok=True)
   model = workdir / "speedrun.json"
   model.write_text(json.dumps(to_open_clip(model_of(track))))
-  ours = dict(change.split("=") for change in track.changes)
+  ours = track.values
   flags = {
     "model": model.stem,
     "train-data": f"{data}/train-{{0000..{track.shards - 1:04}}}.tar",
@@ -127,11 +129,10 @@ def seconds_of(means: Sequence[tuple[int, float]]) -> float:
 
 
 def model_of(track: Track) -> CLIPConfig:
-  """The architecture of a track, as the trainer makes it of the same changes."""
-  changes = dict(change.split("=") for change in track.changes)
-  size = SIZES[changes["model.size"]]
-  vision = dataclasses.replace(size.vision, image_size=track.image_size)
-  return dataclasses.replace(size, vision=vision)
+  """The architecture that the trainer makes of a track's changes."""
+  config = Config(model=ModelConfig(size="", image_size=track.image_size))
+  cli.override(config, {name: [value] for name, value in track.values.items()})
+  return make_task(config).model.config
 
 
 def _score(weights: Path, data: Path, workdir: Path) -> float:
@@ -142,13 +143,13 @@ def _score(weights: Path, data: Path, workdir: Path) -> float:
 
 def _call(command: Sequence[str], workdir: Path, seconds: float) -> None:
   workdir.mkdir(parents=True, exist_ok=True)
-  log, command = workdir / "log.txt", [sys.executable, "-m", *command]
+  log = workdir / "log.txt"
   environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "true"}
   with log.open("a") as file:
     how = {"stdout": file, "stderr": file, "env": environment, "timeout": seconds}
     try:
-      subprocess.run(command, check=True, **how)
+      subprocess.run([sys.executable, "-m", *command], check=True, **how)
     except subprocess.TimeoutExpired:
-      raise Failed(f"{command[2]} took more than {seconds:.0f} s") from None
+      raise Failed(f"{command[0]} took more than {seconds:.0f} s") from None
     except subprocess.CalledProcessError:
-      raise Failed(f"{command[2]}: {log.read_text().strip()[-300:]}") from None
+      raise Failed(f"{command[0]}: {log.read_text().strip()[-300:]}") from None

@@ -41,6 +41,11 @@ class Track(NamedTuple):
   changes: tuple[str, ...]
   entries: dict[str, Entry]
 
+  @property
+  def values(self) -> dict[str, str]:
+    """The changed fields."""
+    return dict(change.split("=") for change in self.changes)
+
 
 _FULL = ("model.recipe=full", "model.text_groups=1", "optimizer.name=adamw")
 

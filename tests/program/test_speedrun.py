@@ -95,6 +95,7 @@ def test_both_programs_get_the_architecture_of_the_track(track):
   model = runs.model_of(track)
   assert model.vision.image_size == track.image_size
   assert model.vision.patches == (track.image_size // model.vision.patch_size) ** 2
+  assert model.text.context_length == 77
 
 
 @pytest.mark.slow
