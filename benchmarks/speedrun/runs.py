@@ -20,6 +20,7 @@ from sbjax.interop.config_files import OPEN_CLIP_FILE, to_open_clip
 from sbjax.models.sizes import CLIPConfig
 from train import cli
 from train.config import Config, ModelConfig
+from train.data.tokenizer import make_tokenizer
 from train.record import read_metrics
 from train.task import make_task
 
@@ -129,14 +130,16 @@ def seconds_of(means: Sequence[tuple[int, float]]) -> float:
 
 
 def model_of(track: Track) -> CLIPConfig:
-  """The architecture that the trainer makes of a track's changes."""
+  """The architecture that the trainer makes of a track's changes, with CLIP's vocabulary."""
   config = Config(model=ModelConfig(size="", image_size=track.image_size))
   cli.override(config, {name: [value] for name, value in track.values.items()})
-  return make_task(config).model.config
+  return make_task(config).with_tokenizer(make_tokenizer("clip", None, 0)).model.config
 
 
 def _score(weights: Path, data: Path, workdir: Path) -> float:
   command = ["train.evaluate", f"--checkpoint={weights}", "--dtype=float32"]
+  if weights.is_file():  # of open_clip; its config is beside it
+    command.append(f"--model={weights.parent}")
   _call([*command, f"--out={workdir}", f"--data={data / WDS}"], workdir, 600)
   return json.loads((workdir / _SCORES).read_text())["metrics"]["acc1"]
 

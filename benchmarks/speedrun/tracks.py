@@ -58,13 +58,13 @@ TRACKS = {
     classes=4000,
     target=0.3,
     batch_size=1024,
-    steps=3500,
+    steps=2400,
     changes=(
       "model.size=B/16",
       "data.tokenizer=clip",
       "data.workers=14",
       "optimizer.learning_rate=1e-3",
-      "optimizer.warmup_steps=500",
+      "optimizer.warmup_steps=400",
       "log_every=50",
     ),
     entries={
@@ -73,7 +73,7 @@ TRACKS = {
       "8 bits": Entry("int8, StableAdamW, all tokens", ("model.text_groups=1",)),
       "fewer tokens": Entry(
         "int8, StableAdamW, captions in groups, small images first",
-        ("model.stages=64px drop 0.5 until 0.3, 96px drop 0.5 until 0.9, 128px",),
+        ("model.stages=64px until 0.5, 96px drop 0.5 until 0.9, 128px",),
       ),
     },
   ),
