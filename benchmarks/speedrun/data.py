@@ -6,10 +6,12 @@ them. Drawing is a function of the track, so everyone has the same scenes.
 
 import io
 import json
+import multiprocessing
+import os
 import tarfile
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 
 import jax
@@ -36,12 +38,18 @@ def write(track: Track, folder: Path) -> dict:
   folder.mkdir(parents=True, exist_ok=True)
   scenes = _scenes(track)
   lengths: Counter[int] = Counter()
-  with ThreadPoolExecutor() as pool:
+  most = len(os.sched_getaffinity(0))
+  with ProcessPoolExecutor(most, multiprocessing.get_context("spawn")) as pool:
+    written: deque[Future] = deque()
     for shard, (images, captions) in enumerate(_drawn(scenes, track)):
       lengths.update(len(text.split()) for text in captions)
-      texts = [text.encode() for text in captions]
-      _write_shard(folder / f"train-{shard:04}.tar", pool.map(jpeg, images), "txt", texts)
-    _write_wds(scenes, track, folder / WDS, pool)
+      path = folder / f"train-{shard:04}.tar"
+      written.append(pool.submit(_write_shard, path, images, "txt", captions))
+      if len(written) > most:  # Else the memory fills with images.
+        written.popleft().result()
+    for future in written:
+      future.result()
+  _write_wds(scenes, track, folder / WDS)
   found = {"made_of": made_of, "words of a caption": dict(sorted(lengths.items()))}
   done.write_text(json.dumps(found))
   return found
@@ -62,7 +70,7 @@ def _drawn(scenes: Scenes, track: Track) -> Iterator[tuple[np.ndarray, list[str]
     yield batch["image"], [text_of(row) for row in batch["text"]]
 
 
-def _write_wds(scenes: Scenes, track: Track, folder: Path, pool: ThreadPoolExecutor) -> None:
+def _write_wds(scenes: Scenes, track: Track, folder: Path) -> None:
   (folder / "test").mkdir(parents=True, exist_ok=True)
   lines = {
     "classnames": scenes.class_names,
@@ -74,8 +82,8 @@ def _write_wds(scenes: Scenes, track: Track, folder: Path, pool: ThreadPoolExecu
   images, labels = [], []
   split = f"classes[:{track.classes}]"
   for batch in scenes.eval_batches(split, image_size=track.image_size, batch_size=1000):
-    images += pool.map(jpeg, batch["image"])
-    labels += [str(label).encode() for label in batch["label"]]
+    images += list(batch["image"])
+    labels += [str(label) for label in batch["label"]]
   _write_shard(folder / "test" / "0.tar", images, "cls", labels)
 
 
@@ -86,8 +94,8 @@ def jpeg(pixels: np.ndarray) -> bytes:
   return file.getvalue()
 
 
-def _write_shard(path: Path, images, ending: str, texts: Sequence[bytes]) -> None:
+def _write_shard(path: Path, images: Sequence[np.ndarray], ending: str, texts: Sequence[str]):
   with tarfile.open(path, "w") as tar:
     for i, (image, text) in enumerate(zip(images, texts, strict=True)):
-      for name, content in (f"{i:06}.jpg", image), (f"{i:06}.{ending}", text):
+      for name, content in (f"{i:06}.jpg", jpeg(image)), (f"{i:06}.{ending}", text.encode()):
         add_file(tar, name, content)
