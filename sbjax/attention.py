@@ -17,7 +17,7 @@ from sbjax.ops.registry import get_backend, runs
 ATTENTION_NAME = "sbjax_attention"
 BACKENDS = ("xla", "cudnn", "mosaic", "triton")
 # By head size, the tokens up to which our kernels are faster than cuDNN's.
-_LONGEST = {32: 512, 64: 512, 80: 512, 88: 257, 96: 257, 104: 80, 128: 129}
+_LONGEST = {32: 512, 64: 512, 72: 257, 80: 512, 88: 257, 96: 257, 104: 80, 128: 129}
 
 
 def attention(
