@@ -26,13 +26,14 @@ from train.data.scenes.words import TEMPLATES
 from train.parallel.sharding import make_mesh
 
 WDS = "wds_scenes"
+QUALITY = 80  # of JPEGs; 95 has more than twice the bytes, and then loaders are what is timed
 _DONE = "data.json"
 
 
 def write(track: Track, folder: Path) -> dict:
   """Writes what is not there yet; returns what data.json says of the data."""
   done = folder / _DONE
-  made_of = [track.scenes, track.image_size, track.shards, track.each, track.classes]
+  made_of = [track.scenes, track.image_size, track.shards, track.each, track.classes, QUALITY]
   if done.is_file() and (found := json.loads(done.read_text()))["made_of"] == made_of:
     return found
   folder.mkdir(parents=True, exist_ok=True)
@@ -90,7 +91,7 @@ def _write_wds(scenes: Scenes, track: Track, folder: Path) -> None:
 def jpeg(pixels: np.ndarray) -> bytes:
   """Colours are told in captions, so they are not subsampled."""
   file = io.BytesIO()
-  Image.fromarray(pixels).save(file, "jpeg", quality=95, subsampling=0)
+  Image.fromarray(pixels).save(file, "jpeg", quality=QUALITY, subsampling=0)
   return file.getvalue()
 
 

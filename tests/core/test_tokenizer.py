@@ -1,17 +1,19 @@
 """The tokenizers: the layout of their rows, and their files."""
 
+import html
 import json
 import os
 import pathlib
 import subprocess
 import sys
 
+import ftfy
 import numpy as np
 import pytest
 import tokenizers
 from tokenizer_case import NASTY
 
-from train.data.tokenizer import Tokenizer, make_tokenizer
+from train.data.tokenizer import Tokenizer, _mended, make_tokenizer
 
 CAPTIONS = [
   "A red circle on a dark background .",
@@ -53,6 +55,14 @@ def test_bpe_cleans_as_clip_does(bpe):
   np.testing.assert_array_equal(
     bpe(["  A &amp;amp; RED\n\tcircle "], 20), bpe(["a & red circle"], 20)
   )
+
+
+def test_texts_that_are_not_mended_need_no_mending():
+  drawn = np.random.default_rng(0)
+  characters = [chr(i) for i in range(128)]
+  texts = ["".join(drawn.choice(characters, drawn.integers(1, 12))) for _ in range(4000)]
+  for text in [*characters, *texts, *NASTY, "a &amp; b", "&lt", "\x1b[1mbold", "a\r\nb"]:
+    assert _mended(text) == html.unescape(html.unescape(ftfy.fix_text(text))), repr(text)
 
 
 def test_bpe_is_the_same_in_every_process(bpe, tmp_path):

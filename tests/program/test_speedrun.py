@@ -55,7 +55,7 @@ def test_shards_hold_the_scenes_of_training_and_the_folder_those_that_are_scored
   assert len({*labels.tolist()}) > 20 and labels.max() < len(wds.class_names) == 320
   drawn = next(data._scenes(_SMALL).eval_batches("classes[:50]", image_size=32, batch_size=50))
   np.testing.assert_array_equal(labels, drawn["label"])
-  assert np.abs(images - drawn["image"].astype(np.int32)).mean() < 4  # JPEG
+  assert np.abs(images - drawn["image"].astype(np.int32)).mean() < 8  # JPEG
 
 
 def test_data_that_is_there_is_not_drawn_again_and_other_data_is(written, monkeypatch):

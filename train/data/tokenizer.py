@@ -248,8 +248,7 @@ def _clean(text: str) -> str:
   In Python, since the normalizers of `tokenizers` treat a few characters differently: final sigma
   in lower case, and the separators U+001C to U+001F as white space.
   """
-  text = html.unescape(html.unescape(ftfy.fix_text(text)))
-  return " ".join(text.split()).lower()
+  return " ".join(_mended(text).split()).lower()
 
 
 _WITHOUT_PUNCTUATION = str.maketrans("_", " ", string.punctuation.replace("_", ""))
@@ -257,8 +256,13 @@ _WITHOUT_PUNCTUATION = str.maketrans("_", " ", string.punctuation.replace("_", "
 
 def _canonicalize(text: str) -> str:
   """open_clip's cleaning for SigLIP, after big_vision: `_clean` without ASCII's punctuation."""
-  text = html.unescape(html.unescape(ftfy.fix_text(text))).translate(_WITHOUT_PUNCTUATION)
-  return " ".join(text.lower().split())
+  return " ".join(_mended(text).translate(_WITHOUT_PUNCTUATION).lower().split())
+
+
+def _mended(text: str) -> str:
+  if text.isascii() and text.isprintable() and "&" not in text:
+    return text  # There is nothing to mend, and ftfy takes longer to say so than a tokenizer.
+  return html.unescape(html.unescape(ftfy.fix_text(text)))
 
 
 def _clip(path: pathlib.Path) -> tokenizers.Tokenizer:
