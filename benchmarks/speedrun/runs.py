@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,12 +30,22 @@ _TRAINERS = {"sbjax": "train.main", "flax": "benchmarks.speedrun.flax"}
 _SCORES = f"{WDS}_zeroshot_classification.json"
 
 
+class Logged(NamedTuple):
+  """The mean seconds of the steps up to a step, since the last one, and of their waits for data."""
+
+  step: int
+  seconds: float
+  waiting: float
+
+
 class Failed(RuntimeError):
   """A program ended with an error; its last lines."""
 
 
 def run(track: Track, entry: Entry, data: Path, workdir: Path, seed: int, seconds: float) -> dict:
-  """Trains and scores: {"seed", "steps", "batch_size", "seconds", "acc1"}.
+  """Trains and scores: {"seed", "steps", "batch_size", "seconds", "waiting", "acc1"}.
+
+  waiting: those of the seconds in which the loop waited for its loader. A GPU may still work then.
 
   Args:
     data: the folder that data.py has written.
@@ -46,14 +57,16 @@ def run(track: Track, entry: Entry, data: Path, workdir: Path, seed: int, second
   """
   steps = entry.steps or track.steps
   train = _open_clip if entry.program == "open_clip" else _ours
-  weights, took = train(track, entry, data, workdir, seed, steps, seconds)
+  weights, logged = train(track, entry, data, workdir, seed, steps, seconds)
   acc1 = _score(weights, data, workdir)
+  took, waiting = seconds_of(logged)
   values = {"seed": seed, "steps": steps, "batch_size": track.batch_size}
-  return values | {"seconds": round(took, 2), "acc1": round(acc1, 5)}
+  seconds = {"seconds": round(took, 2), "waiting": round(waiting, 2)}
+  return values | seconds | {"acc1": round(acc1, 5)}
 
 
-def _ours(track, entry, data, workdir, seed, steps, seconds) -> tuple[Path, float]:
-  """The folder with the checkpoint, and the seconds of all steps."""
+def _ours(track, entry, data, workdir, seed, steps, seconds) -> tuple[Path, list[Logged]]:
+  """The folder with the checkpoint, and what was logged."""
   fixed = {
     "data.name": "speedrun",
     "data.root": data,
@@ -73,11 +86,11 @@ def _ours(track, entry, data, workdir, seed, steps, seconds) -> tuple[Path, floa
   command = [_TRAINERS[entry.program], f"--config={_BASE}", f"--workdir={workdir}", *flags]
   _call(command, workdir, seconds)
   records = [r for r in read_metrics(workdir / "metrics.jsonl") if "loss" in r]
-  return workdir, seconds_of([(r["step"], r["step_seconds"]) for r in records])
+  return workdir, [Logged(r["step"], r["step_seconds"], r["data_wait_seconds"]) for r in records]
 
 
-def _open_clip(track, entry, data, workdir, seed, steps, seconds) -> tuple[Path, float]:
-  """The file of the weights, and the seconds of all steps."""
+def _open_clip(track, entry, data, workdir, seed, steps, seconds) -> tuple[Path, list[Logged]]:
+  """The file of the weights, and what was logged."""
   workdir.mkdir(parents=True, exist_ok=True)
   model = workdir / "speedrun.json"
   model.write_text(json.dumps(to_open_clip(model_of(track))))
@@ -107,26 +120,29 @@ def _open_clip(track, entry, data, workdir, seed, steps, seconds) -> tuple[Path,
   found = workdir / "run" / "checkpoints"
   (found / OPEN_CLIP_FILE).write_text(json.dumps({"model_cfg": json.loads(model.read_text())}))
   logged = (workdir / "run" / "out.log").read_text()
-  return found / "epoch_1.pt", seconds_of(open_clip_steps(logged, track.batch_size))
+  return found / "epoch_1.pt", open_clip_steps(logged, track.batch_size)
 
 
-def open_clip_steps(log: str, batch_size: int) -> list[tuple[int, float]]:
-  """The step of each line of open_clip's log, and the mean seconds of a step since the last."""
-  lines = re.findall(r"\[ *(\d+)/\d+ \(\d+%\)\].* Batch \(t\): ([\d.]+),", log)
-  return [(int(samples) // batch_size, float(seconds)) for samples, seconds in lines]
+def open_clip_steps(log: str, batch_size: int) -> list[Logged]:
+  """What the lines of open_clip's log say."""
+  line = r"\[ *(\d+)/\d+ \(\d+%\)\] Data \(t\): ([\d.]+) Batch \(t\): ([\d.]+),"
+  found = re.findall(line, log)
+  return [Logged(int(n) // batch_size, float(took), float(data)) for n, data, took in found]
 
 
-def seconds_of(means: Sequence[tuple[int, float]]) -> float:
-  """The seconds of all steps, from means up to these steps.
+def seconds_of(logged: Sequence[Logged]) -> tuple[float, float]:
+  """The seconds of all steps, and those of them in which they waited for data.
 
-  The first mean has a compilation in it: its steps count as those of the second.
+  The first line has a compilation in it: its steps count as those of the second.
 
-  >>> seconds_of([(1, 60.0), (11, 0.5), (21, 0.25)])
-  8.0
+  >>> seconds_of([Logged(1, 60.0, 3.0), Logged(11, 0.5, 0.25), Logged(21, 0.25, 0.0)])
+  (8.0, 2.75)
   """
-  steps, seconds = np.array(means).T
-  seconds[0] = seconds[1]
-  return float(np.diff(steps, prepend=0) @ seconds)
+  steps, *means = np.array(logged).T
+  for mean in means:
+    mean[0] = mean[1]
+  took, waiting = (float(np.diff(steps, prepend=0) @ mean) for mean in means)
+  return took, waiting
 
 
 def model_of(track: Track) -> CLIPConfig:

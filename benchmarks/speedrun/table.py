@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from benchmarks.tables import last, name_of
 
 _COLUMNS = (
-  "track", "entry", "seconds", "of the first", "accuracy, %", "reached", "on", "commit",
+  "track", "entry", "seconds", "of the first", "waiting for data, %", "accuracy, %", "reached",
+  "on", "commit",
 )  # fmt: skip
 # Student's t at 97.5 %, by the number of runs.
 _T = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
@@ -31,19 +32,20 @@ def of(rows: Sequence[dict]) -> list[str]:
   return lines
 
 
-def _cells(rows: Sequence[dict], first: dict[str, float]) -> tuple[str, str, str, str]:
+def _cells(rows: Sequence[dict], first: dict[str, float]) -> tuple[str, str, str, str, str]:
   target, hits = 100 * rows[0]["target"], sum(row["reached"] for row in rows)
   reached = f"{target:g} %: {hits} of {len(rows)}"
   ended = [row for row in rows if "seconds" in row]
   if not ended:
-    return rows[-1]["error"].splitlines()[-1], "", "", reached
+    return rows[-1]["error"].splitlines()[-1], "", "", "", reached
   seconds, scores = [row["seconds"] for row in ended], [100 * row["acc1"] for row in ended]
   mean = statistics.mean(seconds)
   share = mean / first.setdefault(rows[0]["track"], mean)
   took = with_interval(seconds, "{:.0f}")
   if statistics.mean(scores) < target:
     took = f"({took})"
-  return took, f"{share:.2f}", with_interval(scores, "{:.1f}"), reached
+  waiting = 100 * statistics.mean(row["waiting"] for row in ended) / mean
+  return took, f"{share:.2f}", f"{waiting:.0f}", with_interval(scores, "{:.1f}"), reached
 
 
 def with_interval(values: Sequence[float], form: str) -> str:
