@@ -151,7 +151,8 @@ def convert(
 
   result = rewritten(of_parameters, paths, products)(*parameters)
   if conversion.verbose:
-    print(products.table({path: _shape_of(x) for path, x in zip(paths, parameters, strict=True)}))
+    pairs = zip(paths, parameters, strict=True)
+    print(products.table({path: master_weight(x).shape for path, x in pairs}))
   return result
 
 
@@ -161,10 +162,6 @@ def _in_8_bits(leaf) -> bool:
 
 def _is_parameter(leaf) -> bool:
   return isinstance(leaf, ARRAYS) or _in_8_bits(leaf)
-
-
-def _shape_of(parameter) -> tuple[int, ...]:
-  return master_weight(parameter).shape
 
 
 def check_patterns(conversion: Conversion, paths: list[str]) -> None:

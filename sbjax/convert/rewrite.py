@@ -57,7 +57,9 @@ def rewritten(function: Callable, paths: Sequence[str | None], replace: Replace)
 
   def run(*args):
     operands = [view(arg) if isinstance(arg, QuantizedWeight) else arg for arg in args]
-    given = [_floats_of(x) if isinstance(x, Frozen) else x for x in operands]
+    given = [
+      jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Frozen) else x for x in operands
+    ]
     jaxpr, rebuild = _traced(function, given)
     named = zip(paths, operands, strict=True)
     weights = [None if path is None else Weight(path, x) for path, x in named]
@@ -72,10 +74,6 @@ def rewritten(function: Callable, paths: Sequence[str | None], replace: Replace)
 
 
 _FROZEN = QuantizedWeight | Frozen
-
-
-def _floats_of(weight: Frozen) -> jax.ShapeDtypeStruct:
-  return jax.ShapeDtypeStruct(weight.shape, weight.dtype)
 
 
 def _traced(function, args):

@@ -65,10 +65,10 @@ def add_lora(params: dict, lora: dict, alpha: float) -> dict:
   Differentiate it in `lora`.
   """
   result: dict[tuple[str, ...], Any] = {**flatten_dict(params)}
-  for path, a, b in _adapters(lora):
+  for path, own in flatten_dict(lora, is_leaf=lambda path, _: path[-1:] == ("kernel",)).items():
     if path not in result:
       raise ValueError(f"lora has an adapter for {'/'.join(path)}, which params do not have.")
-    result[path] = _adapted(result[path], a, b, alpha)
+    result[path] = _adapted(result[path], own["a"], own["b"], alpha)
   return unflatten_dict(result)
 
 
@@ -172,14 +172,6 @@ def _init(key, name: str, shape, rank: int, dtype) -> dict[str, jax.Array]:
   dtype = floating_dtype("dtype", dtype)
   a = jax.random.normal(key, (*layers, k, rank), dtype) * jnp.asarray(k**-0.5, dtype)
   return {"a": a, "b": jnp.zeros((*layers, rank, n), dtype)}
-
-
-def _adapters(lora: dict):
-  """(path of the kernel, a, b) of each adapter."""
-  leaves = flatten_dict(lora)
-  for *path, name in leaves:
-    if name == "a":
-      yield tuple(path), leaves[*path, "a"], leaves[*path, "b"]
 
 
 def _adapted(kernel, a, b, alpha: float) -> LoRAWeight:
