@@ -4,7 +4,6 @@ The model's own code runs, under a trace; what it multiplies its parameters by b
 `quantized_dot`. So parameters, their names and checkpoints stay as they are.
 """
 
-import contextlib
 import contextvars
 import dataclasses
 import difflib
@@ -109,15 +108,6 @@ ARRAYS = jax.Array | np.ndarray
 _converting = contextvars.ContextVar("converting", default=False)
 
 
-@contextlib.contextmanager
-def _outermost():
-  token = _converting.set(True)
-  try:
-    yield
-  finally:
-    _converting.reset(token)
-
-
 def convert(
   conversion: Conversion,
   function: Callable,
@@ -146,8 +136,11 @@ def convert(
     given = leaves.copy()
     for i, array in zip(places, arrays, strict=True):
       given[i] = array
-    with _outermost():
+    token = _converting.set(True)
+    try:
       return function(treedef.unflatten(given))
+    finally:
+      _converting.reset(token)
 
   result = rewritten(of_parameters, paths, products)(*parameters)
   if conversion.verbose:
