@@ -128,7 +128,9 @@ def adapt(
       raise ValueError(f"{name} has an adapter already: `merge` the model first.")
     shape = layer.in_features, layer.out_features
     made = _init(rngs.params(), name, shape, rank, dtype)
-    kernel = _frozen(layer.kernel.get_value(), layer.recipe)
+    kernel = layer.kernel.get_value()
+    if layer.recipe.fwd is not None and not isinstance(kernel, QuantizedWeight):
+      kernel = freeze(kernel, layer.recipe.fwd[1], contracted=(0,))
     layer.lora = nnx.data(Adapter(made["a"], made["b"], alpha))  # pyright: ignore
     layer.kernel = nnx.Param(kernel)  # pyright: ignore
 
@@ -177,13 +179,6 @@ def _init(key, name: str, shape, rank: int, dtype) -> dict[str, jax.Array]:
 def _adapted(kernel, a, b, alpha: float) -> LoRAWeight:
   factor = jnp.asarray(alpha / a.shape[-1], b.dtype)
   return LoRAWeight(kernel, a, b * factor)
-
-
-def _frozen(w, recipe):
-  """A float kernel in the 8 bits of the forward pass; w itself where the recipe has none."""
-  if recipe.fwd is None or isinstance(w, QuantizedWeight):
-    return w
-  return freeze(w, recipe.fwd[1], contracted=(0,))
 
 
 def _shape(w) -> tuple[int, ...]:
