@@ -32,14 +32,7 @@ from sbjax.linear.weight import (
 )
 from sbjax.ops.by_rows import by_rows
 from sbjax.ops.matmul import at_least_float32, check_residual, full_dot, with_added
-from sbjax.ops.partition import (
-  is_explicit,
-  merge_splits,
-  reshape,
-  splits_of,
-  unmerge_splits,
-  vary_alike,
-)
+from sbjax.ops.partition import as_rows, from_rows, is_explicit, vary_alike
 from sbjax.ops.registry import Backend, get_backend
 from sbjax.ops.split_k import split_k_matmul
 from sbjax.quantize import Quantized, Spec, as_floating, dequantize, share_accumulator
@@ -324,19 +317,6 @@ def as_tokens(x) -> jax.Array:
   if x.ndim == 0:
     raise ValueError("x must be [..., K], not a scalar.")
   return x
-
-
-def as_rows(x: jax.Array) -> jax.Array:
-  """x [..., K] as [rows, K]."""
-  *lead, last = splits_of(x)
-  return reshape(x, (math.prod(x.shape[:-1]), x.shape[-1]), [merge_splits(lead), last])
-
-
-def from_rows(y: jax.Array, x: jax.Array) -> jax.Array:
-  """y [rows, N] as [..., N] with the leading axes of x."""
-  rows, columns = splits_of(y)
-  splits = [*unmerge_splits(rows, splits_of(x)[:-1]), columns]
-  return reshape(y, (*x.shape[:-1], y.shape[1]), splits)
 
 
 def named_dot(y: jax.Array, x: jax.Array) -> jax.Array:
