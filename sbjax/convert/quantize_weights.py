@@ -13,8 +13,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from sbjax.convert import quantize_model as model
 from sbjax.convert.matmuls import Conversion, Products, fits
+from sbjax.convert.quantize_model import (
+  ARRAYS,
+  PARAMS,
+  Rules,
+  check_patterns,
+  convert,
+  pairs_of,
+  path_in_collections,
+  path_of,
+)
 from sbjax.convert.rewrite import Weight
 from sbjax.linear.frozen import Frozen, freeze
 from sbjax.linear.weight import is_frozen
@@ -24,7 +33,7 @@ from sbjax.quantize import FLOATS, Spec
 
 def quantize_weights(
   params,
-  rules: model.Rules,
+  rules: Rules,
   *,
   call: Callable[[Any], Any] | None = None,
   in_place: bool = False,
@@ -56,7 +65,7 @@ def quantize_weights(
   ((16, 32), dtype('int8'), (1, 1))
   """
   check_name(backend)
-  conversion = Conversion(model.pairs_of(rules), backend=backend, verbose=verbose)
+  conversion = Conversion(pairs_of(rules), backend=backend, verbose=verbose)
   if not isinstance(params, nnx.Module):
     return _of_tree(params, conversion, call)
   graph, own, rest = nnx.split(params, nnx.Param, ...)
@@ -78,8 +87,8 @@ class _Use(NamedTuple):
 
 def _of_tree(tree, conversion: Conversion, call):
   keyed, treedef = jax.tree.flatten_with_path(tree, is_leaf=is_frozen)
-  in_collections = any(keys[:1] == (model.PARAMS,) for keys, _ in keyed)
-  name_of = model.path_in_collections if in_collections else model.path_of
+  in_collections = any(keys[:1] == (PARAMS,) for keys, _ in keyed)
+  name_of = path_in_collections if in_collections else path_of
   paths = [name_of(keys) for keys, _ in keyed]
   for path, (_, leaf) in zip(paths, keyed, strict=True):
     if is_frozen(leaf):
@@ -87,10 +96,10 @@ def _of_tree(tree, conversion: Conversion, call):
   given = {
     path: leaf
     for path, (_, leaf) in zip(paths, keyed, strict=True)
-    if path is not None and isinstance(leaf, model.ARRAYS)
+    if path is not None and isinstance(leaf, ARRAYS)
   }
   if call is None:
-    model.check_patterns(conversion, list(given))
+    check_patterns(conversion, list(given))
     uses = {path: _of_kernel(conversion, path, leaf) for path, leaf in given.items()}
   else:
     uses = _uses_of(conversion, call, tree, name_of)
@@ -126,13 +135,13 @@ def _uses_of(conversion: Conversion, call, tree, name_of: Callable) -> dict[str,
   survey = _Survey(dataclasses.replace(conversion, verbose=False))
 
   def trial(keys, leaf):
-    if name_of(keys) is None or not isinstance(leaf, model.ARRAYS) or leaf.dtype not in FLOATS:
+    if name_of(keys) is None or not isinstance(leaf, ARRAYS) or leaf.dtype not in FLOATS:
       return leaf
     return _with_labels(leaf)
 
   def run(tree):
     tree = jax.tree.map_with_path(trial, tree)
-    return model.convert(survey.conversion, call, tree, name_of, survey)
+    return convert(survey.conversion, call, tree, name_of, survey)
 
   jax.eval_shape(run, tree)
   if conversion.verbose:
