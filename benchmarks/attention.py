@@ -1,19 +1,15 @@
 """Is attention at CLIP's lengths faster by our kernels than by cuDNN, and as exact?
 
   python -m benchmarks.attention
-  python -m benchmarks.attention --tune --cases "L/14 image"
-  python -m benchmarks.attention --tune --cases "L/14 image" --configs 2,1,2,56 3,1,2,56
 
 Times the kernels of each backend, forward and backward, in one run on the same normal data, beside
-PyTorch's attention where it is installed. cuDNN gets an even number of tokens, as
-JAX needs it. Errors are in norm, relative to float64. Adds lines to the results. --tune times
-kernels in other configs instead; --configs are Mosaic's for the backward pass, alone.
+PyTorch's attention where it is installed. cuDNN gets an even number of tokens, as JAX needs it.
+Errors are in norm, relative to float64. Adds lines to the results.
 """
 
 import argparse
 import functools
 import itertools
-from concurrent import futures
 
 import jax
 import jax.numpy as jnp
@@ -51,36 +47,23 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--out", help="default: benchmarks/results/attention*.jsonl")
   parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-  parser.add_argument("--tune", action="store_true")
-  parser.add_argument("--configs", nargs="+", default=[], type=config_of, help="of --tune")
   parser.add_argument(
     "--lengths", nargs="*", type=int, help="these or LENGTHS instead, without PyTorch"
   )
   parser.add_argument("--head_dims", nargs="+", type=int, default=HEAD_DIMS, help="of --lengths")
   args = parser.parse_args()
-  if args.configs and not args.tune:
-    parser.error("--configs needs --tune")
   kind = "attention" if args.lengths is None else "attention_lengths"
-  kind = "attention_tuning" if args.tune else kind
   out = args.out or RESULTS / f"{kind}.jsonl"
   cases = {name: CASES[name] for name in args.cases}
   if args.lengths is not None:
     pairs = itertools.product(args.head_dims, args.lengths or LENGTHS)
     cases = {f"{n} tokens, {d}": (65_536 // n, n, 16, d, False) for d, n in pairs}
-  if kind != "attention":
-    for name, case in cases.items():
-      row = {"benchmark": kind, "case": name, "data": "standard normal"}
-      if args.tune:
-        row["milliseconds"] = tune(*case, args.configs)
-      else:
-        row |= measure(*case, check=False)
-      print(name, row["milliseconds"], flush=True)
-      append(out, [row | provenance()])
-    return
-  rows = [measure(*case) for case in cases.values()]
-  # PyTorch's profiler stops JAX's.
+  rows = (measure(*case, check=args.lengths is None) for case in cases.values())
+  if args.lengths is None:
+    rows = list(rows)  # All of them first: PyTorch's profiler stops JAX's.
   for (name, case), row in zip(cases.items(), rows, strict=True):
-    measure_torch(row, *case)
+    if args.lengths is None:
+      measure_torch(row, *case)
     print(name, row["milliseconds"], row["errors"], flush=True)
     append(out, [{"benchmark": kind, "case": name} | row | provenance()])
 
@@ -125,81 +108,6 @@ def supports(run, shape) -> bool:
   except NotImplementedError:
     return False
   return True
-
-
-def config_of(text: str) -> tuple[int, ...]:
-  return tuple(int(n) for n in text.split(","))
-
-
-def tune(batch: int, length: int, heads: int, head_dim: int, causal: bool, chosen=()) -> dict:
-  """The kernels' milliseconds by config, each kernel's fastest last.
-
-  Args:
-    chosen: configs of Mosaic's backward pass, timed alone; none for all of every kernel.
-  """
-  configs = mosaic_configs(length, head_dim, chosen)
-  from sbjax.pallas.triton import attention_short as kernels
-
-  options = {"causal": causal, "length": length}
-  *qkv, do = (x[:, :, None] for x in draw(batch, length, heads, head_dim))
-  do, tiles = do[:, :, 0], kernels.tiles
-  o, lse = jax.jit(functools.partial(tiles.attention_forward, **options))(*qkv)
-  saved, trials, results = (o, lse, do, *qkv), [], {}
-  if not chosen:
-    trials += triton_trials(qkv, saved)
-  if configs:
-    from sbjax.pallas.sm90 import attention_backward as sm90
-
-    trials.append(("backward in Mosaic", sm90.attention_backward, saved, configs, None))
-  for direction, kernel, arrays, configs, ignored in trials:
-    kernel = functools.partial(kernel, **options)
-    with futures.ThreadPoolExecutor() as pool:
-      programs = pool.map(functools.partial(compiled, kernel, arrays), configs)
-    pairs = zip(configs, programs, strict=True)
-    found = {config: kernel_seconds(one, ignored=ignored) for config, one in pairs if one}
-    for config in sorted(found, key=lambda c: -found[c]):
-      results[f"{direction} {config}"] = round(found[config] * 1e3, 4)
-  return results
-
-
-def mosaic_configs(length: int, head_dim: int, chosen=()) -> list:
-  """Of Mosaic's backward pass: the chosen ones, or all that are worth a trial where it runs."""
-  if runs("mosaic"):
-    from sbjax.pallas.sm90 import attention_backward as sm90
-
-    x = jax.ShapeDtypeStruct((1, length, 1, 1, head_dim), jnp.bfloat16)
-    if sm90.unsupported(None, None, None, None, x, causal=False, length=length) is None:
-      by_block = chosen or itertools.product((2, 3), (1, 2), (1, 2), (40, 56, 88, 104))
-      return [sm90.Config(*config) for config in by_block]
-  if chosen:
-    raise SystemExit(
-      f"--configs are Mosaic's, which does not compute the gradients of {length} tokens and heads"
-      f" of {head_dim} here. Leave them out to time Triton's."
-    )
-  return []
-
-
-def triton_trials(qkv, saved) -> list[tuple]:
-  from sbjax.pallas.triton import attention_short as kernels
-
-  tiles = kernels.tiles
-  by_head = [kernels.Config(*c) for c in itertools.product((64, 128), (64, 128, 256), (4, 8))]
-  blocks = ((64, 32, 4), (64, 64, 4), (64, 128, 4), (128, 32, 4), (128, 64, 4), (128, 64, 8))
-  by_tile = [tiles.TileConfig(*c, stages) for c in blocks for stages in (1, 2, 3)]
-  return [
-    ("forward", kernels.attention_forward, qkv, by_head, None),
-    ("forward", tiles.attention_forward, qkv, by_tile, None),
-    ("backward", kernels.attention_backward, saved, by_head, None),
-    ("queries", tiles.attention_backward, saved, by_tile, "_keys_kernel"),
-    ("keys", tiles.attention_backward, saved, by_tile, "_queries_kernel"),
-  ]
-
-
-def compiled(kernel, arrays, config):
-  try:
-    return contender(functools.partial(kernel, config=config), [tuple(arrays)])
-  except Exception as failure:  # Too little shared memory.
-    print(config, str(failure).splitlines()[0][:80])
 
 
 def draw(batch, length, heads, head_dim):

@@ -5,11 +5,6 @@ import statistics
 from benchmarks.tables import name_of
 
 OURS = ("mosaic", "triton")
-COUNTERS = (
-  "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
-  "l1tex__data_pipe_lsu_wavefronts.avg.pct_of_peak_sustained_elapsed",
-  "smsp__issue_active.avg.pct_of_peak_sustained_active",
-)
 
 
 def table(rows: list[dict], others: list[dict] = ()) -> list[str]:
@@ -48,28 +43,6 @@ def lengths_table(rows: list[dict]) -> list[str]:
   for length in sorted({length for length, _ in gains}):
     cells = [f"{gains[length, s]:.2f}x" if (length, s) in gains else "" for s in sizes]
     lines.append(f"| {length} | " + " | ".join(cells) + " |")
-  return lines
-
-
-def counters_table(rows: list[dict]) -> list[str]:
-  """What each kernel keeps busy; the last line of a case and a kernel counts."""
-  lines = [
-    "| kernel | ms | tensor cores busy | shared memory's pipe busy | cycles that issue | DRAM |",
-    "|---|---|---|---|---|---|",
-  ]
-  cases: dict[str, dict[str, dict]] = {}
-  for row in rows:
-    cases.setdefault(row["case"], {}).update(dict.fromkeys(row["kernels"], row))
-  for case, kernels in cases.items():
-    for name, row in kernels.items():
-      counters = row["kernels"][name]
-      what = name.removeprefix("sbjax_attention_").removesuffix("_mosaic_gpu_kernel")
-      time = counters["gpu__time_duration.sum"]
-      moved = sum(counters.get(f"dram__bytes_{way}.sum", 0) for way in ("read", "write"))
-      cells = [f"{counters[c]:.0f}%" if c in counters else "" for c in COUNTERS]
-      cells += [f"{moved / time / 1e3:.1f} TB/s" if moved else ""]
-      kernel = f"{case}, {what.replace('_', ', ')}, {name_of(row['chip'])}"
-      lines.append(f"| {kernel} | {time / 1e6:.3f} | {' | '.join(cells)} |")
   return lines
 
 

@@ -58,9 +58,6 @@ def main() -> None:
   write("attention", attention_report.table(attention, of_h100(elsewhere)))
   lengths, _ = by_chip(last(read("attention_lengths"), "chip", "case"))
   write("attention_lengths", attention_report.lengths_table(lengths))
-  counters, elsewhere = by_chip(read("attention_counters"))
-  counters = attention_report.counters_table(counters + of_h100(elsewhere))
-  write("attention_counters", counters, DOCS / "studies" / "attention_counters.md")
   serving = [row for row in read("serving") if row["benchmark"] == "serving speed"]
   serving, _ = by_chip(last(serving, "chip", "size", "batch_size"))
   write("serving", serving_table(serving), DOCS / "embedding.md")
@@ -212,7 +209,7 @@ def serving_table(rows) -> list[str]:
 
 
 def data_table(rows) -> list[str]:
-  """What benchmarks/data_scale.py measured."""
+  """What benchmarks/data_scale.py, a program of commit 0c222cb, measured."""
   rows = last([row for row in rows if "measure" in row], "measure", "case")
   lines = [f"| on {rows[0]['cores']} CPU cores | | |", "|---|---|---|"]
   for row in rows:

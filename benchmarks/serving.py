@@ -1,24 +1,18 @@
-"""How fast, how small and how exact is a CLIP whose parameters are 8 bits only?
+"""How fast and how small is a CLIP whose parameters are 8 bits only?
 
   python -m benchmarks.serving --sizes B/32 --batch_sizes 4
   XLA_FLAGS=--xla_gpu_enable_triton_gemm=false XLA_PYTHON_CLIENT_MEM_FRACTION=0.6 \\
       python -m benchmarks.serving --sizes L/14 H/14 --batch_sizes 256 --open_clip   # a GPU
-  python -m benchmarks.serving --config configs/quickstart.py --workdir runs/quickstart
 
-With --sizes, times `encode_image` on random pixels for the contenders, in turns: `serving_params`
-by recipes, float32, plain Flax in bfloat16 (FlaxBlock) with bfloat16 parameters, and
-with --open_clip that package's model in bfloat16 under `torch.compile`. The int8 model computes in
-bfloat16 on a GPU and in float32 on a CPU. With --workdir, scores the newest
-checkpoint of a run in float32 without rounding, as it was trained, and from `serving_params`, and
-compares the features of its evaluation images. Adds lines to a JSONL file.
+Times `encode_image` on random pixels for the contenders, in turns: `serving_params` by recipes,
+float32, plain Flax in bfloat16 (FlaxBlock) with bfloat16 parameters, and with --open_clip that
+package's model in bfloat16 under `torch.compile`. The int8 model computes in bfloat16 on a GPU and
+in float32 on a CPU. Adds lines to a JSONL file.
 """
 
 import argparse
-import dataclasses
-import functools
 import os
 import types
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -31,32 +25,22 @@ from sbjax.models.clip import CLIP
 from sbjax.models.flax_block import FlaxBlock
 from sbjax.models.sizes import SIZES, open_clip_name
 from sbjax.models.transformer import Block, BlockOptions
-from train import cli
-from train.run import make_run
-from train.zero_shot import encode_rows, make_encoders
 
 RECIPES = ("switchback", "switchback_q")
 
 
 def main() -> None:
   parser = parser_of(__doc__, "serving")
-  parser.add_argument("--sizes", nargs="+", default=[], choices=SIZES)
+  parser.add_argument("--sizes", nargs="+", required=True, choices=SIZES)
   parser.add_argument("--batch_sizes", nargs="+", type=int, default=[256, 512, 1024])
   parser.add_argument("--recipes", nargs="+", default=RECIPES)
   parser.add_argument("--float32", action=argparse.BooleanOptionalAction, default=True)
   parser.add_argument("--open_clip", action="store_true", help="too; needs a GPU, torch, open_clip")
   parser.add_argument("--rounds", type=int, default=5)
-  parser.add_argument("--config", help="of the run in --workdir")
-  parser.add_argument("--workdir", type=Path, help="a trained run")
-  parser.add_argument("--data_dir", default="", help="of the run's data")
   args = parser.parse_args()
   for size in args.sizes:
     for batch_size in args.batch_sizes:
       append(args.out, [speed(size, batch_size, args) | provenance()])
-  if args.workdir:
-    config = cli.load_config(args.config)
-    config.data.data_dir = args.data_dir or config.data.data_dir
-    append(args.out, [quality(config, args.workdir) | {"config": args.config} | provenance()])
 
 
 def speed(size: str, batch_size: int, args) -> dict:
@@ -139,46 +123,6 @@ def open_clip_encoder(size, config, image):
 
   parameters = sum(p.numel() * p.element_size() for p in model.parameters())
   return Contender(call, [images]), parameters
-
-
-def quality(config, workdir: Path) -> dict:
-  """Scores and cosines of a run's newest checkpoint, in float32 and in 8 bits."""
-  run = make_run(config, workdir, read_only=True)
-  restored = run.restore()
-  params, batch = restored.state.params, next(run._eval_batches(config.data.eval_split))
-
-  def of(recipe, params):
-    options = dataclasses.replace(run.task.model.options, recipe=recipe, dtype=jnp.float32)
-    task = run.task._replace(model=run.task.model.clone(options=options))
-    encoders = make_encoders(task.model, run.mesh)
-    encode = functools.partial(encode_rows, params, run.mesh, len(batch["image"]))
-    features = encode(encoders.image, batch["image"])
-    return features, run._replace(task=task).evaluate(params)
-
-  exact, scores = of("full", params)
-  found = {"full float32": {"megabytes": round(size_of(params) / 1e6, 3), "scores": scores}}
-  own = config.at(restored.step).model.recipe
-  contenders = {f"trained {own}": (own, params)}
-  for recipe in RECIPES:
-    contenders[f"serving {recipe}"] = recipe, serving_params(params, recipe)
-  for name, (recipe, own) in contenders.items():
-    features, scores = of(recipe, own)
-    cosines = (features * exact).sum(axis=1)
-    found[name] = {
-      "megabytes": round(size_of(own) / 1e6, 3),
-      "cosine_mean": round(float(cosines.mean()), 6),
-      "cosine_min": round(float(cosines.min()), 6),
-      "scores": scores,
-    }
-  for name, line in found.items():
-    print(name, line, flush=True)
-  return {
-    "benchmark": "serving quality",
-    "step": restored.step,
-    "data": f"{run.source.full_name}, {config.data.eval_split}",
-    "images_of_the_cosines": len(batch["image"]),
-    "contenders": found,
-  }
 
 
 if __name__ == "__main__":

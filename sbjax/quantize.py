@@ -31,9 +31,7 @@ class Format:
 
   dtype: jnp.dtype
   max: float  # The largest magnitude that a quantized value takes.
-  accumulator: (
-    jnp.dtype
-  )  # Of sums of products. Formats of one accumulator multiply with each other.
+  accumulator: jnp.dtype  # Of sums of products. Formats that share one multiply.
   capability: int  # The least compute capability whose tensor cores take it; 80 is 8.0.
   has_nan: bool = True
   most_terms: int | None = None  # More products can overflow the accumulator.

@@ -230,7 +230,9 @@ class RecipeRules:
   rules: tuple[tuple[str, Recipe], ...]
 
   def __post_init__(self):
-    if not (isinstance(self.rules, tuple) and all(map(_is_rule, self.rules))):
+    pairs = self.rules if isinstance(self.rules, tuple) else (None,)
+    are_pairs = all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs)
+    if not are_pairs or not all(isinstance(p, str) and isinstance(r, Recipe) for p, r in pairs):
       raise ValueError(
         f"rules={self.rules!r} must be a tuple of pairs (pattern, Recipe); see RecipeRules.of."
       )
@@ -262,15 +264,6 @@ class RecipeRules:
           f"The rule for {rule[0]!r} fits no linear layer, or only those of rules before it. The"
           f" layers are {', '.join(paths)}."
         )
-
-
-def _is_rule(rule) -> bool:
-  return (
-    isinstance(rule, tuple)
-    and len(rule) == 2
-    and isinstance(rule[0], str)
-    and isinstance(rule[1], Recipe)
-  )
 
 
 def recipes_of(recipe: Recipe | RecipeRules) -> tuple[Recipe, ...]:

@@ -38,18 +38,6 @@ def moved(eqn, weight: Frozen, others) -> list[Frozen]:
 # Each takes a companion of an array of that shape (or the array), and returns the results' ones.
 
 
-def _transpose(x, shape, eqn, others) -> list:
-  return [x.transpose(eqn.params["permutation"])]
-
-
-def _squeeze(x, shape, eqn, others) -> list:
-  return [jax.lax.squeeze(x, eqn.params["dimensions"])]
-
-
-def _rev(x, shape, eqn, others) -> list:
-  return [jax.lax.rev(x, eqn.params["dimensions"])]
-
-
 def _slice(x, shape, eqn, others) -> list:
   starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
   strides = eqn.params["strides"] or (1,) * len(shape)
@@ -116,9 +104,9 @@ def _groups(before, after) -> list[tuple[list[int], list[int]]]:
 
 
 _MOVES = {
-  "transpose": _transpose,
-  "squeeze": _squeeze,
-  "rev": _rev,
+  "transpose": lambda x, shape, eqn, others: [x.transpose(eqn.params["permutation"])],
+  "squeeze": lambda x, shape, eqn, others: [jax.lax.squeeze(x, eqn.params["dimensions"])],
+  "rev": lambda x, shape, eqn, others: [jax.lax.rev(x, eqn.params["dimensions"])],
   "slice": _slice,
   "dynamic_slice": _dynamic_slice,
   "split": _split,

@@ -4,7 +4,6 @@ The model's own code runs, under a trace; what it multiplies its parameters by b
 `quantized_dot`. So parameters, their names and checkpoints stay as they are.
 """
 
-import contextlib
 import contextvars
 import dataclasses
 import difflib
@@ -109,15 +108,6 @@ ARRAYS = jax.Array | np.ndarray
 _converting = contextvars.ContextVar("converting", default=False)
 
 
-@contextlib.contextmanager
-def _outermost():
-  token = _converting.set(True)
-  try:
-    yield
-  finally:
-    _converting.reset(token)
-
-
 def convert(
   conversion: Conversion,
   function: Callable,
@@ -146,12 +136,16 @@ def convert(
     given = leaves.copy()
     for i, array in zip(places, arrays, strict=True):
       given[i] = array
-    with _outermost():
+    token = _converting.set(True)
+    try:
       return function(treedef.unflatten(given))
+    finally:
+      _converting.reset(token)
 
   result = rewritten(of_parameters, paths, products)(*parameters)
   if conversion.verbose:
-    print(products.table({path: _shape_of(x) for path, x in zip(paths, parameters, strict=True)}))
+    pairs = zip(paths, parameters, strict=True)
+    print(products.table({path: master_weight(x).shape for path, x in pairs}))
   return result
 
 
@@ -161,10 +155,6 @@ def _in_8_bits(leaf) -> bool:
 
 def _is_parameter(leaf) -> bool:
   return isinstance(leaf, ARRAYS) or _in_8_bits(leaf)
-
-
-def _shape_of(parameter) -> tuple[int, ...]:
-  return master_weight(parameter).shape
 
 
 def check_patterns(conversion: Conversion, paths: list[str]) -> None:

@@ -57,7 +57,9 @@ def rewritten(function: Callable, paths: Sequence[str | None], replace: Replace)
 
   def run(*args):
     operands = [view(arg) if isinstance(arg, QuantizedWeight) else arg for arg in args]
-    given = [_floats_of(x) if isinstance(x, Frozen) else x for x in operands]
+    given = [
+      jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Frozen) else x for x in operands
+    ]
     jaxpr, rebuild = _traced(function, given)
     named = zip(paths, operands, strict=True)
     weights = [None if path is None else Weight(path, x) for path, x in named]
@@ -72,10 +74,6 @@ def rewritten(function: Callable, paths: Sequence[str | None], replace: Replace)
 
 
 _FROZEN = QuantizedWeight | Frozen
-
-
-def _floats_of(weight: Frozen) -> jax.ShapeDtypeStruct:
-  return jax.ShapeDtypeStruct(weight.shape, weight.dtype)
 
 
 def _traced(function, args):
@@ -136,16 +134,10 @@ def _equation(eqn, operands, weights, replace: Replace) -> tuple[list, list]:
     replace.left(eqn, weight)
   results = replace(eqn, operands, weights)
   if results is None:
-    results = _bind(eqn, _opened(eqn, operands, weights, replace))
+    pairs = zip(operands, weights, strict=True)
+    floats = [replace.opened(eqn, w.path, x) if isinstance(x, Frozen) else x for x, w in pairs]
+    results = _bind(eqn, floats)
   return results, none
-
-
-def _opened(eqn, operands, weights, replace: Replace) -> list:
-  """The operands, with floats in place of 8 bits."""
-  return [
-    replace.opened(eqn, weight.path, x) if isinstance(x, Frozen) else x
-    for x, weight in zip(operands, weights, strict=True)
-  ]
 
 
 def _in_8_bits(eqn, operands, weights) -> tuple[list, list]:
@@ -302,9 +294,8 @@ def _scan(eqn, operands, weights, replace):
     num_consts, num_carry, _ = map(len, params["ft_in"].unpack())
   else:
     num_consts, num_carry = params["num_consts"], params["num_carry"]
-  weights, operands = _without_changing(
-    eqn, params["jaxpr"], weights, operands, num_consts, num_carry, replace
-  )
+  carried = range(num_consts, num_consts + num_carry)
+  weights, operands = _without_changing(eqn, params["jaxpr"], weights, operands, carried, replace)
   consts, carry = operands[:num_consts], operands[num_consts : num_consts + num_carry]
   xs = [x.stacked() if isinstance(x, Frozen) else x for x in operands[num_consts + num_carry :]]
   function = _inner(params["jaxpr"], weights, replace)
@@ -318,15 +309,15 @@ def _scan(eqn, operands, weights, replace):
   return [*carry, *ys]
 
 
-def _without_changing(eqn, body: ClosedJaxpr, weights, operands, num_consts, num_carry, replace):
+def _without_changing(eqn, body: ClosedJaxpr, weights, operands, carried: range, replace):
   """The weights of a loop's body, but for those in the carry that may change from step to step.
 
   Those are floats. And the operands.
   """
   jaxpr, weights, operands = body.jaxpr, list(weights), list(operands)
-  for i in range(num_consts, num_consts + num_carry):
+  for i, result in zip(carried, jaxpr.outvars, strict=False):
     weight = weights[i]
-    if weight and jaxpr.outvars[i - num_consts] is not jaxpr.invars[i]:
+    if weight and result is not jaxpr.invars[i]:
       weights[i] = None
       if isinstance(operands[i], Frozen):
         operands[i] = replace.opened(eqn, weight.path, operands[i])
@@ -338,22 +329,17 @@ def _without_changing(eqn, body: ClosedJaxpr, weights, operands, num_consts, num
 def _while(eqn, operands, weights, replace):
   params = eqn.params
   split, carried = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+  body, own = params["body_jaxpr"], range(carried - split, len(operands) - split)
   body_weights, operands[split:] = _without_changing(
-    eqn,
-    params["body_jaxpr"],
-    weights[split:],
-    operands[split:],
-    carried - split,
-    len(operands) - carried,
-    replace,
+    eqn, body, weights[split:], operands[split:], own, replace
   )
   cond_consts, body_consts = operands[:split], operands[split:carried]
   carry = operands[carried:]
-  body = _inner(params["body_jaxpr"], body_weights, replace)
+  step = _inner(body, body_weights, replace)
   condition = _inner(params["cond_jaxpr"], [None] * (split + len(carry)), replace)
   return jax.lax.while_loop(
     lambda carry: condition(*cond_consts, *carry)[0],
-    lambda carry: body(*body_consts, *carry),
+    lambda carry: step(*body_consts, *carry),
     carry,
   )
 

@@ -76,7 +76,8 @@ def forward_rounding(function: Callable, params, batches: Iterable, rules: Rules
     raise ValueError("There is no batch.")
 
   def under(*key) -> dict[str, float]:
-    return {k[-1]: _relative(pair) for k, pair in errors.items() if k[:-1] == key}
+    found = {k[-1]: pair for k, pair in errors.items() if k[:-1] == key}
+    return {name: float(np.sqrt(a / b)) if b else 0.0 for name, (a, b) in found.items()}
 
   return Forward(
     under("products"),
@@ -84,10 +85,6 @@ def forward_rounding(function: Callable, params, batches: Iterable, rules: Rules
     {layer: under("alone", layer) for layer in layers},
     {layer: under("without", layer) for layer in layers},
   )
-
-
-def _relative(pair) -> float:
-  return float(np.sqrt(pair[0] / pair[1])) if pair[1] else 0.0
 
 
 def _with_switches(function, rules, on: Mapping[str, Any], params, batch):

@@ -110,7 +110,10 @@ def _open_clip_files() -> dict[str, Path]:
   return {p.stem: p for p in (Path(package.origin).parent / "model_configs").glob("*.json")}
 
 
-# open_clip. What timm's names begin with, and the architecture.
+# open_clip. The fields of its towers that have the same names here, and their defaults.
+_VISION = dict(image_size=224, patch_size=16, width=768, layers=12, mlp_ratio=4.0)
+_TEXT = dict(context_length=77, vocab_size=49408, width=512, layers=12, heads=8, mlp_ratio=4.0)
+# What timm's names begin with, and the architecture.
 _TIMM = (
   ("eva", "an EVA-CLIP"),
   ("convnext", "a ConvNeXt CLIP"),
@@ -121,18 +124,17 @@ _TIMM = (
   ("swin", "a Swin CLIP"),
 )
 _SIGLIP = re.compile(r"vit_(base|large|so400m|giantopt)_patch(\d+)_siglip_(\d+)")
-_SIGLIP_SIZES = {  # width, layers, heads, mlp_ratio
-  "base": (768, 12, 12, 4.0),
-  "large": (1024, 24, 16, 4.0),
-  "so400m": (1152, 27, 16, 3.7362),
-  "giantopt": (1536, 40, 16, 4.0),
+_SIGLIP_SIZES = {
+  "base": dict(width=768, layers=12, heads=12, mlp_ratio=4.0),
+  "large": dict(width=1024, layers=24, heads=16, mlp_ratio=4.0),
+  "so400m": dict(width=1152, layers=27, heads=16, mlp_ratio=3.7362),
+  "giantopt": dict(width=1536, layers=40, heads=16, mlp_ratio=4.0),
 }
 # Whether timm's tower has the tanh GELU; timm's others have the exact one.
 _SIGLIP_TANH = re.compile(r"vit_(base_patch32|large_patch16_siglip_512|so400m_patch16|giantopt)")
 # Fields that do not change what a trained model computes, or belong to what is refused anyway.
 _INERT = {
-  *("image_size", "patch_size", "width", "layers", "heads", "head_width", "mlp_ratio"),
-  *("patch_dropout", "context_length", "vocab_size", "hf_tokenizer_name", "tokenizer_kwargs"),
+  *(*_VISION, *_TEXT, "head_width", "patch_dropout", "hf_tokenizer_name", "tokenizer_kwargs"),
   *("tokenizer_mode", "pad_id", "eos_id", "pool_type", "norm_kwargs", "act_kwargs", "proj_type"),
   *("no_causal_mask", "proj_bias", "no_ln_pre", "ls_init_value", "final_ln_after_pool"),
   *("attn_pooler_queries", "attn_pooler_heads", "hf_model_pretrained", "hf_proj_type"),
@@ -168,24 +170,20 @@ def _from_open_clip(values: Mapping, name: str) -> CLIPConfig:
 
 
 def _open_clip_vision(v: Mapping, quick: bool, name: str) -> VisionConfig:
-  size = v.get("image_size", 224)
-  if isinstance(size, list):
+  fields = {field: v.get(field, default) for field, default in _VISION.items()}
+  if isinstance(size := fields["image_size"], list):
     if len(set(size)) > 1:
       refuse(name, f"a CLIP for images that are not square ({size})")
-    size = size[0]
+    fields["image_size"] = size[0]
   if timm := v.get("timm_model_name"):
     match = _SIGLIP.fullmatch(timm)
     if match is None or v.get("timm_pool") != "map" or v.get("timm_proj") != "none":
       known = [what for prefix, what in _TIMM if timm.startswith(prefix)]
       refuse(name, known[0] if known else f"a CLIP with timm's {timm!r}")
-    width, layers, heads, mlp_ratio = _SIGLIP_SIZES[match[1]]
     return VisionConfig(
-      image_size=size,
+      image_size=fields["image_size"],
       patch_size=int(match[2]),
-      width=width,
-      layers=layers,
-      heads=heads,
-      mlp_ratio=mlp_ratio,
+      **_SIGLIP_SIZES[match[1]],
       activation="gelu_tanh" if _SIGLIP_TANH.match(timm) else "gelu",
       norm_epsilon=1e-6,
       pool="map",
@@ -195,14 +193,9 @@ def _open_clip_vision(v: Mapping, quick: bool, name: str) -> VisionConfig:
   pool = v.get("pool_type", "tok")
   if pool not in pools or (pool == "avg" and not v.get("final_ln_after_pool")):
     refuse(name, f"a CLIP with an image pooling of {pool!r} before the last layer norm")
-  width = v.get("width", 768)
   return VisionConfig(
-    image_size=size,
-    patch_size=v.get("patch_size", 16),
-    width=width,
-    layers=v.get("layers", 12),
-    heads=width // v.get("head_width", 64),
-    mlp_ratio=v.get("mlp_ratio", 4.0),
+    **fields,
+    heads=fields["width"] // v.get("head_width", 64),
     activation=_open_clip_activation(v, quick, name),
     norm_epsilon=_open_clip_epsilon(v),
     pool=pools[pool],
@@ -211,19 +204,14 @@ def _open_clip_vision(v: Mapping, quick: bool, name: str) -> VisionConfig:
 
 
 def _open_clip_text(t: Mapping, quick: bool, name: str) -> TextConfig:
-  pool, vocab_size = t.get("pool_type", "argmax"), t.get("vocab_size", 49408)
+  pool = t.get("pool_type", "argmax")
   if pool not in ("argmax", "eos", "last"):
     refuse(name, f"a CLIP with a text pooling of {pool!r}")
   projection = "none" if t.get("proj_type", "linear") == "none" else "matrix"
   if projection == "matrix" and t.get("proj_bias"):
     projection = "linear"
   return TextConfig(
-    context_length=t.get("context_length", 77),
-    vocab_size=vocab_size,
-    width=t.get("width", 512),
-    layers=t.get("layers", 12),
-    heads=t.get("heads", 8),
-    mlp_ratio=t.get("mlp_ratio", 4.0),
+    **{field: t.get(field, default) for field, default in _TEXT.items()},
     # "argmax" is the largest id, CLIP's end of text.
     eot_id=t.get("eos_id", 2) if pool == "eos" else None,
     activation=_open_clip_activation(t, quick, name),
@@ -262,12 +250,7 @@ def to_open_clip(
   else:
     pool = {"pool_type": "last"} if t.pool == "last" else {}
   text = {
-    "context_length": t.context_length,
-    "vocab_size": t.vocab_size,
-    "width": t.width,
-    "heads": t.heads,
-    "layers": t.layers,
-    "mlp_ratio": t.mlp_ratio,
+    **{field: getattr(t, field) for field in _TEXT},
     **pool,
     **_open_clip_options(t),
     **({} if t.causal else {"no_causal_mask": True}),
@@ -289,12 +272,8 @@ def _to_open_clip_vision(v: VisionConfig) -> dict:
     return _to_timm(v)
   pool = {"pool_type": "avg", "final_ln_after_pool": True} if v.pool == "average" else {}
   return {
-    "image_size": v.image_size,
-    "patch_size": v.patch_size,
-    "width": v.width,
+    **{field: getattr(v, field) for field in _VISION},
     "head_width": v.width // v.heads,
-    "layers": v.layers,
-    "mlp_ratio": v.mlp_ratio,
     **pool,
     **_open_clip_options(v),
     **({} if v.pre_norm else {"no_ln_pre": True}),
@@ -306,7 +285,9 @@ def _to_timm(v: VisionConfig) -> dict:
   for size, known in _SIGLIP_SIZES.items():
     name = f"vit_{size}_patch{v.patch_size}_siglip_{v.image_size}"
     tanh = bool(_SIGLIP_TANH.match(name))
-    same = (*known[:3], int(known[0] * known[3])) == (v.width, v.layers, v.heads, v.mlp_width)
+    width, layers, heads, mlp_ratio = known.values()
+    sizes = width, layers, heads, int(width * mlp_ratio)
+    same = sizes == (v.width, v.layers, v.heads, v.mlp_width)
     if same and tanh == (v.activation == "gelu_tanh") and name in _TIMM_SIGLIPS:
       return {
         "image_size": v.image_size,

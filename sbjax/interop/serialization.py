@@ -41,16 +41,18 @@ def _words_of(master: NoMaster) -> dict:
   return {"dtype": master.dtype.name, **{name: json.dumps(value) for name, value in axes.items()}}
 
 
-def _master_of(words: dict | list) -> NoMaster:
+def master_of(words: dict | list) -> NoMaster:
+  """The NoMaster that a file describes; axes are lists, or lists in JSON."""
   if isinstance(words, list):  # A file of before had only the shape.
     return NoMaster(tuple(words))
-  axes = {name: tuple(json.loads(words[name])) for name in ("shape", "contracted", "batch")}
+  axes = {name: words[name] for name in ("shape", "contracted", "batch")}
+  axes = {n: tuple(json.loads(x) if isinstance(x, str) else x) for n, x in axes.items()}
   return NoMaster(dtype=jnp.dtype(words["dtype"]), **axes)
 
 
 def _restored_master(target: NoMaster, state: dict) -> NoMaster:
   """The target, which says all; the file's own words, if it has any, must be the same."""
-  if state and (found := _master_of(state)) != target:
+  if state and (found := master_of(state)) != target:
     raise ValueError(f"The file's weight in 8 bits is {found}, not {target} as the target's.")
   return target
 
@@ -87,7 +89,7 @@ def _register() -> None:
     NoMaster,
     serialized_name="sbjax.NoMaster",
     serialize_auxdata=lambda master: json.dumps(_words_of(master)).encode(),
-    deserialize_auxdata=lambda data: _master_of(json.loads(bytes(data))),
+    deserialize_auxdata=lambda data: master_of(json.loads(bytes(data))),
   )
   serialization.register_serialization_state(
     Quantized, lambda q: {"values": q.values, "scale": q.scale}, _restored

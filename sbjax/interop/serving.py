@@ -18,7 +18,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from sbjax.convert.quantize_model import path_of
 from sbjax.convert.quantize_weights import quantize_weights
 from sbjax.interop.files import import_package
-from sbjax.linear.weight import NoMaster, QuantizedWeight, is_frozen
+from sbjax.interop.serialization import master_of
+from sbjax.linear.weight import QuantizedWeight, is_frozen
 from sbjax.models.transformer import BLOCK_LINEARS, BlockOptions, is_block_kernel
 from sbjax.quantize import INT8, Quantized, Spec, quantize
 from sbjax.recipes import Recipe, RecipeRules
@@ -118,8 +119,7 @@ def _of_arrays(path, arrays: dict, words: dict[str, str] | None) -> dict[str, An
     values, scale = named.pop(f"{name}/values"), named.pop(f"{name}/scale")
     named[name] = q = Quantized(jnp.asarray(values.view(spec.dtype)), jnp.asarray(scale), spec)
     if master := masters.get(name):
-      axes = {key: tuple(master[key]) for key in ("shape", "contracted", "batch")}
-      named[name] = QuantizedWeight(NoMaster(dtype=jnp.dtype(master["dtype"]), **axes), q, None)
+      named[name] = QuantizedWeight(master_of(master), q, None)
   return named
 
 

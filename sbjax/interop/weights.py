@@ -16,21 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from sbjax.interop.config_files import config_of, open_clip_names, read_config
+from sbjax.interop import layouts
+from sbjax.interop.config_files import config_of, open_clip_names, read_config, refuse
 from sbjax.interop.files import read_file, write_file
-from sbjax.interop.layouts import (
-  Layout,
-  from_torch,
-  hf_layout,
-  layout_of,
-  open_clip_layout,
-  split,
-  tensor_names,
-  to_torch,
-  torch_shapes,
-)
+from sbjax.interop.layouts import Layout
 from sbjax.models.clip import CLIP, resize_grid
-from sbjax.models.sizes import SIZES, CLIPConfig, TextConfig, VisionConfig
+from sbjax.models.sizes import SIZES, CLIPConfig
 from sbjax.models.transformer import BlockOptions, stack_blocks, unstack_blocks
 
 FORMATS = ("open_clip", "hf")
@@ -65,16 +56,16 @@ def load_weights(source, config: CLIPConfig, *, scan: bool = True, resize: bool 
   state = read_file(source) if isinstance(source, str | os.PathLike) else dict(source)
   state = _one_model(state)
   _check_openai(state, config)
-  state = {name: tensor for name, tensor in state.items() if not _is_buffer(name)}
+  state = {n: tensor for n, tensor in state.items() if n.rpartition(".")[2] not in _BUFFERS}
   if strangers := [name for name, tensor in state.items() if not hasattr(tensor, "shape")]:
     raise ValueError(
       f"The state dict holds {', '.join(map(repr, strangers[:5]))}, which are no tensors: expected"
       " names and tensors, at the top or under 'state_dict'."
     )
   options = _options(any(n.endswith(".ls_1.gamma") for n in state), "logit_bias" in state)
-  layout = layout_of(state, config)
+  layout = layouts.layout_of(state, config)
   shapes = _shapes(config, options)
-  known = torch_shapes(shapes, layout)
+  known = layouts.torch_shapes(shapes, layout)
   _check_types({name: state[name] for name in known if name in state})
   state = state | _scalars(state, known)
   if resize:
@@ -83,8 +74,8 @@ def load_weights(source, config: CLIPConfig, *, scan: bool = True, resize: bool 
   params = {}
   for path, shape in shapes.items():
     arrays = [
-      from_torch(path, _whole(state, names), names[0])
-      for names in tensor_names(path, shape, layout)
+      layouts.from_torch(path, np.concatenate([_to_numpy(state[name]) for name in names]), names[0])
+      for names in layouts.tensor_names(path, shape, layout)
     ]
     params[path] = (np.stack(arrays) if "blocks" in path else arrays[0]).reshape(shape)
   params = unflatten_dict(params)
@@ -130,15 +121,15 @@ def state_dict(
   problems = _differences(given, _shapes(config, options))
   if problems:
     raise ValueError(f"The parameters are not those of this config. {problems}")
-  layout = hf_layout(config)
+  layout = layouts.hf_layout(config)
   if format == "open_clip":
-    layout = open_clip_layout(config, "text." if siglip else "")
+    layout = layouts.open_clip_layout(config, "text." if siglip else "")
   state = {}
   for keys, array in params.items():
     layers = array if "blocks" in keys else [array]
-    for names, layer in zip(tensor_names(keys, given[keys], layout), layers, strict=True):
-      whole = to_torch(keys, np.asarray(layer), names[0], layout)
-      for name, part in zip(names, split(whole, names), strict=True):
+    for names, layer in zip(layouts.tensor_names(keys, given[keys], layout), layers, strict=True):
+      whole = layouts.to_torch(keys, np.asarray(layer), names[0], layout)
+      for name, part in zip(names, layouts.split(whole, names), strict=True):
         state[name] = np.array(part, np.float32, order="C")
   return state
 
@@ -160,33 +151,25 @@ def check_architecture(config: CLIPConfig, theirs: CLIPConfig, source: str) -> N
 
   Sizes of images and texts, the vocabulary and the end token may differ.
   """
-  different = []
-  for tower in ("vision", "text"):
-    ours_is, theirs_is = (_architecture(getattr(c, tower)) for c in (config, theirs))
-    different += [
-      f"{tower} {name}={value!r}, not {ours_is[name]!r}"
-      for name, value in theirs_is.items()
-      if ours_is[name] != value
-    ]
-  if config.embed_dim != theirs.embed_dim:
-    different.append(f"embed_dim={theirs.embed_dim}, not {config.embed_dim}")
+  ours_is, theirs_is = _architecture(config), _architecture(theirs)
+  different = [
+    f"{name}={value!r}, not {ours_is[name]!r}"
+    for name, value in theirs_is.items()
+    if ours_is[name] != value
+  ]
   if different:
-    fits = _models(
-      lambda c: (
-        c.embed_dim == theirs.embed_dim
-        and _architecture(c.vision) == _architecture(theirs.vision)
-        and _architecture(c.text) == _architecture(theirs.text)
-      )
-    )
+    fits = _models(lambda c: _architecture(c) == theirs_is)
     hint = f" Its architecture is that of {', '.join(fits)}." if fits else ""
     raise ValueError(f"{source} is of another model than the config: {', '.join(different)}.{hint}")
 
 
-def _architecture(tower: VisionConfig | TextConfig) -> dict:
-  """The fields of a tower that its weights fix."""
-  free = ("image_size", "context_length", "vocab_size", "eot_id", "mlp_ratio")
-  fields = {k: v for k, v in dataclasses.asdict(tower).items() if k not in free}
-  return fields | {"mlp_width": tower.mlp_width}
+def _architecture(config: CLIPConfig) -> dict:
+  """The fields of a model that its weights fix."""
+  free, fields = ("image_size", "context_length", "vocab_size", "eot_id", "mlp_ratio"), {}
+  for name, tower in (("vision", config.vision), ("text", config.text)):
+    values = dataclasses.asdict(tower) | {"mlp_width": tower.mlp_width}
+    fields |= {f"{name} {field}": x for field, x in values.items() if field not in free}
+  return fields | {"embed_dim": config.embed_dim}
 
 
 # What torch.compile, DDP, FSDP, activation checkpointing and Fabric put into names, anywhere.
@@ -277,10 +260,6 @@ def _scalars(state: Mapping, shapes: Mapping) -> dict:
   }
 
 
-def _whole(state: Mapping, names: list[str]) -> np.ndarray:
-  return np.concatenate([_to_numpy(state[name]) for name in names])
-
-
 def _to_numpy(tensor) -> np.ndarray:
   if hasattr(tensor, "detach"):  # A torch tensor; it may be bfloat16, which numpy lacks.
     tensor = tensor.detach().cpu().float().numpy()
@@ -316,10 +295,6 @@ _BUFFERS = (
 )
 
 
-def _is_buffer(name: str) -> bool:
-  return name.rpartition(".")[2] in _BUFFERS
-
-
 def _check_openai(state: Mapping, config: CLIPConfig) -> None:
   """Only OpenAI's files have input_resolution, and all of its models have quick_gelu."""
   activations = {config.vision.activation, config.text.activation}
@@ -333,26 +308,22 @@ def _check_openai(state: Mapping, config: CLIPConfig) -> None:
 
 def _resized(state: Mapping, shapes: dict, layout: Layout, config: CLIPConfig) -> dict:
   """The position embeddings whose length is another than the config's, interpolated."""
-  resized, has_class = {}, config.vision.pool != "map"
-  for tower, resize in (("image", _resize_grid), ("text", _resize_line)):
+  resized, class_tokens = {}, int(config.vision.pool != "map")
+  for tower in ("image", "text"):
     path = (tower, "positional_embedding")
-    ((name,),) = tensor_names(path, shapes[path], layout)
+    ((name,),) = layouts.tensor_names(path, shapes[path], layout)
     if name not in state:
       continue
     old = _to_numpy(state[name])
     length, width = shapes[path]
     if old.shape[-1] == width and old.size != length * width:
-      new = resize(old.reshape(-1, width), length, int(has_class))
-      resized[name] = to_torch(path, new, name, layout)
+      old = jnp.asarray(old.reshape(-1, width))
+      if tower == "image":
+        new = resize_grid(old, math.isqrt(length - class_tokens), class_tokens)
+      else:
+        new = jax.image.resize(old, (length, width), "linear", antialias=False)
+      resized[name] = layouts.to_torch(path, np.asarray(new), name, layout)
   return resized
-
-
-def _resize_grid(old: np.ndarray, length: int, class_tokens: int) -> np.ndarray:
-  return np.asarray(resize_grid(jnp.asarray(old), math.isqrt(length - class_tokens), class_tokens))
-
-
-def _resize_line(old: np.ndarray, length: int, _) -> np.ndarray:
-  return np.asarray(jax.image.resize(old, (length, old.shape[1]), "linear", antialias=False))
 
 
 # Names of tensors that tell an architecture.
@@ -373,15 +344,12 @@ _FOREIGN = {
 
 def _check(state: Mapping, config: CLIPConfig, options: dict, layout: Layout, resize: bool) -> None:
   given = {name: tuple(tensor.shape) for name, tensor in state.items()}
-  problems = _differences(given, torch_shapes(_shapes(config, options), layout))
+  problems = _differences(given, layouts.torch_shapes(_shapes(config, options), layout))
   if not problems:
     return
   for prefix, architecture in _FOREIGN.items():
     if any(name.startswith(prefix) for name in given):
-      raise ValueError(
-        f"The state dict is that of {architecture}, which sbjax does not have. It has ViT CLIPs"
-        " (open_clip, OpenAI, transformers' CLIPModel), CLIPA and SigLIP."
-      )
+      refuse("The state dict", f"that of {architecture}")
   hints = []
   if fits := _that_fit(given, options):
     hints.append(
@@ -397,11 +365,11 @@ def _that_fit(given: dict, options: dict) -> list[str]:
   """Models with these shapes."""
 
   def fits(config: CLIPConfig) -> bool:
-    layout = layout_of(given, config)
+    layout = layouts.layout_of(given, config)
     token = (config.text.vocab_size, config.text.width)
     if given.get(layout.modules["text/token_embedding"] + ".weight") != token:
       return False
-    return torch_shapes(_shapes(config, options), layout) == given
+    return layouts.torch_shapes(_shapes(config, options), layout) == given
 
   return _models(fits)
 
@@ -423,7 +391,7 @@ def _fits_resized(state: Mapping, config: CLIPConfig, options: dict, layout: Lay
   shapes = _shapes(config, options)
   resized = {**state, **_resized(state, shapes, layout, config)}
   given = {name: tuple(tensor.shape) for name, tensor in resized.items()}
-  return given == torch_shapes(shapes, layout)
+  return given == layouts.torch_shapes(shapes, layout)
 
 
 def _differences(given: dict, expected: dict) -> str:

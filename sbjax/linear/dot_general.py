@@ -90,23 +90,15 @@ class DotGeneral:
 
 def _checked_axes(lhs_shape, rhs_shape, dimension_numbers):
   """dimension_numbers, or a ValueError unless they fit the shapes."""
+  shapes = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (lhs_shape, rhs_shape))
   try:
     pairs = [[tuple(map(operator.index, axes)) for axes in pair] for pair in dimension_numbers]
-    (lhs_k, rhs_k), (lhs_b, rhs_b) = pairs
-  except (TypeError, ValueError):
+    jax.eval_shape(lambda lhs, rhs: jax.lax.dot_general(lhs, rhs, pairs), *shapes)
+  except (TypeError, ValueError) as error:
     raise ValueError(
-      f"{dimension_numbers=} must be ((lhs_k, rhs_k), (lhs_batch, rhs_batch)) of tuples of axes."
+      f"{dimension_numbers=} must be ((lhs_k, rhs_k), (lhs_batch, rhs_batch)), axes of lhs"
+      f" {lhs_shape} and of rhs {rhs_shape}, which must agree in size: {error}"
     ) from None
-  for shape, axes in ((lhs_shape, lhs_k + lhs_b), (rhs_shape, rhs_k + rhs_b)):
-    if len(set(axes)) < len(axes) or not set(axes) <= set(range(len(shape))):
-      raise ValueError(
-        f"{dimension_numbers=} must name axes of {lhs_shape} and {rhs_shape}, counted from 0, once."
-      )
-  for axes, rhs_axes, kind in ((lhs_k, rhs_k, "contracted"), (lhs_b, rhs_b, "batch")):
-    if [lhs_shape[a] for a in axes] != [rhs_shape[a] for a in rhs_axes]:
-      raise ValueError(
-        f"The {kind} axes {axes} of {lhs_shape} and {rhs_axes} of {rhs_shape} must agree in size."
-      )
   return pairs
 
 

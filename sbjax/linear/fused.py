@@ -21,7 +21,7 @@ from sbjax.linear.weight import (
   split_columns,
 )
 from sbjax.ops.by_rows import by_rows
-from sbjax.ops.partition import vary_alike
+from sbjax.ops.partition import as_rows, from_rows, vary_alike
 from sbjax.ops.registry import get_backend
 from sbjax.ops.rows import ACTIVATIONS, NORM_EPSILON, LayerNormParams
 from sbjax.quantize import Quantized, as_floating
@@ -71,12 +71,12 @@ def layer_norm_dense(
     not isinstance(num_outputs, int) or num_outputs < 1 or columns % num_outputs
   ):
     raise ValueError(f"{num_outputs=} must divide the {columns} columns of w.")
-  operands = vary_alike(dot.as_rows(x), norm, w, bias)
+  operands = vary_alike(as_rows(x), norm, w, bias)
   how = recipe, backend, num_outputs or 1, _as_epsilon(epsilon), check_keep(keep)
   layer = functools.partial(_layer_norm_dense, how)
   x_rows, ys = by_rows(layer, operands, (True, False, False, False), dot.most_rows(recipe))
   ys = tuple(dot.named_dot(y, x) for y in ys)
-  return dot.from_rows(x_rows, x), ys if num_outputs else ys[0]
+  return from_rows(x_rows, x), ys if num_outputs else ys[0]
 
 
 def layer_norm_mlp(
@@ -123,11 +123,11 @@ def layer_norm_mlp(
     raise ValueError(f"add_residual needs w2 [H, {x.shape[-1]}], not {master_weight(w2).shape}.")
   if activation not in ACTIVATIONS:
     raise ValueError(f"{activation=} must be one of {', '.join(ACTIVATIONS)}.")
-  operands = vary_alike(dot.as_rows(x), norm, w1, b1, w2, b2)
+  operands = vary_alike(as_rows(x), norm, w1, b1, w2, b2)
   how = recipes, backend, add_residual, activation, _as_epsilon(epsilon), check_keep(keep)
   layer = functools.partial(_layer_norm_mlp, how)
   x_rows, y = by_rows(layer, operands, (True, *(False,) * 5), dot.most_rows(*recipes))
-  return dot.named_dot(y, x) if add_residual else (dot.from_rows(x_rows, x), dot.named_dot(y, x))
+  return dot.named_dot(y, x) if add_residual else (from_rows(x_rows, x), dot.named_dot(y, x))
 
 
 def _as_norm(x, norm) -> LayerNormParams:
@@ -147,11 +147,6 @@ def _as_epsilon(epsilon) -> float:
   return epsilon
 
 
-def _spec(pair):
-  """The Spec of a matmul's activations, or None."""
-  return pair and pair[0]
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _layer_norm_dense(how, *operands):
   return _layer_norm_dense_fwd(how, *operands)[0]
@@ -160,7 +155,7 @@ def _layer_norm_dense(how, *operands):
 def _layer_norm_dense_fwd(how, x, norm, w, bias):
   recipe, backend, num_outputs, epsilon, keep = how
   ops = get_backend(backend)
-  n = ops.norm_quantize(x, norm, _spec(recipe.fwd), epsilon=epsilon)
+  n = ops.norm_quantize(x, norm, recipe.fwd and recipe.fwd[0], epsilon=epsilon)
   columns = split_columns(ops, recipe, w, bias, num_outputs)
   ys = tuple(dot.forward(ops, recipe, n, w, bias, x.dtype) for w, bias in columns)
   return (x, ys), (kept(x, keep), norm, saved_weight(w), bias)
@@ -193,9 +188,9 @@ def _layer_norm_mlp(how, *operands):
 def _layer_norm_mlp_fwd(how, x, norm, w1, b1, w2, b2):
   (first, second), backend, add_residual, activation, epsilon, keep = how
   ops = get_backend(backend)
-  n = ops.norm_quantize(x, norm, _spec(first.fwd), epsilon=epsilon)
+  n = ops.norm_quantize(x, norm, first.fwd and first.fwd[0], epsilon=epsilon)
   h = checkpoint_name(dot.forward(ops, first, n, w1, b1, x.dtype), dot.DOT_NAME)
-  spec = _spec(second.fwd)
+  spec = second.fwd and second.fwd[0]
   h_spec = spec if second.saved == "quantized" else None
   g, h = ops.gelu_quantize(h, spec, h_spec, activation=activation)
   y = dot.forward(ops, second, g, w2, b2, x.dtype, x if add_residual else None)

@@ -68,8 +68,11 @@ class SwitchBackDense(nn.Dense):
     """
     _check_unset(n for n in _FIXED if getattr(self, n, None) is not getattr(nn.Dense, n, None))
     _check_arguments(self.dtype, self.param_dtype, width=width, features=self.features)
-    kernel = _constant_kernel(self, (self.features, width))
-    if kernel is None:
+    value = _parameter(self, "kernel")
+    frozen = _frozen(self, "kernel", base_weight(value), (self.features, width))
+    if frozen or isinstance(value, LoRAWeight):
+      kernel = as_weight(value)
+    else:
       kernel = self.param("kernel", self.kernel_init, (width, self.features), self.param_dtype)
     if self.has_variable("quantized", "kernel"):
       kernel = QuantizedWeight(kernel, *self.get_variable("quantized", "kernel"))
@@ -153,13 +156,6 @@ def as_weight(kernel) -> jax.Array | QuantizedWeight | LoRAWeight:
   # Their shape is the layer's, also where a loop took them from a stack.
   bits = frozen_bits(kernel)
   return kernel if bits is None else serving_weight(bits)
-
-
-def _constant_kernel(module: nn.Module, shape) -> Any:
-  """The kernel if it is frozen or has an adapter, of 8-bit values of that shape; else None."""
-  value = _parameter(module, "kernel")
-  frozen = _frozen(module, "kernel", base_weight(value), shape)
-  return as_weight(value) if frozen or isinstance(value, LoRAWeight) else None
 
 
 def _parameter(module: nn.Module, name: str):

@@ -65,10 +65,10 @@ def add_lora(params: dict, lora: dict, alpha: float) -> dict:
   Differentiate it in `lora`.
   """
   result: dict[tuple[str, ...], Any] = {**flatten_dict(params)}
-  for path, a, b in _adapters(lora):
+  for path, own in flatten_dict(lora, is_leaf=lambda path, _: path[-1:] == ("kernel",)).items():
     if path not in result:
       raise ValueError(f"lora has an adapter for {'/'.join(path)}, which params do not have.")
-    result[path] = _adapted(result[path], a, b, alpha)
+    result[path] = _adapted(result[path], own["a"], own["b"], alpha)
   return unflatten_dict(result)
 
 
@@ -128,7 +128,9 @@ def adapt(
       raise ValueError(f"{name} has an adapter already: `merge` the model first.")
     shape = layer.in_features, layer.out_features
     made = _init(rngs.params(), name, shape, rank, dtype)
-    kernel = _frozen(layer.kernel.get_value(), layer.recipe)
+    kernel = layer.kernel.get_value()
+    if layer.recipe.fwd is not None and not isinstance(kernel, QuantizedWeight):
+      kernel = freeze(kernel, layer.recipe.fwd[1], contracted=(0,))
     layer.lora = nnx.data(Adapter(made["a"], made["b"], alpha))  # pyright: ignore
     layer.kernel = nnx.Param(kernel)  # pyright: ignore
 
@@ -174,24 +176,9 @@ def _init(key, name: str, shape, rank: int, dtype) -> dict[str, jax.Array]:
   return {"a": a, "b": jnp.zeros((*layers, rank, n), dtype)}
 
 
-def _adapters(lora: dict):
-  """(path of the kernel, a, b) of each adapter."""
-  leaves = flatten_dict(lora)
-  for *path, name in leaves:
-    if name == "a":
-      yield tuple(path), leaves[*path, "a"], leaves[*path, "b"]
-
-
 def _adapted(kernel, a, b, alpha: float) -> LoRAWeight:
   factor = jnp.asarray(alpha / a.shape[-1], b.dtype)
   return LoRAWeight(kernel, a, b * factor)
-
-
-def _frozen(w, recipe):
-  """A float kernel in the 8 bits of the forward pass; w itself where the recipe has none."""
-  if recipe.fwd is None or isinstance(w, QuantizedWeight):
-    return w
-  return freeze(w, recipe.fwd[1], contracted=(0,))
 
 
 def _shape(w) -> tuple[int, ...]:

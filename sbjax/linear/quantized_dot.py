@@ -32,14 +32,7 @@ from sbjax.linear.weight import (
 )
 from sbjax.ops.by_rows import by_rows
 from sbjax.ops.matmul import at_least_float32, check_residual, full_dot, with_added
-from sbjax.ops.partition import (
-  is_explicit,
-  merge_splits,
-  reshape,
-  splits_of,
-  unmerge_splits,
-  vary_alike,
-)
+from sbjax.ops.partition import as_rows, from_rows, is_explicit, vary_alike
 from sbjax.ops.registry import Backend, get_backend
 from sbjax.ops.split_k import split_k_matmul
 from sbjax.quantize import Quantized, Spec, as_floating, dequantize, share_accumulator
@@ -300,8 +293,8 @@ def quantized_dot(
   multiplier = as_multiplier(multiplier)
 
   def dot(x, w, bias, residual):
-    residual_sharding = None if residual is None else jax.typeof(residual).sharding
-    return _dot(recipe, backend, x.dtype, residual_sharding, multiplier, x, w, bias, residual)
+    shardings = [None if a is None else jax.typeof(a).sharding for a in (x, residual)]
+    return _dot((recipe, backend, x.dtype, multiplier, *shardings), x, w, bias, residual)
 
   operands = vary_alike(as_rows(x), w, bias, residual)
   y = by_rows(dot, operands, (True, False, False, True), most_rows(recipe))
@@ -326,19 +319,6 @@ def as_tokens(x) -> jax.Array:
   return x
 
 
-def as_rows(x: jax.Array) -> jax.Array:
-  """x [..., K] as [rows, K]."""
-  *lead, last = splits_of(x)
-  return reshape(x, (math.prod(x.shape[:-1]), x.shape[-1]), [merge_splits(lead), last])
-
-
-def from_rows(y: jax.Array, x: jax.Array) -> jax.Array:
-  """y [rows, N] as [..., N] with the leading axes of x."""
-  rows, columns = splits_of(y)
-  splits = [*unmerge_splits(rows, splits_of(x)[:-1]), columns]
-  return reshape(y, (*x.shape[:-1], y.shape[1]), splits)
-
-
 def named_dot(y: jax.Array, x: jax.Array) -> jax.Array:
   """Restores x's leading axes and names y for checkpoint policies."""
   return checkpoint_name(from_rows(y, x), DOT_NAME)
@@ -354,7 +334,8 @@ def prepared(name: str, w, x_shape, recipe: Recipe, backend: str | None) -> Any:
   if x_shape[-1] != array.shape[0]:
     raise ValueError(f"x [..., K] and {name} [K, N] must agree in K: {x_shape} and {array.shape}.")
   if isinstance(w, QuantizedWeight):
-    w = _with_transpose(w, recipe)
+    if recipe.shares_w and w.fwd is None and w.dgrad is not None:
+      w = w._replace(fwd=w.dgrad.T)
     _check_made_for(name, w, recipe)
     if is_frozen(w):
       assert w.fwd is not None
@@ -374,13 +355,6 @@ def _checked_adapter(name: str, w: LoRAWeight) -> tuple[jax.Array, jax.Array]:
   if a.shape != (k, rank) or b.shape != (rank, n):
     raise ValueError(f"{name} {(k, n)} needs a [{k}, r] and b [r, {n}], not {a.shape}, {b.shape}.")
   return a, b
-
-
-def _with_transpose(kernel: QuantizedWeight, recipe: Recipe) -> QuantizedWeight:
-  """The kernel with what `fwd` multiplies by, where that is the transpose of what dgrad does."""
-  if not recipe.shares_w or kernel.fwd is not None or kernel.dgrad is None:
-    return kernel
-  return kernel._replace(fwd=kernel.dgrad.T)
 
 
 def _check_made_for(name: str, kernel: QuantizedWeight, recipe: Recipe) -> None:
@@ -403,42 +377,28 @@ def as_bias(name: str, bias, w) -> jax.Array | None:
   return bias
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Unsaved:
-  """Stands for an x of which nothing is saved."""
-
-  sharding: Any
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dot(how, *operands):
+  return _dot_fwd(how, *operands)[0]
 
 
-def _sharding_of(x):
-  if isinstance(x, _Unsaved):
-    return x.sharding
-  return jax.typeof(x.values if isinstance(x, Quantized) else x).sharding
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
-def _dot(recipe, backend, dtype, residual_sharding, multiplier, x, w, bias, residual):
-  how = recipe, backend, dtype, residual_sharding, multiplier
-  return _dot_fwd(*how, x, w, bias, residual)[0]
-
-
-def _dot_fwd(recipe, backend, dtype, residual_sharding, multiplier, x, w, bias, residual):
+def _dot_fwd(how, x, w, bias, residual):
+  recipe, backend, dtype, multiplier, *_ = how
   ops = get_backend(backend)
   x_q = x if recipe.fwd is None else ops.quantize(x, recipe.fwd[0])
   y = forward(ops, recipe, x_q, w, bias, dtype, residual, multiplier, unrounded=x)
   w = saved_weight(w)
   if is_frozen(w) and not isinstance(w, LoRAWeight):  # Only a weight gradient takes x.
-    x = _Unsaved(jax.typeof(x).sharding)
+    x = None
   elif recipe.saved == "quantized":
     x, w = checkpoint_name((x_q, w), RESIDUAL_NAME)
   return y, (x, w, bias)
 
 
-def _dot_bwd(recipe, backend, dtype, residual_sharding, multiplier, saved, dy):
+def _dot_bwd(how, saved, dy):
+  recipe, backend, dtype, multiplier, x_sharding, residual_sharding = how
   ops = get_backend(backend)
   x, w, bias = saved
-  x_sharding = _sharding_of(x)
   x = dequantize(x, dtype) if isinstance(x, Quantized) else x
   d_residual = None if residual_sharding is None else split_as(residual_sharding, dy)
   w_q = dgrad_weight(ops, recipe, w, dy.dtype)

@@ -155,23 +155,17 @@ def split_columns(ops: Backend, recipe: Recipe, w, bias, num_outputs: int) -> li
     return [(LoRAWeight(base, w.a, b), bias) for (base, bias), b in zip(parts, bs, strict=True)]
   if recipe.fwd is not None and not isinstance(w, QuantizedWeight):
     w = QuantizedWeight(w, ops.quantize_transposed(w, recipe.fwd[1]), None)
-  size = master_weight(w).shape[1] // num_outputs
-  cuts = [slice(i * size, (i + 1) * size) for i in range(num_outputs)]
-  if recipe.fwd is None:
-    kernels = [master_weight(w)[:, cut] for cut in cuts]
-  else:
-    kernels = [_columns_of(w, cut) for cut in cuts]
-  return [
-    (kernel, None if bias is None else bias[cut]) for kernel, cut in zip(kernels, cuts, strict=True)
-  ]
+  q, size = recipe.fwd and w.fwd, master_weight(w).shape[1] // num_outputs
 
+  def part(columns: slice) -> tuple:
+    if q is None:
+      kernel = master_weight(w)[:, columns]
+    else:
+      scale = q.scale[columns] if q.spec.is_rowwise else q.scale
+      kernel = w._replace(fwd=Quantized(q.values[columns], scale, q.spec))
+    return kernel, None if bias is None else bias[columns]
 
-def _columns_of(w: QuantizedWeight, columns: slice) -> QuantizedWeight:
-  """w with those columns of its 8-bit form for the forward pass."""
-  q = w.fwd
-  assert q is not None  # The forward pass is quantized.
-  scale = q.scale[columns] if q.spec.is_rowwise else q.scale
-  return w._replace(fwd=Quantized(q.values[columns], scale, q.spec))
+  return [part(slice(i * size, (i + 1) * size)) for i in range(num_outputs)]
 
 
 def cotangent(w, dw):

@@ -103,6 +103,19 @@ def unmerge_splits(merged, splits):
   return splits if merge_splits(splits) == merged else [()] * len(splits)
 
 
+def as_rows(x: jax.Array) -> jax.Array:
+  """x [..., K] as [rows, K]."""
+  *lead, last = splits_of(x)
+  return reshape(x, (math.prod(x.shape[:-1]), x.shape[-1]), [merge_splits(lead), last])
+
+
+def from_rows(y: jax.Array, x: jax.Array) -> jax.Array:
+  """y [rows, N] as [..., N] with the leading axes of x."""
+  rows, columns = splits_of(y)
+  splits = [*unmerge_splits(rows, splits_of(x)[:-1]), columns]
+  return reshape(y, (*x.shape[:-1], y.shape[1]), splits)
+
+
 def check_axes(axes: Axes, action: str) -> tuple[str, ...]:
   """The names of mesh axes that this code runs over (jax.shard_map), or a ValueError."""
   axes = axes if isinstance(axes, tuple) else (axes,)

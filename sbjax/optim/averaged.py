@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from sbjax.optim.collage import summed_parameters
-from sbjax.optim.stable_adamw import newest_weight, states_of
+from sbjax.optim.stable_adamw import newest_weight, only_state
 
 
 class AveragedState(NamedTuple):
@@ -70,7 +70,5 @@ def average_of(opt_state):
   Raises:
     ValueError: there are several.
   """
-  found = states_of(AveragedState, opt_state)
-  if len(found) > 1:
-    raise ValueError(f"{len(found)} optimizers keep an average; only one, the outermost, may.")
-  return found[0].average if found else None
+  state = only_state(AveragedState, opt_state, "keep an average")
+  return None if state is None else state.average

@@ -23,7 +23,7 @@ import numpy as np
 import optax
 
 from sbjax.ops.partition import Axes, over_shards
-from sbjax.optim.stable_adamw import leading_axes, states_of
+from sbjax.optim.stable_adamw import leading_axes, only_state
 from sbjax.optim.state_formats import CompressedState, join_details, split_details
 
 
@@ -135,21 +135,14 @@ def dynamic_loss_scale(
 
 def loss_scale(opt_state) -> jax.Array | None:
   """What to multiply the next step's loss with; None if no optimizer in it scales."""
-  state = _state_in(opt_state)
+  state = only_state(LossScaleState, opt_state, "scale the loss")
   return None if state is None else state.scale
 
 
 def skipped_updates(opt_state) -> jax.Array | None:
   """How many tensors (`fixed_loss_scale`) or steps (`dynamic_loss_scale`) were skipped so far."""
-  state = _state_in(opt_state)
+  state = only_state(LossScaleState, opt_state, "scale the loss")
   return None if state is None else state.skipped
-
-
-def _state_in(opt_state) -> LossScaleState | None:
-  found = states_of(LossScaleState, opt_state)
-  if len(found) > 1:
-    raise ValueError(f"{len(found)} optimizers scale the loss; only one, the outermost, may.")
-  return found[0] if found else None
 
 
 def _init(optimizer, scale: float):

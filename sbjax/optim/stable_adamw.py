@@ -214,6 +214,14 @@ def states_of(kind: type, opt_state) -> list:
   return list(filter(is_one, jax.tree.leaves(opt_state, is_leaf=is_one)))
 
 
+def only_state(kind: type, opt_state, does: str):
+  """The one state of a kind, or None; a ValueError if several optimizers do what that `does`."""
+  found = states_of(kind, opt_state)
+  if len(found) > 1:
+    raise ValueError(f"{len(found)} optimizers {does}; only one, the outermost, may.")
+  return found[0] if found else None
+
+
 def _check(name: str, value, range_: str, fits: Callable) -> None:
   """Raises a ValueError for a number beyond its range; `optax.inject_hyperparams` gives arrays."""
   is_number = isinstance(value, int | float | np.number) and not isinstance(value, complex)

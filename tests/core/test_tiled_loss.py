@@ -11,7 +11,6 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.loss import in_float64
 from train.loss import siglip, softmax_contrastive
 from train.parallel import tiled_loss
 from train.parallel.tiled_loss import (
@@ -115,6 +114,29 @@ def test_loss_and_gradients_equal_the_plain_ones(name, devices, scale, rtol):
 def test_any_batch_size_can_be_tiled(name, batch):
   arguments = *features(batch, alike=0), *scalars(name, 20)
   assert_close(one_device(name, None)(*arguments), one_device(name, "plain")(*arguments), 3e-6)
+
+
+def in_float64(name: str, image, text, scale, bias=0.0):
+  """The loss and its gradients in float64, by their formulas."""
+  image, text, scale, bias = (np.float64(x) for x in (image, text, scale, bias))
+  products, own = image @ text.T, np.eye(len(image))
+  logits = scale * products + bias
+
+  def softmax(axis):
+    exp = np.exp(logits - logits.max(axis, keepdims=True))
+    total = exp.sum(axis, keepdims=True)
+    return exp / total, np.log(total) + logits.max(axis, keepdims=True)
+
+  if name == "softmax":
+    (p, rows), (q, columns) = softmax(1), softmax(0)
+    loss = np.mean((rows[:, 0] + columns[0]) / 2 - np.diag(logits))
+    g = (p + q - 2 * own) / 2
+  else:
+    sign = 2 * own - 1
+    loss = np.logaddexp(0, -sign * logits).sum() / len(image)
+    g = -sign / (1 + np.exp(sign * logits))
+  g /= len(image)
+  return loss, (scale * g @ text, scale * g.T @ image, np.sum(g * products), np.sum(g))
 
 
 @pytest.mark.parametrize("products", BOUNDS)
