@@ -30,6 +30,7 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import fsspec
 import numpy as np
@@ -132,7 +133,7 @@ def s3(folder: str) -> Iterator[str]:
       store.kill()
 
 
-def open_clip(**flags) -> dict:
+def open_clip(**flags) -> Any:
   """What benchmarks/data_open_clip.py prints."""
   command = [sys.executable, "-m", "benchmarks.data_open_clip"]
   command += [f"--{name}={value}" for name, value in flags.items()]
@@ -140,17 +141,24 @@ def open_clip(**flags) -> dict:
   return json.loads(run.stdout.splitlines()[-1])
 
 
-def write_photos(folder: pathlib.Path) -> None:
-  """Writes photos-0.tar to photos-3.tar, of 128 photos as large as Flickr's: 500x375, 80 kB."""
-  rng, caption = np.random.default_rng(0), b"A dog runs over the grass with a ball in its mouth ."
-  for shard in range(4):
+def write_photos(
+  folder: pathlib.Path,
+  shards: int = 4,
+  each: int = 128,
+  size: tuple[int, int] = (500, 375),
+  caption: str = "A dog runs over the grass with a ball in its mouth .",
+) -> None:
+  """Writes photos-0.tar and so on; by default photos as large as Flickr's: 500x375, 80 kB."""
+  rng = np.random.default_rng(0)
+  for shard in range(shards):
     with tarfile.open(folder / f"photos-{shard}.tar", "w") as tar:
-      for i in range(shard * 128, (shard + 1) * 128):
-        coarse = Image.fromarray(rng.integers(0, 256, (75, 100, 3), np.uint8))
+      for i in range(shard * each, (shard + 1) * each):
+        coarse = Image.fromarray(rng.integers(0, 256, (size[1] // 5, size[0] // 5, 3), np.uint8))
         file = io.BytesIO()
-        coarse.resize((500, 375), Image.Resampling.BICUBIC).save(file, "jpeg", quality=90)
-        add_file(tar, f"{i:06d}.jpg", file.getvalue())
-        add_file(tar, f"{i:06d}.txt", caption)
+        coarse.resize(size, Image.Resampling.BICUBIC).save(file, "jpeg", quality=90)
+        texts = (f"{i:06d}.jpg", file.getvalue()), (f"{i:06d}.txt", caption.format(i).encode())
+        for name, content in texts:
+          add_file(tar, name, content)
 
 
 def record(row: dict, **versions: str) -> None:

@@ -2,6 +2,8 @@
 
   python -m benchmarks.data_open_clip --shards '/tmp/photos-{0..3}.tar' --workers 2
 
+With --order, prints the captions of a pass, which are numbers, for benchmarks/data_scale.py.
+
 The pipeline is open_clip's own (`get_wds_dataset`), with its transform for ViT-B-32 (224 pixels)
 and its tokenizer. Needs open_clip_torch, torchvision, pandas and webdataset<=0.2.86. Use at least
 one worker: inside the process of the loop, torch's threads wait for each other.
@@ -22,6 +24,7 @@ def main() -> None:
   parser.add_argument("--workers", type=int, required=True, help="processes")
   parser.add_argument("--batches", type=int, default=40, help="timed")
   parser.add_argument("--batch_size", type=int, default=128)
+  parser.add_argument("--order", type=int, default=0, help="samples of a pass")
   options = parser.parse_args()
   warnings.simplefilter("ignore")
   import_torchvision()
@@ -32,9 +35,9 @@ def main() -> None:
   samples = (warm_up + options.batches + 2 * max(1, options.workers)) * options.batch_size
   args = argparse.Namespace(
     train_data=options.shards,
-    train_num_samples=samples,
+    train_num_samples=options.order or samples,
     train_data_upsampling_factors=None,
-    dataset_resampled=True,  # Repeats shards without end.
+    dataset_resampled=not options.order,  # Repeats shards without end.
     seed=0,
     batch_size=options.batch_size,
     workers=options.workers,
@@ -42,8 +45,13 @@ def main() -> None:
   )
   transform = open_clip.image_transform(224, is_train=True)
   tokenizer = open_clip.get_tokenizer("ViT-B-32")
+  if options.order:
+    transform, tokenizer = (lambda image: 0), (lambda text: [int(text)])
   loader = get_wds_dataset(args, transform, is_train=True, tokenizer=tokenizer).dataloader
   iterator = iter(loader)
+  if options.order:
+    print(json.dumps([int(number) for _, numbers in iterator for number in numbers]))
+    return
   result = rate(lambda: next(iterator), options.batch_size, warm_up, options.batches)
   packages = ("open_clip_torch", "torch", "torchvision", "webdataset", "pillow")
   versions = {name: importlib.metadata.version(name) for name in packages}
