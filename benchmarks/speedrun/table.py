@@ -1,17 +1,15 @@
 """The table of records: what each entry took, and how many of its runs reached the target."""
 
-import math
 import statistics
 from collections.abc import Sequence
 
+from benchmarks.figures.analysis import estimate
 from benchmarks.tables import last, name_of
 
 _COLUMNS = (
   "track", "entry", "seconds", "of the first", "waiting for data, %", "accuracy, %", "reached",
   "on", "commit",
 )  # fmt: skip
-# Student's t at 97.5 %, by the number of runs.
-_T = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
 
 
 def of(rows: Sequence[dict]) -> list[str]:
@@ -41,17 +39,14 @@ def _cells(rows: Sequence[dict], first: dict[str, float]) -> tuple[str, str, str
   seconds, scores = [row["seconds"] for row in ended], [100 * row["acc1"] for row in ended]
   mean = statistics.mean(seconds)
   share = mean / first.setdefault(rows[0]["track"], mean)
-  took = with_interval(seconds, "{:.0f}")
+  took = with_interval(seconds, 0)
   if statistics.mean(scores) < target:
     took = f"({took})"
   waiting = 100 * statistics.mean(row["waiting"] for row in ended) / mean
-  return took, f"{share:.2f}", f"{waiting:.0f}", with_interval(scores, "{:.1f}"), reached
+  return took, f"{share:.2f}", f"{waiting:.0f}", with_interval(scores, 1), reached
 
 
-def with_interval(values: Sequence[float], form: str) -> str:
-  """The mean, with the half width of its interval of 95 % if there are several."""
-  text = form.format(statistics.mean(values))
-  if len(values) < 2:
-    return text
-  half = _T.get(len(values), 2.0) * statistics.stdev(values) / math.sqrt(len(values))
-  return f"{text} ± {form.format(half)}"
+def with_interval(values: Sequence[float], digits: int) -> str:
+  found = estimate(values)
+  half = f" ± {found.half:.{digits}f}" if found.n > 1 else ""
+  return f"{found.mean:.{digits}f}{half}"
