@@ -6,6 +6,7 @@ Needs the extra `tpu`. What XLA made of each case is printed as JSON, or added t
 import argparse
 import collections
 import contextlib
+import dataclasses
 import functools
 import itertools
 import json
@@ -35,6 +36,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks import rows
 from benchmarks.collectives import moved
+from benchmarks.timing import append, provenance
 from sbjax import RECIPES, SwitchBackDense, SwitchBackLinear, quantize_model
 from sbjax.models import CLIP, SIZES, BlockOptions
 from sbjax.ops.registry import get_backend
@@ -46,7 +48,8 @@ TOPOLOGIES = {
   "v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "7x": "tpu7x:2x2x1"
 }  # fmt: skip
 M, K, N = operations.M, operations.K, operations.N
-STEPS = {"B/32": ((2, 2), 256), "L/14": ((1, 4), 64)}  # A mesh (data, fsdp), and images a device.
+# A size, a mesh (data, fsdp) and images a device.
+STEPS = {"v5e": ("B/32", (2, 2), 256), "v6e": ("L/14", (1, 4), 64)}
 
 
 @contextlib.contextmanager
@@ -65,13 +68,10 @@ def mesh(name: str, shape: tuple[int, ...], axes: tuple[str, ...]):
 def matmuls(hlo: str) -> dict[str, int]:
   """How many matmuls of which dtypes a compiled program has: XLA writes them as convolutions."""
   dtypes = dict(re.findall(r"^\s*(?:ROOT )?%?([\w.-]+) = (\w+)\[", hlo, re.M))
-  pattern = r"= (\w+)\[[^=]*? (?:convolution|dot)\(([^)]*)\)"
   found = collections.Counter()
-  for result, operands in re.findall(pattern, hlo):
-    lhs, rhs = (
-      dtypes[name.split()[-1].lstrip("%")] for name in re.split(r", (?=[\w%]+\[|%)", operands)
-    )
-    found[f"{lhs} x {rhs} -> {result}"] += 1
+  for result, operands in re.findall(r"= (\w+)\[[^=]*? (?:convolution|dot)\(([^)]*)\)", hlo):
+    names = re.findall(r"%([\w.-]+)", operands)
+    found[f"{' x '.join(sorted(dtypes[name] for name in names))} -> {result}"] += 1
   return dict(sorted(found.items()))
 
 
@@ -135,14 +135,26 @@ def layers(name: str) -> dict:
   return results
 
 
-def steps(name: str, recipe: str = "switchback") -> dict:
-  """Whole training steps of four devices, as the training program makes them for a TPU."""
-  results = {}
-  for size, (sizes, images) in STEPS.items():
-    task = CLIPTask(CLIP(SIZES[size], BlockOptions(recipe=recipe)))
-    lowered = step.lowered(lambda *a: mesh(name, *a), sizes, task, images)
-    results[size] = summary(lowered.compile())
-  return results
+def training_step(name: str, layers: int | None = 2) -> dict:
+  """A step of four devices, as the training program makes it for a TPU: layers are in a loop.
+
+  layers: of each tower, since what is around the loop takes XLA minutes for each; None: all.
+  """
+  size, sizes, images = STEPS.get(name, STEPS["v5e"])
+  config = SIZES[size]
+  if layers:
+    towers = {"vision": config.vision, "text": config.text}
+    towers = {key: dataclasses.replace(tower, layers=layers) for key, tower in towers.items()}
+    config = dataclasses.replace(config, **towers)
+  task = CLIPTask(CLIP(config, BlockOptions(recipe="switchback")))
+  lowered = step.lowered(functools.partial(mesh, name), sizes, task, images)
+  kernels = [config.vision.width, config.text.width] * (layers or 0)
+  return {
+    "size": size,
+    "layers": layers,
+    "kernels": sorted(rows * width**2 for width in kernels for rows in (3, 1, 4, 4)),
+    **summary(lowered.compile()),
+  }
 
 
 def passes(name: str, width: int = 1024) -> dict:
@@ -165,32 +177,40 @@ def passes(name: str, width: int = 1024) -> dict:
 
 
 def out_of_memory(name: str) -> str:
-  """XLA's message for a program that does not fit into any TPU."""
+  """XLA's message for a program that fits into no TPU."""
   with mesh(name, (1,), ("data",)) as one:
-    x = jax.ShapeDtypeStruct((2**38,), jnp.float32, sharding=NamedSharding(one, P()))
+    x = jax.ShapeDtypeStruct((2**18, 2**18), jnp.float32, sharding=NamedSharding(one, P()))
     try:
-      jax.jit(lambda x: jnp.sort(jnp.sin(x))).lower(x).compile()
+      jax.jit(jnp.sin).lower(x).compile()
     except jax.errors.JaxRuntimeError as error:
       return str(error)
-  return ""
+  return "compiled"
+
+
+PARTS = {
+  "layers": layers,
+  "step": training_step,
+  "whole step": functools.partial(training_step, layers=None),
+  "passes": passes,
+  "update": lambda name: update.update_bytes(functools.partial(mesh, name)),
+  "out of memory": out_of_memory,
+}
+QUICK = [name for name in PARTS if name != "whole step"]
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("chip", choices=TOPOLOGIES)
-  parser.add_argument("--out", help="a result file")
+  parser.add_argument("--parts", nargs="+", default=QUICK, choices=PARTS)
+  parser.add_argument("--out", help="a file of results")
   args = parser.parse_args()
-  results = {
-    "kind": topologies.get_topology_desc(TOPOLOGIES[args.chip], platform="tpu")
-    .devices[0]
-    .device_kind,
-    "layers": layers(args.chip),
-    "steps": steps(args.chip),
-    "passes": passes(args.chip),
-    "update": update.update_bytes(lambda *a: mesh(args.chip, *a)),
-    "out_of_memory": out_of_memory(args.chip),
-  }
-  print(json.dumps(results))
+  with mesh(args.chip, (1,), ("data",)) as one:
+    kind = one.devices.flat[0].device_kind
+  results = {name: PARTS[name](args.chip) for name in args.parts}
+  if args.out:
+    row = {"benchmark": "tpu", "compiled_for": kind}
+    append(args.out, [row | {"part": n, "found": x} | provenance() for n, x in results.items()])
+  print(json.dumps({"kind": kind, **results}))
 
 
 if __name__ == "__main__":
