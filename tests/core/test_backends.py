@@ -259,6 +259,14 @@ def test_int8_on_a_chip_without_it_warns_once_and_names_fp8(installed, kind, pla
     multiply(default, lhs)
 
 
+@needs_limits
+def test_triton_multiplies_no_int8_on_a_b300(installed):
+  lhs = OPERANDS[16, 32]
+  why = r"scaled_matmul takes no int8 on a chip with 0\.15 int8 POP/s.*; backend=None"
+  with absent("NVIDIA B300", "gpu", "10.3"), pytest.raises(NotImplementedError, match=why):
+    get_backend("triton").scaled_matmul(lhs, lhs, "float32")
+
+
 def absent(kind, platform, capability):
   device = Device(kind, None, platform, capability)
   return use_abstract_mesh(AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=device))
