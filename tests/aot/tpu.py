@@ -118,15 +118,19 @@ def _mlp(recipe, x, w):
 
 
 PIECES = {"linear": _linear, "mlp": _mlp}
+CASES = [
+  *itertools.product(["linear"], RECIPES),
+  *itertools.product(["mlp"], ("full", "switchback", "fp8_tensorwise")),
+]
 
 
 def layers(name: str) -> dict:
   """What becomes of each recipe, forward and backward."""
   results = {}
-  for (piece, forward), recipe in itertools.product(PIECES.items(), RECIPES):
+  for piece, recipe in CASES:
 
-    def run(x, w, forward=forward, recipe=recipe):
-      y, backward = jax.vjp(functools.partial(forward, recipe), x, w)
+    def run(x, w, piece=piece, recipe=recipe):
+      y, backward = jax.vjp(functools.partial(PIECES[piece], recipe), x, w)
       return y, *backward(y)
 
     with mesh(name, (1,), ("data",)) as one:
