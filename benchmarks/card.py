@@ -1,8 +1,8 @@
-"""How fast is sbjax on this GPU, beside plain JAX, and beside the H200 of our result files?
+"""How fast is sbjax on this chip, beside plain JAX, and beside the H200 of our result files?
 
   python -m benchmarks.card
 
-Takes at most ten minutes on any NVIDIA GPU: matmuls, quantizers, attention, and a training step of
+Takes at most ten minutes on any GPU or TPU: matmuls, quantizers, attention, and a training step of
 ViT-B/16. Prints a table and writes card_<chip>.json: CONTRIBUTING.md says where to send it, and
 `python -m benchmarks.predict --card` reads it. Kernels are Mosaic's where they run, else Triton's.
 --backend selects another backend and writes card_<chip>_<backend>.json.
@@ -24,6 +24,7 @@ import time
 from pathlib import Path
 
 from benchmarks.tables import CHIP, cards, last, read
+from train.parallel.xla_flags import for_tpu
 
 SHARES = {"matmul": 0.3, "quantize": 0.12, "attention": 0.13, "step": 0.45}  # Of the time.
 CASE = {  # The keys that identify a case of a section, in the result files too.
@@ -51,14 +52,8 @@ def main() -> None:
   parser.add_argument("--backend", choices=BACKENDS, help="default: the best that runs here")
   args = parser.parse_args()
   command = " ".join(["python -m benchmarks.card", *sys.argv[1:]])
-  card = {
-    "benchmark": "card",
-    "chip": None,
-    "backend": args.backend,
-    "command": command,
-    "device": None,
-    "sections": {},
-  }
+  card = {"benchmark": "card", "chip": None, "backend": args.backend, "command": command}
+  card |= {"device": None, "sections": {}}
   ends, path = time.monotonic() + 60 * args.minutes, None
   for i, name in enumerate(args.sections):
     rest = sum(SHARES[other] for other in args.sections[i:])
@@ -91,7 +86,7 @@ def run_section(command: list[str], seconds: float) -> dict:
   started = time.monotonic()
   flags = os.environ.get("XLA_FLAGS", "")
   environment = os.environ | {
-    "XLA_FLAGS": f"{flags} --xla_gpu_enable_triton_gemm=false".strip(),
+    "XLA_FLAGS": flags if for_tpu() else f"{flags} --xla_gpu_enable_triton_gemm=false".strip(),
     "XLA_PYTHON_CLIENT_MEM_FRACTION": os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92"),
   }
   with tempfile.TemporaryDirectory() as folder:
@@ -197,8 +192,8 @@ def reference(section: str) -> dict[tuple, dict]:
 
 
 def in_words(device: dict) -> str:
-  memory = device["memory_gigabytes"]
-  text = f"{device['chip']}, compute capability {device['compute_capability']},"
+  memory, capability = device["memory_gigabytes"], device["compute_capability"]
+  text = f"{device['chip']}," + (f" compute capability {capability}," if capability else "")
   text += f" {memory} GB for JAX," if memory else ""
   text += f" jax {device['jax']}; sbjax's backend is {device['backend']!r}"
   return text + "".join(f"\n  (not {name!r}: {why})" for name, why in device["lacking"].items())

@@ -34,6 +34,7 @@ from sbjax.models.clip import CLIP
 from sbjax.models.flax_block import FlaxBlock
 from sbjax.models.sizes import SIZES, CLIPConfig, kept_patches
 from sbjax.models.transformer import Block, BlockOptions
+from sbjax.ops.device import compute_capability, target
 from train.config import LoraConfig, OptimizerConfig
 from train.memory import bytes_limit, is_out_of_memory
 from train.optimizer import make_optimizer
@@ -95,19 +96,19 @@ def main() -> None:
   default = ["flax", "flax_loop", "full", "switchback", "switchback_m"]
   parser.add_argument("--contenders", nargs="+", default=default, choices=CONTENDERS)
   parser.add_argument("--rounds", type=int, default=5)
+  parser.add_argument("--batch_size", type=int, help="default: that of the case")
   parser.add_argument("--patch_dropout", type=float, default=0.0, help="fraction of patches")
   parser.add_argument("--profile", action=argparse.BooleanOptionalAction, default=True)
   args = parser.parse_args()
+  how = (args.contenders, args.rounds, args.profile, args.patch_dropout, args.batch_size)
   for size in args.sizes:
-    line = measure(size, args.contenders, args.rounds, args.profile, args.patch_dropout)
-    append(args.out, [line | provenance()])
+    append(args.out, [measure(size, *how) | provenance()])
 
 
 def measure(
-  size: str, names: list[str], rounds: int, profiled: bool = True, patch_dropout: float = 0.0
+  size: str, names: list[str], rounds: int, profiled=True, patch_dropout=0.0, images=None
 ) -> dict:
-  batch_size, remat = CASES[size]
-  config = SIZES[size]
+  batch_size, remat, config = images or CASES[size][0], CASES[size][1], SIZES[size]
   optimizer, _ = make_optimizer(OptimizerConfig(), steps=20_000)
   tasks = {name: task_of(name, config, remat, patch_dropout=patch_dropout) for name in names}
   # All tasks have the same parameter tree, so they can share one state.
@@ -133,7 +134,7 @@ def measure(
       f" MFU {'?' if mfu is None else f'{mfu:.1%}'}",
       flush=True,
     )
-  for name, step in steps.items() if profiled else ():
+  for name, step in steps.items() if profiled and jax.default_backend() == "gpu" else ():
     listed, state = profile(step, state, batch)
     groups = grouped(listed, origins_of(step.as_text())) | {"no kernel": round(idle(listed), 3)}
     found[name]["milliseconds_by_group"] = groups
@@ -155,10 +156,12 @@ def measure(
 def task_of(
   name: str, config: CLIPConfig, remat: str, backend: str | None = None, patch_dropout: float = 0.0
 ) -> CLIPTask:
-  """The contender of that name."""
-  one = CONTENDERS[name]
-  how = {"recipe": one.recipe, "remat": one.remat or remat, "unroll": one.unroll}
-  options = BlockOptions(**how, backend=backend, attention_backend=one.attention)
+  """The contender of that name. On a TPU its layers are in a loop; cuDNN is for NVIDIA's GPUs."""
+  one, chip = CONTENDERS[name], target()
+  unroll = 1 if chip.platform == "tpu" else one.unroll
+  attention = one.attention if compute_capability(chip) else None
+  how = {"recipe": one.recipe, "remat": one.remat or remat, "unroll": unroll}
+  options = BlockOptions(**how, backend=backend, attention_backend=attention)
   lora = LoraConfig(rank=one.lora) if one.lora else None
   return CLIPTask(CLIP(config, options, patch_dropout, block=one.block), lora=lora)
 

@@ -25,7 +25,7 @@ from benchmarks.commit import COMMIT
 _SETTINGS = ("XLA_FLAGS", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 # Some of these may not be installed.
-_PACKAGES = ("jaxlib", "jax-cuda13-plugin", "triton", "jax-triton")
+_PACKAGES = ("jaxlib", "jax-cuda13-plugin", "triton", "jax-triton", "libtpu")
 
 TRITON_GEMM = "xla_gpu_enable_triton_gemm"  # If off, XLA uses cuBLAS for matmuls.
 

@@ -23,7 +23,8 @@ from jax.sharding import AbstractMesh, AxisType, use_abstract_mesh
 from benchmarks.absent_gpu import Device
 from sbjax.pallas import triton
 
-SHARED_BYTES = {80: 166_912, 89: 101_376, 90: 232_448}  # The limit of a thread block.
+# The limit of a thread block.
+SHARED_BYTES = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 103: 232_448, 120: 101_376}
 
 
 @functools.cache
@@ -211,7 +212,7 @@ def cast_by_way_of_float16(monkeypatch):
 
 @contextlib.contextmanager
 def chip(capability):
-  """Traces for one NVIDIA GPU of this capability: 80, 89 or 90."""
+  """Traces for one NVIDIA GPU of this capability: 80, 89, 90..."""
   device = Device("NVIDIA", None, "gpu", f"{capability // 10}.{capability % 10}")
   with use_abstract_mesh(AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=device)):
     yield
@@ -244,7 +245,7 @@ def _assembled(path, capability):
   import triton
 
   bundled = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
-  arch = f"sm_{capability}{'a' if capability == 90 else ''}"
+  arch = f"sm_{capability}{'a' if capability >= 90 else ''}"
   command = [shutil.which("ptxas") or bundled, f"-arch={arch}", "-v", path, "-o", os.devnull]
   run = subprocess.run(command, capture_output=True, text=True)
   assert run.returncode == 0, run.stderr

@@ -29,12 +29,18 @@ from train.loss import LOSSES
 from train.optimizer import matrix_dtype
 from train.zero_shot import Encoders, Sample, evaluate, make_encoders, nearest_captions
 
-# Dense bfloat16 operations a second, from NVIDIA's data sheets. Other devices get no MFU.
+# Dense bfloat16 operations a second, from NVIDIA's data sheets and
+# https://docs.cloud.google.com/tpu/docs/v6e and its like for other TPUs. A device of a v4 or v5p is
+# a chip with both of its cores. Other devices get no MFU.
 BF16_PEAK = {
   "NVIDIA H200": 989.4e12,
   "NVIDIA H100 80GB HBM3": 989.4e12,
   "NVIDIA A100-SXM4-40GB": 312e12,
   "NVIDIA A100-SXM4-80GB": 312e12,
+  "TPU v4": 275e12,
+  "TPU v5 lite": 197e12,  # v5e
+  "TPU v5": 459e12,  # v5p
+  "TPU v6 lite": 918e12,  # v6e
 }
 
 

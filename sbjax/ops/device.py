@@ -35,6 +35,15 @@ def compute_capability(device) -> int | None:
   return 10 * int(major) + int(minor or 0) if major.isdigit() else None
 
 
+def slow_int8(device) -> str | None:
+  """What a chip has in place of a fast int8 matmul; None: its int8 is as fast as its fp8."""
+  if compute_capability(device) == 103:
+    return "0.15 int8 POP/s, and 4.5 in fp8"  # NVIDIA's data sheet of the B300, without sparsity.
+  if device.device_kind.startswith("TPU7"):  # Ironwood, by jax.experimental.pallas.tpu.TpuInfo.
+    return "no int8 matmul, and fp8 at twice bfloat16's rate"
+  return None
+
+
 def num_sms(device) -> int | None:
   """How many streaming multiprocessors a GPU has, where that is known."""
   # An abstract device has num_cores, a real one core_count.

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from sbjax.ops import adam, attention, matmul, rows
-from sbjax.ops.device import compute_capability, target
+from sbjax.ops.device import compute_capability, slow_int8, target
 from sbjax.ops.operation import Operation
 from sbjax.ops.partition import arrays_of, is_explicit
 from sbjax.ops.shards import on_shards
@@ -116,7 +116,21 @@ def _unsupported_reason(name: str, device) -> str | None:
 
 @functools.cache
 def _default_backend(device) -> Backend:
-  """All kernels that run on a device; logs the choice, or why there is none, once."""
+  """All kernels that run on a device, else XLA; warns if the device has no fast int8."""
+  chosen, lacking = _kernels_or_xla(device), slow_int8(device)
+  if lacking is None:
+    return chosen
+
+  def scaled_matmul(lhs, *args, **options):
+    if lhs.spec.format.is_exact:
+      _warn_of_slow_int8(device.device_kind, lacking)
+    return chosen.scaled_matmul(lhs, *args, **options)
+
+  return Backend(**vars(chosen) | {"scaled_matmul": scaled_matmul})
+
+
+def _kernels_or_xla(device) -> Backend:
+  """Logs the choice, or why there is no kernel."""
   capability = compute_capability(device)
   reasons = {name: _unsupported_reason(name, device) for name in ("mosaic", "triton")}
   usable = [name for name, reason in reasons.items() if reason is None]
@@ -223,6 +237,15 @@ def _scaled_matmul(lhs, rhs, *args, **options):
   if lhs.spec.format.is_exact:
     warn_of_inexact_int8()
   return matmul.scaled_matmul(lhs, rhs, *args, **options)
+
+
+@functools.cache
+def _warn_of_slow_int8(kind: str, lacking: str) -> None:
+  warnings.warn(
+    f"{kind} has {lacking}: an int8 recipe is slow there. Take recipe 'fp8_switchback', which has"
+    " SwitchBack's scales in fp8.",
+    stacklevel=2,
+  )
 
 
 _DEFINITIONS = {name: row.definition for name, row in OPERATIONS.items()}

@@ -5,7 +5,6 @@ import importlib
 import re
 
 import jax
-import jax.numpy as jnp
 import optax
 import pytest
 
@@ -52,16 +51,17 @@ def _task(layers: int) -> CLIPTask:
 
 def _hlo(mesh_for, sizes, layers: int, *, compiled: bool) -> str:
   """The text of the step on a mesh, lowered or compiled."""
-  task, (optimizer, _) = _task(layers), make_optimizer(OptimizerConfig(warmup_steps=1), 10)
+  step = lowered(mesh_for, sizes, _task(layers), BATCH)
+  return step.compile().as_text() if compiled else step.as_text()
+
+
+def lowered(mesh_for, sizes, task: CLIPTask, images: int):
+  """The step on a mesh, with so many images a device."""
+  optimizer, _ = make_optimizer(OptimizerConfig(warmup_steps=1), 10)
   with mesh_for(sizes, ("data", "fsdp")) as mesh:
     state = jax.eval_shape(make_init(task, optimizer, 0))
     shardings = state_shardings(state, state.params, mesh)
-    rows, everywhere, count = batch_sharding(mesh), replicated(mesh), BATCH * mesh.size
-    image = (count, SIZE.vision.image_size, SIZE.vision.image_size, 3)
-    batch = {
-      "image": jax.ShapeDtypeStruct(image, jnp.uint8),
-      "text": jax.ShapeDtypeStruct((count, SIZE.text.context_length), jnp.int32),
-    }
+    rows, everywhere = batch_sharding(mesh), replicated(mesh)
     mesh_here = jax.sharding.get_abstract_mesh()  # It knows the kind of device.
     step = jax.jit(
       make_train_step(task, optimizer, 0, mesh=mesh_here),
@@ -69,5 +69,4 @@ def _hlo(mesh_for, sizes, layers: int, *, compiled: bool) -> str:
       out_shardings=(shardings, everywhere, everywhere),
       donate_argnums=0,
     )
-    lowered = step.lower(state, batch)
-    return lowered.compile().as_text() if compiled else lowered.as_text()
+    return step.lower(state, task.abstract_batch(images * mesh.size))

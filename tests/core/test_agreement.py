@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,7 +13,7 @@ import pytest
 
 from train.config import flat
 from train.errors import RunError
-from train.parallel import agreement
+from train.parallel import agreement, xla_flags
 
 
 class Store:
@@ -132,6 +133,24 @@ def test_other_flags_of_xla_are_a_difference_but_not_where_it_dumps(tmp_path, mo
   first = described("--xla_fast=true --xla_dump_to=/tmp/0")
   assert agreement.difference([first, described("--xla_dump_to=/tmp/1 --xla_fast=true")]) == ""
   assert "XLA_FLAGS" in agreement.difference([first, described("--xla_fast=false")])
+
+
+@pytest.mark.parametrize(
+  ("libtpu", "platforms", "is_set"),
+  [(False, "", True), (True, "", False), (True, "tpu,cpu", False), (True, "cuda", True)],
+)
+def test_flags_of_gpus_are_not_set_for_a_tpu(monkeypatch, libtpu, platforms, is_set):
+  find_spec = xla_flags.importlib.util.find_spec
+  monkeypatch.setattr(
+    xla_flags.importlib.util,
+    "find_spec",
+    lambda name: libtpu or None if name == "libtpu" else find_spec(name),
+  )
+  monkeypatch.setenv("JAX_PLATFORMS", platforms)
+  monkeypatch.setenv("XLA_FLAGS", "--xla_mine=1")
+  xla_flags.set_flags()
+  assert ("--xla_gpu_enable_triton_gemm=false" in os.environ["XLA_FLAGS"]) == is_set
+  assert os.environ["XLA_FLAGS"].startswith("--xla_mine=1")
 
 
 def test_all_processes_gather_all_values_in_order(together):

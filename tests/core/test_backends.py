@@ -30,6 +30,7 @@ from sbjax import (
   quantized_dot_general,
   scaled_matmul,
 )
+from sbjax.attention import fastest_backend, length_for
 from sbjax.ops import adam as expansion
 from sbjax.ops import device
 from sbjax.ops import registry as backends
@@ -37,6 +38,7 @@ from sbjax.ops import rows as fused_ops
 from sbjax.ops.matmul import check_operands
 from sbjax.ops.registry import OPERATIONS, get_backend
 from sbjax.ops.rows import LayerNormParams
+from sbjax.ops.split_k import num_splits
 from sbjax.quantize import FORMATS, Format
 
 ROWWISE, TENSORWISE = Spec(INT8, "rowwise"), Spec(INT8, "tensorwise")
@@ -207,12 +209,67 @@ def test_an_unknown_backend_error_lists_the_known_ones():
 
 
 @pytest.mark.parametrize(
-  ("capability", "expected"), [(90, "mosaic"), (80, "triton"), (89, "triton"), (75, "xla")]
+  ("capability", "expected"),
+  [
+    *((90, "mosaic"), (80, "triton"), (89, "triton"), (75, "xla")),
+    *((100, "triton"), (103, "triton"), (120, "triton")),  # Blackwell.
+  ],
 )
 def test_none_chooses_the_best_backend_for_each_compute_capability(installed, capability, expected):
   with triton_case.chip(capability):
     assert get_backend(None).name == expected
     assert get_backend(expected).name == expected
+
+
+@pytest.mark.parametrize(
+  ("kind", "platform", "capability"),
+  [
+    ("TPU v5 lite", "tpu", ""),
+    ("AMD Instinct MI300X", "gpu", "gfx942"),
+    ("Apple M2", "mps", ""),
+    ("cpu", "cpu", ""),
+  ],
+)
+def test_none_leaves_all_to_xla_on_other_chips(installed, kind, platform, capability):
+  with absent(kind, platform, capability):
+    assert get_backend(None) is get_backend("xla")
+    assert fastest_backend(jnp.dtype("bfloat16"), 257, 64) == "xla"
+    assert length_for(257, jnp.dtype("bfloat16"), 64) == 257
+    assert num_splits(2**16, 1280, 5120) == 1
+    with pytest.raises(NotImplementedError, match=f"needs an NVIDIA GPU;.*'{platform}'"):
+      get_backend("triton")
+
+
+@pytest.mark.parametrize(
+  ("kind", "platform", "capability"), [("NVIDIA B300", "gpu", "10.3"), ("TPU7x", "tpu", "")]
+)
+def test_int8_on_a_chip_without_it_warns_once_and_names_fp8(installed, kind, platform, capability):
+  backends._warn_of_slow_int8.cache_clear()
+  lhs, fp8 = quantize(ROWS, ROWWISE), quantize(ROWS, Spec(E4M3, "rowwise"))
+  with absent(kind, platform, capability):
+    default = get_backend(None)
+
+    def multiply(chosen, q):
+      jax.eval_shape(lambda q: chosen.scaled_matmul(q, q, jnp.float32), q)
+
+    multiply(default, fp8)  # Warnings are errors.
+    multiply(get_backend("xla"), lhs)
+    with pytest.warns(UserWarning, match=f"{kind} has .*recipe 'fp8_switchback'"):
+      multiply(default, lhs)
+    multiply(default, lhs)
+
+
+@needs_limits
+def test_triton_multiplies_no_int8_on_a_b300(installed):
+  lhs = OPERANDS[16, 32]
+  why = r"scaled_matmul takes no int8 on a chip with 0\.15 int8 POP/s.*; backend=None"
+  with absent("NVIDIA B300", "gpu", "10.3"), pytest.raises(NotImplementedError, match=why):
+    get_backend("triton").scaled_matmul(lhs, lhs, "float32")
+
+
+def absent(kind, platform, capability):
+  device = Device(kind, None, platform, capability)
+  return use_abstract_mesh(AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=device))
 
 
 def test_none_falls_back_to_triton_where_jax_is_too_old_for_mosaic(installed, monkeypatch):

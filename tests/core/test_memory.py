@@ -23,6 +23,8 @@ TEXTS = {
     2 * 2**30,
   "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm.":
     None,
+  "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory"
+  " required for HLO temporaries (512.00G) exceeds available HBM (15.75G).": None,
 }  # fmt: skip
 OTHERS = [
   "RESOURCE_EXHAUSTED: Shared memory size limit exceeded: requested 196608, available: 166912",

@@ -16,6 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import saved_bytes
+import triton_case
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 
 from benchmarks import (
   kernels,
@@ -41,7 +44,7 @@ from sbjax.ops.registry import OPERATIONS, Backend, get_backend
 from sbjax.quantize import E4M3, INT8, Spec, quantize
 from sbjax.recipes import SWITCHBACK
 from train import memory
-from train.task import model_flops
+from train.task import BF16_PEAK, model_flops
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -273,7 +276,25 @@ def test_a_step_s_row_names_the_attention_of_its_image_tower(monkeypatch, pool, 
   asked.clear()
   assert step.attention_backend(model) == "xla"
   assert set(asked) == by_the_model and len(asked) == 1
-  assert step.attention_backend(step.task_of("switchback_cudnn", tiny, "none").model) == "cudnn"
+  with triton_case.chip(90):
+    assert step.attention_backend(step.task_of("switchback_cudnn", tiny, "none").model) == "cudnn"
+
+
+def test_on_a_tpu_layers_are_in_a_loop_and_no_contender_asks_for_cudnn():
+  device = AbstractDevice("TPU v5 lite", 1, "tpu")
+  kinds = (AxisType.Auto,)
+  for name in ("flax", "switchback", "switchback_cudnn"):
+    with use_abstract_mesh(AbstractMesh((1,), ("x",), kinds, abstract_device=device)):
+      options = step.task_of(name, SIZES["tiny"], "none").model.options
+    assert (options.unroll, options.attention_backend) == (1, None)
+
+
+@pytest.mark.parametrize("kind", ["TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite"])
+def test_a_tpu_s_peak_is_that_of_jax(kind):
+  version = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e"}.get(kind, "v4")
+  cores = 2 if version in ("v4", "v5p") else 1
+  info = pltpu.get_tpu_info_for_chip(pltpu.ChipVersion(version), cores)
+  assert BF16_PEAK[kind] == pytest.approx(cores * info.bf16_ops_per_second, rel=0.005)
 
 
 def test_a_contender_that_does_not_fit_is_listed_apart(monkeypatch):

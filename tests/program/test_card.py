@@ -192,6 +192,9 @@ def test_a_section_runs_with_exact_int8_matmuls(monkeypatch):
   monkeypatch.setenv("XLA_FLAGS", "--xla_mine=1")
   result = section("emit(case=os.environ['XLA_FLAGS'])")
   assert result["rows"][0]["case"] == "--xla_mine=1 --xla_gpu_enable_triton_gemm=false"
+  monkeypatch.setattr(card, "for_tpu", lambda: True)
+  result = section("emit(case=os.environ['XLA_FLAGS'])")
+  assert result["rows"][0]["case"] == "--xla_mine=1"
 
 
 def test_a_table_shows_h200_figures_from_the_result_files():
@@ -226,6 +229,15 @@ def test_a_table_shows_failures_and_wrong_results():
   assert "ViT-B/16, 64 images" in text and f"(the {CHIP} had 512 images a batch)" in text
 
 
+def test_a_tpu_has_no_compute_capability():
+  device = {"chip": "TPU v5 lite", "compute_capability": None, "memory_gigabytes": 17.0,
+            "jax": "0.11.2", "backend": "xla", "lacking": {}}  # fmt: skip
+  assert card.in_words(device) == (
+    "TPU v5 lite, 17.0 GB for JAX, jax 0.11.2; sbjax's backend is 'xla'"
+  )
+  assert card.slug("TPU v5 lite") == "tpu-v5-lite"
+
+
 def test_a_card_file_is_named_after_its_device():
   names = ("NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090", "NVIDIA L40")
   assert [card.slug(n) for n in names] == ["a100-sxm4-80gb", "geforce-rtx-4090", "l40"]
@@ -248,7 +260,7 @@ def test_tiny_makes_a_card_on_a_cpu(monkeypatch, tmp_path, capsys):
 
 
 def test_without_a_gpu_the_card_is_refused_in_one_sentence(monkeypatch, tmp_path):
-  with pytest.raises(SystemExit, match=r"^No card was made: an NVIDIA GPU .*'cpu'; --tiny .*\.$"):
+  with pytest.raises(SystemExit, match=r"^No card was made: a GPU or a TPU .*'cpu'; --tiny .*\.$"):
     main(monkeypatch, tmp_path, "--sections", "quantize")
   assert not list(tmp_path.iterdir())
 

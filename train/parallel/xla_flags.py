@@ -1,5 +1,6 @@
 """XLA's flags for training on GPUs; they must be set before JAX starts."""
 
+import importlib.util
 import os
 
 FLAGS = {
@@ -15,7 +16,15 @@ FLAGS = {
 
 
 def set_flags() -> None:
-  """Adds those of FLAGS to the environment's XLA_FLAGS that it does not set."""
+  """Adds those of FLAGS to the environment's XLA_FLAGS that it does not set; none for a TPU."""
+  if for_tpu():
+    return
   given = os.environ.get("XLA_FLAGS", "")
   new = [f"--{name}={value}" for name, value in FLAGS.items() if name not in given]
   os.environ["XLA_FLAGS"] = " ".join([given, *new]).strip()
+
+
+def for_tpu() -> bool:
+  """Whether JAX has what it needs for a TPU, and no other platform was asked for."""
+  platforms = os.environ.get("JAX_PLATFORMS", "")
+  return importlib.util.find_spec("libtpu") is not None and platforms in ("", "tpu", "tpu,cpu")

@@ -7,7 +7,7 @@ import jax
 import triton
 import triton.language as tl
 
-from sbjax.ops.device import target
+from sbjax.ops.device import slow_int8, target
 from sbjax.ops.matmul import check_operands, check_residual, empty_product
 from sbjax.pallas import tuning
 from sbjax.pallas.limits import unsupported_matmul
@@ -93,7 +93,10 @@ def tile_configs() -> set[TileConfig]:
 
 def unsupported(device, lhs, rhs, out_dtype, **options) -> str | None:
   """Why the kernel does not take these, or None."""
-  del device, lhs, options
+  del options
+  # triton 3.6 writes tcgen05.mma for int8, which compute capability 10.3 lacks.
+  if lhs.spec.format.is_exact and (lacking := slow_int8(device)):
+    return f"takes no int8 on a chip with {lacking}"
   return unsupported_matmul(rhs, out_dtype)
 
 
