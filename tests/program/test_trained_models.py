@@ -135,7 +135,7 @@ def test_the_program_rounds_each_linear_layer_and_adds_a_line_for_each_recipe(
   int8, full, rules = map(json.loads, out.read_text().splitlines())
   assert (int8["recipe"], full["recipe"]) == ("switchback", "full")
   assert rules["rules"]["*"] in ("switchback", "switchback_q", "full")
-  assert rules["gradient_cosine"] >= int8["gradient_cosine"]
+  assert rules["gradient_cosine"][0] > 0.99  # 0.995 for the batch that they were found on.
   for name in ("output_cosine", "gradient_cosine"):
     assert 0.9 < int8[name][0] < full[name][0] < 1 - 1e-9, name
   assert int8["alone"]
