@@ -19,6 +19,7 @@ from benchmarks import attention_report, remat_report, scaling_report, steps_rep
 from benchmarks.speedrun import table as speedrun
 from benchmarks.steps_report import FLAX, OURS, best
 from benchmarks.tables import CHIP, RESULTS, last, name_of, read
+from examples.trained_models import table as trained_models
 
 README = RESULTS.parent.parent / "README.md"
 DOCS = README.parent / "docs"
@@ -27,8 +28,7 @@ MARKERS = "<!-- {}: made by python -m benchmarks.report -->", "<!-- end of {} --
 
 
 def main() -> None:
-  step = sorted(last(read("step"), "chip", "size"), key=largest_first)
-  step, steps_elsewhere = by_chip(step)
+  step, steps_elsewhere = by_chip(sorted(last(read("step"), "chip", "size"), key=largest_first))
   size = ("chip", "m", "n", "k")
   matmuls = read("matmul")
   matmul, matmuls_elsewhere = by_chip(last(matmuls, *size))
@@ -62,6 +62,7 @@ def main() -> None:
   serving, _ = by_chip(last(serving, "chip", "size", "batch_size"))
   write("serving", serving_table(serving), DOCS / "embedding.md")
   write("data", data_table(read("data")), DOCS / "data.md")
+  write("trained_models", trained_models.of(read("trained_models")), DOCS / "rounding.md")
   several = read("scaling")
   scaling = [row for row in several if row["benchmark"] == "scaling"]
   scaling, _ = by_chip(last(scaling, "chip", "row"))

@@ -5,6 +5,7 @@ import sbjax.studies.fp4  # noqa: F401  Names its recipes.
 from sbjax.attention import attention
 from sbjax.convert.quantize_model import quantize_model
 from sbjax.convert.quantize_weights import quantize_weights
+from sbjax.convert.suggest import suggest_rules
 from sbjax.distributed.exchange import quantized_pmean
 from sbjax.interop import moved
 from sbjax.linear.dot_general import quantized_dot_general
@@ -48,6 +49,7 @@ __all__ = [
   "scale_by_stable_adam",
   "scaled_matmul",
   "stable_adamw",
+  "suggest_rules",
 ]
 
 

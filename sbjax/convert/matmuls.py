@@ -189,7 +189,7 @@ class Products:
     cells = [("weight", "x", "w", "recipe, or why not")]
     for row in rows:
       x, w = ("x".join(map(str, shape)) if shape else "-" for shape in (row.lhs, row.rhs))
-      cells.append((row.path or "(activations)", x, w, row.why or _name(row.recipe)))
+      cells.append((row.path or "(activations)", x, w, row.why or recipe_name(row.recipe)))
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join(
       "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip()
@@ -202,7 +202,8 @@ def _check_made_for(path: str, recipe: Recipe, weight: Frozen) -> None:
     takes = "floats" if recipe.fwd is None else _words(recipe.fwd[1])
     raise ValueError(
       f"{path} was quantized for another recipe: it is {_words(weight.spec)}, and"
-      f" {_name(recipe)!r} takes {takes}. Give quantize_weights and quantize_model the same rules."
+      f" {recipe_name(recipe)!r} takes {takes}. Give quantize_weights and quantize_model the same"
+      " rules."
     )
 
 
@@ -220,7 +221,7 @@ def _takes_rows(eqn) -> bool:
   return is_plain and not dims.operand_batching_dims
 
 
-def _name(recipe: Recipe | None) -> str:
+def recipe_name(recipe: Recipe | None) -> str:
   names = RECIPES | SIMULATED
   return next((name for name, known in names.items() if known == recipe), "a recipe")
 

@@ -185,6 +185,12 @@ def path_in_collections(keys) -> str | None:
   return _linen_name(keys) if keys[0] == PARAMS else None
 
 
+def naming(tree) -> Callable:
+  """The path of a leaf by its keys: in linen's variables, or in another tree of parameters."""
+  keyed = jax.tree.leaves_with_path(tree, is_leaf=is_frozen)
+  return path_in_collections if any(keys[:1] == (PARAMS,) for keys, _ in keyed) else path_of
+
+
 def _function(function: Callable, conversion: Conversion) -> Callable:
   @functools.wraps(function)
   def run(params, *args, **kwargs):

@@ -16,13 +16,11 @@ from flax import nnx
 from sbjax.convert.matmuls import Conversion, Products, fits
 from sbjax.convert.quantize_model import (
   ARRAYS,
-  PARAMS,
   Rules,
   check_patterns,
   convert,
+  naming,
   pairs_of,
-  path_in_collections,
-  path_of,
 )
 from sbjax.convert.rewrite import Weight
 from sbjax.linear.frozen import Frozen, freeze
@@ -87,8 +85,7 @@ class _Use(NamedTuple):
 
 def _of_tree(tree, conversion: Conversion, call):
   keyed, treedef = jax.tree.flatten_with_path(tree, is_leaf=is_frozen)
-  in_collections = any(keys[:1] == (PARAMS,) for keys, _ in keyed)
-  name_of = path_in_collections if in_collections else path_of
+  name_of = naming(tree)
   paths = [name_of(keys) for keys, _ in keyed]
   for path, (_, leaf) in zip(paths, keyed, strict=True):
     if is_frozen(leaf):

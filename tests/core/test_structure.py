@@ -15,7 +15,7 @@ import sbjax
 ROOT = pathlib.Path(__file__).parents[2]
 ROOTS = ("sbjax", "train", "benchmarks")
 FLOORS = 6  # Of sbjax: the root, and five under it.
-MOST_PUBLIC_NAMES = 27
+MOST_PUBLIC_NAMES = 28  # The last is suggest_rules, which makes what the other names take.
 
 
 @pytest.fixture(scope="module")

@@ -128,14 +128,18 @@ def test_the_program_rounds_each_linear_layer_and_adds_a_line_for_each_recipe(
   given = texts(tmp_path / "t", 24) if kind == "bert" else photos(tmp_path / "photos", 24)
   out = tmp_path / "out.jsonl"
   arguments = [model, given, f"--out={out}", "--count=24", "--batch=4", "--image_size=12"]
-  arguments += ["--recipes", "switchback", "full"]
+  arguments += ["--recipes", "switchback", "full", "suggest_rules"]
+  arguments += ["--no-critical_batch"] * (kind == "dinov2")
   monkeypatch.setattr(sys, "argv", ["rounding", *map(str, arguments)])
   rounding.main()
-  int8, full = map(json.loads, out.read_text().splitlines())
+  int8, full, rules = map(json.loads, out.read_text().splitlines())
   assert (int8["recipe"], full["recipe"]) == ("switchback", "full")
+  assert rules["rules"]["*"] in ("switchback", "switchback_q", "full")
+  assert rules["gradient_cosine"][0] > 0.99  # 0.995 for the batch that they were found on.
   for name in ("output_cosine", "gradient_cosine"):
     assert 0.9 < int8[name][0] < full[name][0] < 1 - 1e-9, name
   assert int8["alone"]
+  assert ("critical_batch" in int8) == (kind == "bert")
   assert int8["outputs"] == (48 if kind == "bert" else 24)
 
   _, encode, params = encoders.load(model)
