@@ -36,11 +36,14 @@ def config(**changes):
 
 
 def train(optimizer, params, gradients):
-  step = jax.jit(optimizer.update)
-  state = optimizer.init(params)
+  @jax.jit
+  def step(g, state, params):
+    updates, state = optimizer.update(g, state, params)
+    return optax.apply_updates(params, updates), state
+
+  state = jax.jit(optimizer.init)(params)
   for g in gradients:
-    updates, state = step(g, state, params)
-    params = optax.apply_updates(params, updates)
+    params, state = step(g, state, params)
   return params, state
 
 
@@ -146,9 +149,10 @@ def test_the_optimizer_follows_the_schedule_it_returns(name):
   cooldown = {} if name == "cosine" else {"cooldown_steps": 3}
   c = config(weight_decay=0.0, schedule=name, **cooldown)
   optimizer, schedule = make_optimizer(c, steps=10)
-  state, params = optimizer.init(jnp.zeros(3)), jnp.zeros(3)
+  state, params = jax.jit(optimizer.init)(jnp.zeros(3)), jnp.zeros(3)
+  update = jax.jit(optimizer.update)
   for t in range(10):
-    updates, state = optimizer.update(jnp.ones(3), state, params)
+    updates, state = update(jnp.ones(3), state, params)
     np.testing.assert_allclose(updates, -schedule(t), rtol=1e-5)
 
 

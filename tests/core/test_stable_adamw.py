@@ -47,12 +47,21 @@ def random_gradients(shape, steps, seed=0):
 
 def train(tx, params, gradients):
   """The parameters and the state after each of `gradients`, a list of trees."""
-  step = jax.jit(lambda g, s, p: tx.update(g, s, p))
-  state = tx.init(params)
+  state = init(tx, params)
   for g in gradients:
-    updates, state = step(g, state, params)
-    params = optax.apply_updates(params, updates)
+    params, state = step(tx, g, state, params)
     yield params, state
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def init(tx, params):
+  return tx.init(params)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def step(tx, g, state, params):
+  updates, state = tx.update(g, state, params)
+  return optax.apply_updates(params, updates), state
 
 
 def trees(leaves):
@@ -195,15 +204,9 @@ def test_rms_is_one_at_the_first_step_and_bounded_by_b2_ever_after(b2):
 
 def test_scaling_gradients_by_a_power_of_two_keeps_the_updates():
   gradients = random_gradients((7, 3), 10)
+  tx = stable_adamw(0.1, eps=1e-30, weight_decay=0.0)
   updates = [
-    [
-      p
-      for p, _ in train(
-        stable_adamw(0.1, eps=1e-30, weight_decay=0.0),
-        jnp.zeros((7, 3)),
-        [scale * g for g in gradients],
-      )
-    ]
+    [p for p, _ in train(tx, jnp.zeros((7, 3)), [scale * g for g in gradients])]
     for scale in (np.float32(1), np.float32(2**20), np.float32(2**-20))
   ]
   np.testing.assert_array_equal(updates[1], updates[0])
@@ -278,15 +281,15 @@ def test_injected_hyperparameters_of_64_bits_keep_the_state_s_dtypes():
   with jax.enable_x64(True):
     optimizer = optax.inject_hyperparams(stable_adamw)(1e-3)
     params = {"w": jnp.ones(3, jnp.float64)}
-    state = optimizer.init(params)
-    _, after = optimizer.update(params, state, params)
+    state = jax.eval_shape(optimizer.init, params)
+    _, after = jax.eval_shape(optimizer.update, params, state, params)
   assert [x.dtype for x in jax.tree.leaves(after)] == [x.dtype for x in jax.tree.leaves(state)]
 
 
 def test_a_tensor_without_numbers_has_no_rms_to_alarm():
   params = {"w": jnp.ones(3), "empty": jnp.zeros((0, 3))}
   optimizer = stable_adamw(1e-3)
-  updates, state = optimizer.update(params, optimizer.init(params), params)
+  updates, state = jax.jit(optimizer.update)(params, init(optimizer, params), params)
   assert tensor_rms(state) == {"w": 1.0, "empty": 0.0} and updates["empty"].shape == (0, 3)
 
 
@@ -329,7 +332,7 @@ def test_it_composes_with_multi_transform_masks_and_missing_leaves():
 def test_a_none_gradient_gives_a_none_update():
   params = {"a": jnp.ones(2), "b": jnp.ones(2)}
   tx = stable_adamw(0.1)
-  updates, _ = tx.update({"a": jnp.ones(2), "b": None}, tx.init(params), params)
+  updates, _ = jax.jit(tx.update)({"a": jnp.ones(2), "b": None}, init(tx, params), params)
   assert updates["b"] is None
 
 
@@ -345,7 +348,7 @@ def test_the_state_survives_serialization():
 def test_a_nan_gradient_reaches_the_update_and_the_rms():
   gradient = jnp.asarray([1.0, np.nan, 1.0])
   tx = scale_by_stable_adam()
-  updates, state = tx.update(gradient, tx.init(gradient))
+  updates, state = jax.jit(tx.update)(gradient, init(tx, gradient))
   assert np.isnan(updates).all() and np.isnan(state.rms).all()
 
 
@@ -386,12 +389,15 @@ def second_update(optimizer, first, second):
   return updates, state[0].rms
 
 
+alone = jax.jit(functools.partial(second_update, stable_adamw(1.0)))
+
+
 @pytest.mark.parametrize(
   ("axis_name", "check_vma"), [(None, True), (None, False), ("d", True), (("d",), False)]
 )
 def test_shards_have_the_rms_of_the_whole_tensor(axis_name, check_vma):
   optimizer = stable_adamw(1.0, axis_name=axis_name)
-  whole, rms = second_update(stable_adamw(1.0), *spiked())
+  whole, rms = alone(*spiked())
 
   def update(*gradients):
     updates, rms = second_update(optimizer, *gradients)
@@ -410,7 +416,7 @@ def test_a_device_s_own_tensors_have_an_rms_each_with_no_axis_name(check_vma):
     functools.partial(second_update, optimizer), *spiked(), check_vma=check_vma
   )
   for i, (a, b) in enumerate(zip(*(np.split(g, 4) for g in spiked()), strict=True)):
-    expected, own = second_update(stable_adamw(1.0), jnp.asarray(a), jnp.asarray(b))
+    expected, own = alone(a, b)
     np.testing.assert_allclose(np.split(updates, 4)[i], expected, rtol=1e-6)
     np.testing.assert_allclose(rms[i], own[0], rtol=1e-6)
 
