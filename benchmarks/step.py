@@ -57,7 +57,6 @@ class Contender(NamedTuple):
   attention: str | None = None
   remat: str | None = None  # None: the case's.
   captions: str = ""  # whose lengths the groups of texts are for; "": none
-  text_groups: int = 6  # at most
   lora: int = 0  # the rank of adapters; their state is their own, so each is measured alone
 
 
@@ -68,20 +67,13 @@ CONTENDERS = {
   "full": Contender("full"),
   "switchback": Contender("switchback"),
   "switchback_flickr8k": Contender("switchback", captions="flickr8k"),
-  "switchback_flickr8k_2": Contender("switchback", captions="flickr8k", text_groups=2),
   "switchback_cc12m": Contender("switchback", captions="cc12m"),
   "switchback_loop": Contender("switchback", unroll=1),
   "switchback_no_remat": Contender("switchback", remat="none"),
-  "switchback_dots": Contender("switchback", remat="dots"),
-  "switchback_attention_dots": Contender("switchback", remat="attention_dots"),
-  "switchback_block": Contender("switchback", remat="block"),
-  "switchback_unfused": Contender("switchback", FlaxBlock),
   "switchback_cudnn": Contender("switchback", attention="cudnn"),
   "switchback_m": Contender("switchback_m"),
   "switchback_q": Contender("switchback_q"),
   "switchback_c": Contender("switchback_c"),
-  "switchback_fp8_wgrad": Contender("switchback_fp8_wgrad"),
-  "switchback_e4m3_wgrad": Contender("switchback_e4m3_wgrad"),
   "llm_int8": Contender("llm_int8"),
   "fp8_switchback": Contender("fp8_switchback"),
   "full_lora": Contender("full", lora=8),
@@ -115,8 +107,7 @@ def measure(
   state = jax.jit(make_init(tasks[names[0]], optimizer, seed=0))()
   for name in names:
     if captions := CONTENDERS[name].captions:
-      how = (CAPTIONS[captions](), batch_size, 1, CONTENDERS[name].text_groups)
-      tasks[name] = tasks[name].with_text_groups(*how)
+      tasks[name] = tasks[name].with_text_groups(CAPTIONS[captions](), batch_size, 1, most=6)
   lengths = CAPTIONS["flickr8k"]() if any(task.text_groups for task in tasks.values()) else ()
   batch = draw(config, batch_size, lengths)
   steps, found, too_large = fitting(size, tasks, optimizer, state, batch)

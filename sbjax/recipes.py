@@ -15,7 +15,7 @@ import dataclasses
 import fnmatch
 import re
 from collections.abc import Iterable, Mapping
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 
@@ -230,7 +230,7 @@ class RecipeRules:
   rules: tuple[tuple[str, Recipe], ...]
 
   def __post_init__(self):
-    pairs = self.rules if isinstance(self.rules, tuple) else (None,)
+    pairs: tuple[Any, ...] = self.rules if isinstance(self.rules, tuple) else (None,)
     are_pairs = all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs)
     if not are_pairs or not all(isinstance(p, str) and isinstance(r, Recipe) for p, r in pairs):
       raise ValueError(

@@ -27,12 +27,11 @@ from train.parallel.sharding import make_mesh
 
 WDS = "wds_scenes"
 QUALITY = 80  # of JPEGs; 95 has more than twice the bytes, and then loaders are what is timed
-_DONE = "data.json"
 
 
 def write(track: Track, folder: Path) -> dict:
   """Writes what is not there yet; returns what data.json says of the data."""
-  done = folder / _DONE
+  done = folder / "data.json"
   made_of = [track.scenes, track.image_size, track.shards, track.each, track.classes, QUALITY]
   if done.is_file() and (found := json.loads(done.read_text()))["made_of"] == made_of:
     return found

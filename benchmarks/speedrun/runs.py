@@ -60,9 +60,8 @@ def run(track: Track, entry: Entry, data: Path, workdir: Path, seed: int, second
   weights, logged = train(track, entry, data, workdir, seed, steps, seconds)
   acc1 = _score(weights, data, workdir)
   took, waiting = seconds_of(logged)
-  values = {"seed": seed, "steps": steps, "batch_size": track.batch_size}
-  seconds = {"seconds": round(took, 2), "waiting": round(waiting, 2)}
-  return values | seconds | {"acc1": round(acc1, 5)}
+  found = {"seconds": round(took, 2), "waiting": round(waiting, 2), "acc1": round(acc1, 5)}
+  return {"seed": seed, "steps": steps, "batch_size": track.batch_size} | found
 
 
 def _ours(track, entry, data, workdir, seed, steps, seconds) -> tuple[Path, list[Logged]]:

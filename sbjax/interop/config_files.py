@@ -124,7 +124,7 @@ _TIMM = (
   ("swin", "a Swin CLIP"),
 )
 _SIGLIP = re.compile(r"vit_(base|large|so400m|giantopt)_patch(\d+)_siglip_(\d+)")
-_SIGLIP_SIZES = {
+_SIGLIP_SIZES: dict[str, dict[str, Any]] = {
   "base": dict(width=768, layers=12, heads=12, mlp_ratio=4.0),
   "large": dict(width=1024, layers=24, heads=16, mlp_ratio=4.0),
   "so400m": dict(width=1152, layers=27, heads=16, mlp_ratio=3.7362),

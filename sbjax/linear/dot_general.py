@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import operator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -88,11 +89,11 @@ class DotGeneral:
     return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
 
 
-def _checked_axes(lhs_shape, rhs_shape, dimension_numbers):
+def _checked_axes(lhs_shape, rhs_shape, dimension_numbers) -> Any:
   """dimension_numbers, or a ValueError unless they fit the shapes."""
   shapes = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (lhs_shape, rhs_shape))
   try:
-    pairs = [[tuple(map(operator.index, axes)) for axes in pair] for pair in dimension_numbers]
+    pairs: Any = [[tuple(map(operator.index, axes)) for axes in pair] for pair in dimension_numbers]
     jax.eval_shape(lambda lhs, rhs: jax.lax.dot_general(lhs, rhs, pairs), *shapes)
   except (TypeError, ValueError) as error:
     raise ValueError(

@@ -65,7 +65,9 @@ def add_lora(params: dict, lora: dict, alpha: float) -> dict:
   Differentiate it in `lora`.
   """
   result: dict[tuple[str, ...], Any] = {**flatten_dict(params)}
-  for path, own in flatten_dict(lora, is_leaf=lambda path, _: path[-1:] == ("kernel",)).items():
+  adapters: dict[tuple[str, ...], Any]
+  adapters = {**flatten_dict(lora, is_leaf=lambda path, _: path[-1:] == ("kernel",))}
+  for path, own in adapters.items():
     if path not in result:
       raise ValueError(f"lora has an adapter for {'/'.join(path)}, which params do not have.")
     result[path] = _adapted(result[path], own["a"], own["b"], alpha)
