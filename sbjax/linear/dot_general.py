@@ -96,9 +96,10 @@ def _checked_axes(lhs_shape, rhs_shape, dimension_numbers) -> Any:
     pairs: Any = [[tuple(map(operator.index, axes)) for axes in pair] for pair in dimension_numbers]
     jax.eval_shape(lambda lhs, rhs: jax.lax.dot_general(lhs, rhs, pairs), *shapes)
   except (TypeError, ValueError) as error:
+    reason = str(error).removesuffix(".")
     raise ValueError(
       f"{dimension_numbers=} must be ((lhs_k, rhs_k), (lhs_batch, rhs_batch)), axes of lhs"
-      f" {lhs_shape} and of rhs {rhs_shape}, which must agree in size: {error}"
+      f" {lhs_shape} and of rhs {rhs_shape}, which must agree in size: {reason}."
     ) from None
   return pairs
 
