@@ -47,11 +47,11 @@ def test_y_and_gradients_are_those_of_xla(monkeypatch, kernel, name, has_adapter
   )
   kernel_8 = serving_weight(quantize(w.T, recipe.fwd[1]))
   weight = LoRAWeight(kernel_8, a, b) if has_adapter else kernel_8
-  how = recipe, "xla", x.dtype, None, 1.0
+  how = recipe, "xla", x.dtype, 1.0, jax.typeof(x).sharding, None
 
   def both():
-    y, saved = dot._dot_fwd(*how, x, weight, None, None)
-    dx, dw, *_ = dot._dot_bwd(*how, saved, dy)
+    y, saved = dot._dot_fwd(how, x, weight, None, None)
+    dx, dw, *_ = dot._dot_bwd(how, saved, dy)
     return y, dx, dw
 
   expected = both()
