@@ -26,13 +26,12 @@ from train.data.scenes.words import TEMPLATES
 from train.parallel.sharding import make_mesh
 
 WDS = "wds_scenes"
-QUALITY = 80  # of JPEGs; 95 has more than twice the bytes, and then loaders are what is timed
 
 
 def write(track: Track, folder: Path) -> dict:
   """Writes what is not there yet; returns what data.json says of the data."""
   done = folder / "data.json"
-  made_of = [track.scenes, track.image_size, track.shards, track.each, track.classes, QUALITY]
+  made_of = [*track[: track._fields.index("target")]]
   if done.is_file() and (found := json.loads(done.read_text()))["made_of"] == made_of:
     return found
   folder.mkdir(parents=True, exist_ok=True)
@@ -44,7 +43,7 @@ def write(track: Track, folder: Path) -> dict:
     for shard, (images, captions) in enumerate(_drawn(scenes, track)):
       lengths.update(len(text.split()) for text in captions)
       path = folder / f"train-{shard:04}.tar"
-      written.append(pool.submit(_write_shard, path, images, "txt", captions))
+      written.append(pool.submit(_write_shard, path, images, "txt", captions, track.quality))
       if len(written) > most:  # Else the memory fills with images.
         written.popleft().result()
     for future in written:
@@ -84,18 +83,18 @@ def _write_wds(scenes: Scenes, track: Track, folder: Path) -> None:
   for batch in scenes.eval_batches(split, image_size=track.image_size, batch_size=1000):
     images += list(batch["image"])
     labels += [str(label) for label in batch["label"]]
-  _write_shard(folder / "test" / "0.tar", images, "cls", labels)
+  _write_shard(folder / "test" / "0.tar", images, "cls", labels, track.quality)
 
 
-def jpeg(pixels: np.ndarray) -> bytes:
+def jpeg(pixels: np.ndarray, quality: int) -> bytes:
   """Colours are told in captions, so they are not subsampled."""
   file = io.BytesIO()
-  Image.fromarray(pixels).save(file, "jpeg", quality=QUALITY, subsampling=0)
+  Image.fromarray(pixels).save(file, "jpeg", quality=quality, subsampling=0)
   return file.getvalue()
 
 
-def _write_shard(path: Path, images: Sequence[np.ndarray], ending: str, texts: Sequence[str]):
+def _write_shard(path: Path, images, ending: str, texts: Sequence[str], quality: int) -> None:
   with tarfile.open(path, "w") as tar:
     for i, (image, text) in enumerate(zip(images, texts, strict=True)):
-      for name, content in (f"{i:06}.jpg", jpeg(image)), (f"{i:06}.{ending}", text.encode()):
-        add_file(tar, name, content)
+      add_file(tar, f"{i:06}.jpg", jpeg(image, quality))
+      add_file(tar, f"{i:06}.{ending}", text.encode())

@@ -25,7 +25,7 @@ class Track(NamedTuple):
   """A data set of drawn scenes, a model and a target.
 
   scenes: the variant that is drawn (docs/scenes.md).
-  shards, each: of the training data, and the images in each.
+  shards, each: of the training data, and the images in each, JPEGs of this `quality`.
   classes: images that are scored, each with one object.
   target: the accuracy (acc1) that the mean of an entry's runs has to reach.
   """
@@ -34,6 +34,7 @@ class Track(NamedTuple):
   image_size: int
   shards: int
   each: int
+  quality: int
   classes: int
   target: float
   batch_size: int
@@ -55,6 +56,7 @@ TRACKS = {
     image_size=128,
     shards=100,
     each=4096,
+    quality=80,  # 95 has more than twice the bytes, and then loaders are what is timed
     classes=4000,
     target=0.3,
     batch_size=1024,
@@ -82,6 +84,7 @@ TRACKS = {
     image_size=48,
     shards=8,
     each=2048,
+    quality=95,
     classes=4000,
     target=0.04,
     batch_size=64,
