@@ -46,7 +46,6 @@ class Device(AbstractDevice):
   compute_capability: str = ""
 
 
-@contextlib.contextmanager
 def mesh(capability: int, shape: tuple[int, ...], axes: tuple[str, ...]):
   """A mesh of absent devices, 80 for A100s and 90 for H200s; code within is traced for them."""
   target = _TARGETS[capability]
@@ -56,10 +55,16 @@ def mesh(capability: int, shape: tuple[int, ...], axes: tuple[str, ...]):
     target_config=_TARGET.format(**target),
   )
   device = Device(target["kind"], target["cores"], "gpu", f"{target['major']}.0")
+  return mesh_of(topology.devices, device, shape, axes)
+
+
+@contextlib.contextmanager
+def mesh_of(devices, device: AbstractDevice, shape: tuple[int, ...], axes: tuple[str, ...]):
+  """A mesh of absent devices of that kind; code within is traced for them."""
   kinds = (AxisType.Auto,) * len(axes)
   # Compilation needs it too: it lowers the partitioned operations.
   with use_abstract_mesh(AbstractMesh(shape, axes, kinds, abstract_device=device)):
-    yield Mesh(np.array(topology.devices).reshape(shape), axes)
+    yield Mesh(np.array(devices).reshape(shape), axes)
 
 
 def argument(mesh, shape, dtype, spec):

@@ -31,7 +31,7 @@ WDS = "wds_scenes"
 def write(track: Track, folder: Path) -> dict:
   """Writes what is not there yet; returns what data.json says of the data."""
   done = folder / "data.json"
-  made_of = [*track[: track._fields.index("target")]]
+  made_of = [track.scenes, track.image_size, track.shards, track.each, track.quality, track.classes]
   if done.is_file() and (found := json.loads(done.read_text()))["made_of"] == made_of:
     return found
   folder.mkdir(parents=True, exist_ok=True)

@@ -92,7 +92,7 @@ def _groups(before, after) -> list[tuple[list[int], list[int]]]:
   """The smallest groups of neighbouring axes of one size: (axes before, sizes after)."""
   groups, i, j = [], 0, 0
   while i < len(before) or j < len(after):
-    axes, sizes = [*range(i, min(i + 1, len(before)))], [*after[j : j + 1]]
+    axes, sizes = [i] if i < len(before) else [], [*after[j : j + 1]]
     own, i, j = math.prod(before[a] for a in axes), i + 1, j + 1
     while own != math.prod(sizes):
       if own < math.prod(sizes):

@@ -3,6 +3,7 @@
 import dataclasses
 import fnmatch
 import warnings
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -190,11 +191,7 @@ class Products:
     for row in rows:
       x, w = ("x".join(map(str, shape)) if shape else "-" for shape in (row.lhs, row.rhs))
       cells.append((row.path or "(activations)", x, w, row.why or recipe_name(row.recipe)))
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join(
-      "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip()
-      for line in cells
-    )
+    return "\n".join(in_columns(cells))
 
 
 def _check_made_for(path: str, recipe: Recipe, weight: Frozen) -> None:
@@ -219,6 +216,12 @@ def _takes_rows(eqn) -> bool:
   sizes = [size for axis, size in enumerate(eqn.params["slice_sizes"]) if axis not in rows]
   is_plain = len(rows) == 1 and dims.collapsed_slice_dims == rows and sizes == others
   return is_plain and not dims.operand_batching_dims
+
+
+def in_columns(rows: Sequence[Sequence[str]]) -> list[str]:
+  """A line for each row, whose cells stand below each other."""
+  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+  return ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def recipe_name(recipe: Recipe | None) -> str:

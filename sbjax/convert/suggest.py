@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from sbjax.convert.matmuls import Conversion, Products, recipe_name
+from sbjax.convert.matmuls import Conversion, Products, in_columns, recipe_name
 from sbjax.convert.quantize_model import ARRAYS, convert, naming
 from sbjax.quantize import FLOATS
 from sbjax.recipes import FULL, Recipe, RecipeRules, as_recipe
@@ -332,7 +332,5 @@ def _table(alone, chosen, changed: Changes, recipes: list[str]) -> str:
   for layer in sorted(alone, key=lambda layer: -sum(alone[layer][0].values())):
     cells = (changes[name] for name in changed for changes in alone[layer])
     lines.append([layer, *(f"{1e4 * cell:.3g}" for cell in cells), recipes[chosen[layer]]])
-  widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-  text = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in lines]
   rules = ", ".join(f"{name} {1e4 * x:.3g}" for name, x in changed.items())
-  return "\n".join([*map(str.rstrip, text), f"all layers by the rules: {rules}"])
+  return "\n".join([*in_columns(lines), f"all layers by the rules: {rules}"])

@@ -5,7 +5,6 @@ Needs the extra `tpu`. What XLA made of each case is printed as JSON, or added t
 
 import argparse
 import collections
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -21,20 +20,13 @@ os.environ |= {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.experimental import topologies
-from jax.sharding import (
-  AbstractDevice,
-  AbstractMesh,
-  AxisType,
-  Mesh,
-  NamedSharding,
-  use_abstract_mesh,
-)
+from jax.sharding import AbstractDevice, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import rows
+from benchmarks.absent_gpu import mesh_of
 from benchmarks.collectives import moved
 from benchmarks.timing import append, provenance
 from sbjax import RECIPES, SwitchBackDense, SwitchBackLinear, quantize_model
@@ -52,17 +44,11 @@ M, K, N = operations.M, operations.K, operations.N
 STEPS = {"v5e": ("B/32", (2, 2), 256), "v6e": ("L/14", (1, 4), 64)}
 
 
-@contextlib.contextmanager
 def mesh(name: str, shape: tuple[int, ...], axes: tuple[str, ...]):
   """A mesh of absent TPUs; code within is traced for them."""
   devices = topologies.get_topology_desc(TOPOLOGIES[name], platform="tpu").devices
-  devices = np.array(devices[: math.prod(shape)]).reshape(shape)
-  kind = devices.flat[0].device_kind
-  abstract = AbstractMesh(
-    shape, axes, (AxisType.Auto,) * len(axes), abstract_device=AbstractDevice(kind, 1, "tpu")
-  )
-  with use_abstract_mesh(abstract):
-    yield Mesh(devices, axes)
+  devices = devices[: math.prod(shape)]
+  return mesh_of(devices, AbstractDevice(devices[0].device_kind, 1, "tpu"), shape, axes)
 
 
 def matmuls(hlo: str) -> dict[str, int]:

@@ -4,6 +4,7 @@ import math
 import re
 from pathlib import Path
 
+from sbjax.convert.matmuls import in_columns
 from sbjax.convert.rounding import ALL, Estimate, Rounding
 from sbjax.models.transformer import BLOCK_LINEARS
 from train.rounding.measure import Measured
@@ -57,9 +58,7 @@ def _describe(measured: Measured, name: str, layers: int) -> str:
   if forward:
     rows[0] += ("y", "logits, alone", "logits, without")
     rows[1:] = [row + _forward_cells(forward, row[0]) for row in rows[1:]]
-  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-  table = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-  return "\n".join([*lines, *(f"  {row}" for row in table)])
+  return "\n".join([*lines, *(f"  {row}" for row in in_columns(rows))])
 
 
 def _cells(rounding: Rounding) -> tuple[str, ...]:
