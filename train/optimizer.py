@@ -1,4 +1,4 @@
-"""The optax chain of a run: clipping, StableAdamW or AdamW, schedules; munit's rules.
+"""The optax chain of a run: clipping, StableAdamW, AdamW or Muon, schedules; munit's rules.
 
 Two rules depend on the shape of a tensor: vectors and scalars (biases, norms, layer-scale, the
 logit scale) do not decay, and StableAdamW's RMS is one number a tensor. A scanned model stacks the
@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 
 from sbjax.models.transformer import is_block_kernel
 from sbjax.optim.averaged import averaged
@@ -58,6 +59,11 @@ def make_optimizer(
     )
   schedule = make_schedule(config, config.learning_rate, steps)
   if parametrization == "unit":
+    if config.name == "muon":
+      raise ValueError(
+        "optimizer.name='muon' has its own factors for shapes: model.parametrization='unit' takes"
+        " 'stable_adamw' or 'adamw'."
+      )
     optimizer = munit(config, schedule, steps)
   else:
     optimizer = OPTIMIZERS[config.name](config, schedule)
@@ -108,10 +114,45 @@ def growing_b2(power: float) -> optax.Schedule:
   return lambda count: 1 - (jnp.asarray(count, jnp.float32) + 1) ** -power
 
 
+def _muon(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
+  """Muon for the kernels of blocks, StableAdamW for all other parameters.
+
+  An update is the momentum with its singular values near 1 (Jordan et al. 2024,
+  https://kellerjordan.github.io/posts/muon), times .2 * sqrt(the longer side): so its RMS is about
+  that of Adam's, and rate and decay serve both (Liu et al. 2025, https://arxiv.org/abs/2502.16982).
+  """
+  orthogonal = optax.contrib.scale_by_muon(
+    weight_dimension_numbers=lambda kernels: jax.tree.map(lambda _: _LAST_TWO, kernels)
+  )
+
+  def update(*args, **kwargs):
+    # Singular values end between .7 and 1.2, however exact the products are.
+    with jax.default_matmul_precision("BF16_BF16_F32"):
+      return orthogonal.update(*args, **kwargs)
+
+  muon = optax.chain(
+    optax.GradientTransformation(orthogonal.init, update),
+    scale_each(lambda _, shape: 0.2 * max(shape[-2:]) ** 0.5),
+    optax.add_decayed_weights(config.weight_decay),
+    optax.scale_by_learning_rate(schedule),
+  )
+  return optax.partition({True: muon, False: _stable_adamw(config, schedule)}, _are_block_kernels)
+
+
+_LAST_TWO = optax.contrib.MuonDimensionNumbers(reduction_axis=(-2,), output_axis=(-1,))
+
+
+def _are_block_kernels(params):
+  return jax.tree_util.tree_map_with_path(
+    lambda path, _: is_block_kernel(tuple(path_name(path).split("/"))), params
+  )
+
+
 OPTIMIZERS = {  # Functions of a config and a schedule.
   "stable_adamw": _stable_adamw,
   # AdamW is StableAdamW that never clips; the paper plots its RMS.
   "adamw": functools.partial(_stable_adamw, clip_threshold=math.inf),
+  "muon": _muon,
 }
 
 

@@ -48,6 +48,7 @@ class Track(NamedTuple):
     return dict(change.split("=") for change in self.changes)
 
 
+_FEWER = ("model.stages=128px drop 0.5 until 0.9, 128px", "data.workers=16")
 _FULL = ("model.recipe=full", "model.text_groups=1", "optimizer.name=adamw")
 
 TRACKS = {
@@ -73,9 +74,9 @@ TRACKS = {
       "open_clip": Entry("open_clip, compiled, bfloat16, AdamW", program="open_clip"),
       "flax": Entry("plain Flax, bfloat16, AdamW", _FULL, program="flax"),
       "8 bits": Entry("int8, StableAdamW, all tokens", ("model.text_groups=1",)),
-      "fewer tokens": Entry(
-        "int8, StableAdamW, captions in groups, small images first",
-        ("model.stages=64px until 0.5, 96px drop 0.5 until 0.9, 128px",),
+      "fewer tokens": Entry("int8, StableAdamW, captions in groups, half of the patches", _FEWER),
+      "muon": Entry(
+        "int8, Muon, captions in groups, half of the patches", (*_FEWER, "optimizer.name=muon")
       ),
     },
   ),
