@@ -136,16 +136,18 @@ def _muon(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTr
     optax.add_decayed_weights(config.weight_decay),
     optax.scale_by_learning_rate(schedule),
   )
-  return optax.partition({True: muon, False: _stable_adamw(config, schedule)}, _are_block_kernels)
+  parts = {"kernels": muon, "rest": _stable_adamw(config, schedule)}
+  return optax.partition(parts, _kernels_and_rest)
 
 
 _LAST_TWO = optax.contrib.MuonDimensionNumbers(reduction_axis=(-2,), output_axis=(-1,))
 
 
-def _are_block_kernels(params):
-  return jax.tree_util.tree_map_with_path(
-    lambda path, _: is_block_kernel(tuple(path_name(path).split("/"))), params
-  )
+def _kernels_and_rest(params):
+  def part(path, _):
+    return "kernels" if is_block_kernel(tuple(path_name(path).split("/"))) else "rest"
+
+  return jax.tree_util.tree_map_with_path(part, params)
 
 
 OPTIMIZERS = {  # Functions of a config and a schedule.

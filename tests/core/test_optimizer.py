@@ -179,7 +179,7 @@ def test_parameters_of_a_scanned_clip_are_stacked_blocks():
   jax.tree.map(lambda a, b: np.testing.assert_equal(a.shape, b.shape), unstack(scanned), apart)
 
 
-@pytest.mark.parametrize("name", ["stable_adamw", "adamw"])
+@pytest.mark.parametrize("name", ["stable_adamw", "adamw", "muon"])
 def test_stacked_blocks_train_like_separate_blocks(name):
   shapes = {
     "image": {
@@ -195,12 +195,53 @@ def test_stacked_blocks_train_like_separate_blocks(name):
   apart, apart_state = train(optimizer, unstack(params), [unstack(g) for g in gradients])
   assert_close(unstack(scanned), apart)
   rms = tensor_rms(state, stacked)
-  for name, expected in tensor_rms(apart_state).items():
-    block = re.search(r"block_(\d)", name)
-    actual = rms[name.replace(block[0], "blocks")][int(block[1])] if block else rms[name]
+  for tensor, expected in tensor_rms(apart_state).items():
+    block = re.search(r"block_(\d)", tensor)
+    actual = rms[tensor.replace(block[0], "blocks")][int(block[1])] if block else rms[tensor]
     assert_close(actual, expected)
+  if name == "muon":  # Its kernels have no RMS.
+    assert "image/blocks/fc1/bias" in rms and "image/blocks/fc1/kernel" not in rms
+    return
   kernel = rms["image/blocks/fc1/kernel"]
   assert len(np.unique(kernel)) == LAYERS and max(kernel) > 1.2
+
+
+@pytest.mark.parametrize("shape", [(LAYERS, 16, 48), (LAYERS, 64, 16), (16, 16)])
+def test_muon_s_updates_of_kernels_are_orthogonal_and_as_large_as_adam_s(shape):
+  where = "blocks" if len(shape) == 3 else "block_0"
+  shapes = {"image": {where: {"fc2": {"kernel": jnp.zeros(shape)}}}, "proj": jnp.zeros((5, 3))}
+  params, *gradients = (random_like(shapes, seed) for seed in range(4))
+  flat = config(name="muon", schedule="constant", warmup_steps=0, weight_decay=0.0)
+  with_decay = dataclasses.replace(flat, weight_decay=0.5)
+  last, found = params, {}
+  for c in flat, with_decay:
+    optimizer, _ = make_optimizer(c, steps=10)
+    state, update = jax.jit(optimizer.init)(params), jax.jit(optimizer.update)
+    for g in gradients:
+      found[c.weight_decay], state = update(g, state, params)
+  kernel = found[0.0]["image"][where]["fc2"]["kernel"]
+  singular = np.linalg.svd(kernel, compute_uv=False) / (0.1 * 0.2 * max(shape[-2:]) ** 0.5)
+  assert 0.6 < singular.min() and singular.max() < 1.25
+  assert np.sqrt(np.mean(kernel**2)) == pytest.approx(0.1 * 0.2, rel=0.2)
+  jax.tree.map(
+    lambda a, b, p: np.testing.assert_allclose(b, a - 0.1 * 0.5 * p, atol=1e-6),
+    *(found[0.0]["image"], found[0.5]["image"], last["image"]),
+  )
+
+
+def test_muon_trains_all_but_kernels_of_blocks_as_stable_adamw():
+  params = jax.tree.map(lambda p: jnp.ones(p.shape), clip_parameters(scan=True))
+  gradients = [random_like(params, seed) for seed in range(3)]
+  found, state = train(make_optimizer(config(name="muon"), 10)[0], params, gradients)
+  plain, _ = train(make_optimizer(config(), 10)[0], params, gradients)
+  same = {name for name, p in names(found).items() if np.array_equal(p, names(plain)[name])}
+  kernels = {
+    f"{tower}/blocks/{linear}/kernel"
+    for tower in ("image", "text")
+    for linear in ("qkv", "out", "fc1", "fc2")
+  }
+  assert names(params).keys() - same == kernels
+  assert tensor_rms(state, stacked).keys() == same
 
 
 def test_adamw_equals_optax_s_and_has_tensor_rms():
@@ -275,7 +316,7 @@ def test_b2_power_continues_with_the_same_bits_from_a_saved_state(states):
 
 
 @pytest.mark.parametrize("states", mainly(["float32", "coat", "collage_plus"], STATES))
-@pytest.mark.parametrize("name", mainly(["stable_adamw"], ["stable_adamw", "adamw"]))
+@pytest.mark.parametrize("name", mainly(["stable_adamw"], ["stable_adamw", "adamw", "muon"]))
 def test_every_choice_of_states_trains_like_float32_and_has_tensor_rms(name, states):
   shapes = {"blocks": {"w": jnp.ones((LAYERS, 64, 128))}, "proj": jnp.ones((64, 128))}
   params, *gradients = (random_like(shapes, seed) for seed in range(9))
@@ -375,3 +416,8 @@ def test_only_modules_named_blocks_are_stacked():
 def test_errors_name_the_value_and_what_would_be_right(changes, message):
   with pytest.raises(ValueError, match=message):
     make_optimizer(config(**changes), steps=10)
+
+
+def test_muon_is_refused_with_munit_s_factors():
+  with pytest.raises(ValueError, match="'unit' takes 'stable_adamw' or 'adamw'"):
+    make_optimizer(config(name="muon"), steps=10, parametrization="unit")

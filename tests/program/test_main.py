@@ -185,8 +185,10 @@ def test_sigterm_saves_a_checkpoint_and_the_run_resumes_exactly(program, whole, 
 
 
 @pytest.mark.slow
-def test_a_run_in_microbatches_resumes_exactly(program, tmp_path):
+@pytest.mark.parametrize("optimizer", ["stable_adamw", "muon"])
+def test_a_run_in_microbatches_resumes_exactly(program, tmp_path, optimizer):
   options = {"accumulate": 2, "model.patch_dropout": 0.5, "eval_every": 0}
+  options["optimizer.name"] = optimizer
   code, _, err = program.run(tmp_path, **options)
   assert code == 0, err
   whole = measured(tmp_path), arrays(tmp_path, 12)

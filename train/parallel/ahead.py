@@ -1,19 +1,14 @@
 """A step is compiled in a thread while the steps before it run.
 
-XLA compiles without Python's lock; JAX traces and lowers with it, for half a minute. Whoever wants
-the lock then waits for a turn to end, and a step wants it often, so turns are short meanwhile. On a
-GPU XLA measures kernels, and locks the device: a step that is started then waits for the
-measurement.
+XLA compiles without Python's lock. On a GPU it measures kernels, and locks the device meanwhile: a
+step that is started then waits for the measurement.
 """
 
 import contextlib
-import sys
 import threading
 from collections.abc import Callable
 
 NAME = "compiler of the next stage"
-_TURN = 5e-4  # seconds, a tenth of Python's own
-_USUAL_TURN = sys.getswitchinterval()
 
 
 class Ahead:
@@ -35,10 +30,8 @@ class Ahead:
     self._thread.start()
 
   def _run(self) -> None:
-    sys.setswitchinterval(_TURN)
     with contextlib.suppress(Exception):
       self._search(self._keep)
-    sys.setswitchinterval(_USUAL_TURN)
 
   def _keep(self, run) -> Callable:
     return self._made.setdefault(run.config.model.remat, self._make(run))
