@@ -33,7 +33,10 @@ def texts(lengths, eot_id=EOT, context_length=24, seed=0):
 
 
 def tiny(eot_id=EOT, **options):
-  size = dataclasses.replace(TINY, text=dataclasses.replace(TINY.text, eot_id=eot_id))
+  vision = dataclasses.replace(TINY.vision, layers=1, width=16, heads=1)  # of no interest here
+  size = dataclasses.replace(
+    TINY, vision=vision, text=dataclasses.replace(TINY.text, eot_id=eot_id)
+  )
   block = options.pop("block", Block)
   return CLIP(size, BlockOptions(dtype=jnp.float32, **options), block=block)
 
