@@ -9,11 +9,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from sbjax.convert.rewrite import Weight
+from sbjax.convert.rewrite import JOINED, Weight
 from sbjax.linear.dot_general import DotGeneral
 from sbjax.linear.frozen import Frozen, SharedScales
 from sbjax.ops.partition import is_explicit, reshape, splits_of
 from sbjax.recipes import RECIPES, SIMULATED, Recipe
+
+_SEVERAL = "joined weights with several recipes"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +28,16 @@ class Conversion:
   verbose: bool = False
 
   def recipe_at(self, path: str) -> tuple[Recipe | None, str]:
-    """The recipe of the first rule for a parameter, or None and the reason."""
+    """The recipe of the first rule for a parameter, or None and the reason.
+
+    Parameters that are joined (`JOINED`) have one if their rules have the same.
+    """
+    found = [self._first_rule(part) for part in path.split(JOINED)]
+    if any(recipe != found[0][0] for recipe, _ in found):
+      return None, _SEVERAL
+    return found[0]
+
+  def _first_rule(self, path: str) -> tuple[Recipe | None, str]:
     for pattern, recipe in self.rules:
       if fits(pattern, path):
         return recipe, "" if recipe else f"the rule for {pattern!r}"
@@ -87,18 +98,29 @@ class Products:
       return  # It has to be opened.
     recipe, _ = self.conversion.recipe_at(weight.path)
     if recipe and recipe.rounds:
+      rules = ", ".join(f"({path!r}, None)" for path in weight.path.split(JOINED))
       warnings.warn(
         f"quantize_model leaves the products of {weight.path} within {eqn.primitive.name} as they"
-        f" are. If they may stay, begin the rules with ({weight.path!r}, None).",
+        f" are. If they may stay, begin the rules with {rules}.",
         stacklevel=2,
       )
+
+  def _recipe_of(self, weight: Weight) -> tuple[Recipe | None, str]:
+    recipe, why = self.conversion.recipe_at(weight.path)
+    if why == _SEVERAL:
+      warnings.warn(
+        f"quantize_model leaves the product of {weight.path} as it is: they are joined, and the"
+        " rules give them several recipes, or None and a recipe. Give them one.",
+        stacklevel=2,
+      )
+    return recipe, why
 
   def _dot(self, eqn, operands, weights: list[Weight | None]):
     side = 1 if weights[1] or not weights[0] else 0  # x @ w where both are parameters.
     weight = weights[side]
     recipe, why = self.conversion.activations, ""
     if weight:
-      recipe, why = self.conversion.recipe_at(weight.path)
+      recipe, why = self._recipe_of(weight)
     elif recipe is None:
       return None
     why = why or _obstacle(eqn) or _shape_obstacle(eqn, side)
@@ -118,7 +140,7 @@ class Products:
 
   def _conv(self, eqn, x, w, weight: Weight):
     """A convolution whose windows do not overlap, as the product of patches with the kernel."""
-    recipe, why = self.conversion.recipe_at(weight.path)
+    recipe, why = self._recipe_of(weight)
     why = why or _obstacle(eqn) or _overlap(eqn)
     self._add(weight.path, x, w, recipe, why)
     if why:
@@ -181,7 +203,7 @@ class Products:
     Biases, which are added to something larger, are left out.
     """
     rows = list(self.rows)
-    found = {row.path for row in rows}
+    found = {path for row in rows for path in row.path.split(JOINED)}
     for path, shape in parameters.items():
       uses = self.uses.get(path, set())
       if path not in found and len(shape) > 1 and uses != {"bias"}:

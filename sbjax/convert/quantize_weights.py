@@ -22,7 +22,7 @@ from sbjax.convert.quantize_model import (
   naming,
   pairs_of,
 )
-from sbjax.convert.rewrite import Weight
+from sbjax.convert.rewrite import JOINED, Weight
 from sbjax.linear.frozen import Frozen, freeze
 from sbjax.linear.weight import is_frozen
 from sbjax.ops.registry import check_name
@@ -167,6 +167,8 @@ class _Survey(Products):
       self.found.setdefault(path, set()).add(_use_of(recipe.fwd[1], w, dims))
     elif isinstance(w, Frozen):
       self.opened_in[path] = "a matmul whose forward pass is in floats"
+    elif JOINED in path and recipe.fwd:  # Opened before they were joined.
+      self.found |= {part: set() for part in path.split(JOINED)}
     (x_axes, w_axes) = ({*dims[0][side], *dims[1][side]} for side in (0, 1))
     shape = [x.shape[a] for a in dims[1][0]]
     shape += [n for a, n in enumerate(x.shape) if a not in x_axes]

@@ -1,10 +1,10 @@
 """Evaluates a function with other products: those of its parameters, found in its jaxpr.
 
-A *weight* is a parameter as it is stored, up to layout: cast, transposed, reshaped, sliced,
-gathered from devices. The jaxpr says which operand of a product is one, and of which parameter,
-whatever the function called: a layer, `jnp.einsum`, `@`. Loops, branches, `jax.checkpoint` and
-`jax.shard_map` are entered; functions with rules of their own (derivatives, batching) are not.
-`Replace` is told of a weight that is multiplied where nobody looks.
+A *weight* is a parameter as it is stored, up to layout: cast, transposed, reshaped, sliced, joined
+with others, gathered from devices. The jaxpr says which operand of a product is one, and of which
+parameter, whatever the function called: a layer, `jnp.einsum`, `@`. Loops, branches,
+`jax.checkpoint` and `jax.shard_map` are entered; functions with rules of their own (derivatives,
+batching) are not. `Replace` is told of a weight that is multiplied where nobody looks.
 
 A parameter may be frozen in 8 bits (a `QuantizedWeight`). The function is traced with floats in its
 place; the evaluation has a `Frozen` there, in whatever layout, until `Replace` multiplies by it or
@@ -23,11 +23,13 @@ from sbjax.convert import layouts
 from sbjax.linear.frozen import Frozen, view
 from sbjax.linear.weight import QuantizedWeight
 
+JOINED = " + "  # between the paths of parameters that `jnp.concatenate` or `jnp.stack` joins
+
 
 class Weight(NamedTuple):
-  """A parameter in the layout that an operand has."""
+  """A parameter in the layout that an operand has, or several that are joined."""
 
-  path: str
+  path: str  # or paths
   # The operand, a Frozen or without the casts to narrower dtypes that its values went through.
   master: Any
 
@@ -130,13 +132,13 @@ def _equation(eqn, operands, weights, replace: Replace) -> tuple[list, list]:
     return _in_8_bits(eqn, operands, weights)
   if any(weights) and _keeps_values(eqn) and not any(frozen):
     return _in_layout(eqn, operands, weights)
+  if all(weights) and _name(eqn) in _JOINS:
+    return _side_by_side(eqn, operands, weights, replace)
   for weight in filter(None, weights if may_multiply(eqn, weights) else ()):
     replace.left(eqn, weight)
   results = replace(eqn, operands, weights)
   if results is None:
-    pairs = zip(operands, weights, strict=True)
-    floats = [replace.opened(eqn, w.path, x) if isinstance(x, Frozen) else x for x, w in pairs]
-    results = _bind(eqn, floats)
+    results = _bind(eqn, _in_floats(eqn, operands, weights, replace))
   return results, none
 
 
@@ -164,6 +166,23 @@ def _in_layout(eqn, operands, weights) -> tuple[list, list]:
   return results, [w and Weight(w.path, m) for w, m in zip(sources, masters, strict=True)]
 
 
+def _side_by_side(eqn, operands, weights, replace: Replace) -> tuple[list, list]:
+  """Joined parameters as one weight, of floats: in 8 bits each has scales of its own."""
+  floats = _in_floats(eqn, operands, weights, replace)
+  pairs = zip(floats, weights, strict=True)
+  masters = [x if isinstance(w.master, Frozen) else w.master for x, w in pairs]
+  results = _bind(eqn, floats)
+  same = len({m.dtype for m in masters}) == 1
+  (master,) = _bind(eqn, masters) if same else results
+  paths = dict.fromkeys(path for w in weights for path in w.path.split(JOINED))
+  return results, [Weight(JOINED.join(paths), master)]
+
+
+def _in_floats(eqn, operands, weights, replace: Replace) -> list:
+  pairs = zip(operands, weights, strict=True)
+  return [replace.opened(eqn, w.path, x) if isinstance(x, Frozen) else x for x, w in pairs]
+
+
 def _bind(eqn, operands, changed=None) -> list:
   """The equation's results for other operands, and params where some are changed."""
   params = eqn.primitive.get_bind_params(eqn.params | (changed or {}))
@@ -177,6 +196,7 @@ def _name(eqn) -> str:
 
 
 _EACH = {"optimization_barrier", "device_put", "pvary", "pcast"}  # A result for each operand.
+_JOINS = {"concatenate", "stack"}
 _LAYOUT = {
   *("reshape", "transpose", "squeeze", "slice", "split", "dynamic_slice", "copy", "rev", "unstack"),
   *("name", "CheckpointName", "stop_gradient"),
@@ -229,7 +249,8 @@ def _multiplies(jaxpr: Jaxpr, entering: list[bool]) -> bool:
     enters = [not isinstance(v, Literal) and v in known for v in eqn.invars]
     if any(enters) and (eqn.primitive.name in _PRODUCTS or may_multiply(eqn, enters)):
       return True
-    if any(enters) and _keeps_values(eqn):
+    joins = all(enters) and eqn.primitive.name in _JOINS
+    if joins or (any(enters) and _keeps_values(eqn)):
       known.update(eqn.outvars)
   return False
 

@@ -19,6 +19,7 @@ from flax import nnx
 
 from sbjax.convert.matmuls import Conversion, Products, in_columns, recipe_name
 from sbjax.convert.quantize_model import ARRAYS, convert, naming
+from sbjax.convert.rewrite import JOINED
 from sbjax.quantize import FLOATS
 from sbjax.recipes import FULL, Recipe, RecipeRules, as_recipe
 
@@ -315,9 +316,10 @@ def _finer(alone, chosen, limits, work) -> dict[str, int]:
 
 def _rules(chosen: dict[str, int], recipes: list[Recipe]) -> RecipeRules:
   ((usual, _),) = collections.Counter(chosen.values()).most_common(1)
-  layers = collections.Counter(path.rpartition("/")[0] for path in chosen)
+  places = {path: place for joined, place in chosen.items() for path in joined.split(JOINED)}
+  layers = collections.Counter(path.rpartition("/")[0] for path in places)
   rules = []
-  for path, place in chosen.items():
+  for path, place in places.items():
     if place != usual:
       layer = path.rpartition("/")[0]  # Layers of sbjax go by it, and it has one weight.
       pattern = layer if layer and layers[layer] == 1 else path
