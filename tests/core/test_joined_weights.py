@@ -141,11 +141,21 @@ def loss_of(params, x):
 
 
 def test_suggested_rules_are_of_each_that_is_joined():
-  rules = suggest_rules(parameters(), inputs(), loss_of, recipes=("switchback", "full"))
-  model = quantize_model(concatenated, rules)
+  """v is much larger than q: one scale for both rounds q away, and the loss is of q alone."""
+  params = parameters() | {name: parameters()["q"] for name in ("a", "b")}
+  params["v"] = {"kernel": 1e3 * params["v"]["kernel"]}
+
+  def small_q(params, x):
+    y = x @ jnp.concatenate([params["q"]["kernel"], params["v"]["kernel"]], axis=1)
+    for name in ("a", "b"):
+      x = x @ params[name]["kernel"]
+    return 100 * jnp.mean(jnp.square(y[:, :WIDTH])) + jnp.mean(jnp.square(x))
+
+  rules = suggest_rules(params, inputs(), small_q, recipes=("switchback", "full"))
+  assert {pattern for pattern, _ in rules.rules} in ({"q", "v", "*"}, {"q/kernel", "v/kernel", "*"})
   with warnings.catch_warnings():
-    warnings.simplefilter("error")  # Rules of one recipe for the three.
-    model(parameters(), inputs())
+    warnings.simplefilter("error")  # Both that are joined have one recipe.
+    quantize_model(small_q, rules)(params, inputs())
 
 
 def test_joined_weights_are_one_layer_of_the_meter():
