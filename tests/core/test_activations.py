@@ -19,6 +19,7 @@ REFERENCES = {
   "gelu": functools.partial(jax.nn.gelu, approximate=False),
   "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
   "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+  "silu": jax.nn.silu,
 }
 
 

@@ -432,10 +432,10 @@ LOADED = {
 def test_clip_s_rows_stay_in_registers_and_load_16_bytes_at_a_time(
   monkeypatch, tmp_path, capability, fmt, operation
 ):
-  family = "norm" if operation.startswith("norm") else "gelu"
+  family = file_of(operation)
   module, function = triton_case.loaded(f"triton.{file_of(operation)}"), OPERATIONS[operation]
   parts = 3 if "parts" in operation else 1
-  for k in WIDTHS["norm" if parts == 3 else family]:
+  for k in WIDTHS["norm" if family == "norm" or parts == 3 else "gelu"]:
     x = jax.ShapeDtypeStruct((65536, k), jnp.bfloat16)
     (kernel,) = triton_case.compiled(
       *(monkeypatch, tmp_path / str(k), capability),
@@ -454,5 +454,5 @@ def test_clip_s_rows_stay_in_registers_and_load_16_bytes_at_a_time(
     assert wide >= whole * (halves + 2 * floats)
     narrow = {8: "v2", 4: "b32", 2: "b16"}
     read = sum(size * kernel.count(rf"ld\.global\.{kind}") for size, kind in narrow.items())
-    scale = 4 if bytes_ else 0
+    scale = 0 if not bytes_ else 8 if family == "glu" else 4  # A gated unit has two inputs.
     assert 16 * wide + read - scale == parts * k * (2 * halves + bytes_ + 4 * floats) // threads
