@@ -163,8 +163,7 @@ def gated_mlp(
 
 def _mlp(x, norm, first, last, recipe, backend, add_residual, activation, epsilon, keep) -> Any:
   """Either MLP; `first` and `last` are its linear layers before and after the activation."""
-  pair: Any = recipe if isinstance(recipe, tuple) and len(recipe) == 2 else (recipe, recipe)
-  recipes = as_recipe(pair[0]), as_recipe(pair[1])
+  recipes = as_pair(recipe)
   x = dot.as_tokens(x)
   norm = _as_norm(x, norm)
   w1s, b1s = _prepared(first, x.shape, recipes[0], backend)
@@ -183,6 +182,12 @@ def _mlp(x, norm, first, last, recipe, backend, add_residual, activation, epsilo
   layer = functools.partial(_norm_mlp, how)
   x_rows, y = by_rows(layer, operands, (True, *(False,) * 5), dot.most_rows(*recipes))
   return dot.named_dot(y, x) if add_residual else (from_rows(x_rows, x), dot.named_dot(y, x))
+
+
+def as_pair(recipe) -> tuple[Recipe, Recipe]:
+  """The recipes of an MLP's linear layers before its activation, and after it."""
+  pair: Any = recipe if isinstance(recipe, tuple) and len(recipe) == 2 else (recipe, recipe)
+  return as_recipe(pair[0]), as_recipe(pair[1])
 
 
 def _prepared(linears, x_shape, recipe, backend) -> tuple[tuple, tuple]:

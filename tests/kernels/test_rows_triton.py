@@ -452,7 +452,7 @@ def test_clip_s_rows_stay_in_registers_and_load_16_bytes_at_a_time(
     whole = parts * (k // (threads * 8))
     wide = kernel.count(r"ld\.global\.v4")
     assert wide >= whole * (halves + 2 * floats)
-    narrow = {8: "v2", 4: "b32", 2: "b16"}
+    narrow = {8: "v2", 4: "b32", 2: "b16", 1: "b8"}
     read = sum(size * kernel.count(rf"ld\.global\.{kind}") for size, kind in narrow.items())
     scale = 0 if not bytes_ else 8 if family == "glu" else 4  # A gated unit has two inputs.
     assert 16 * wide + read - scale == parts * k * (2 * halves + bytes_ + 4 * floats) // threads
