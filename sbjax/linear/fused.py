@@ -175,7 +175,7 @@ def _mlp(x, norm, first, last, recipe, backend, add_residual, activation, epsilo
   (w2,), (b2,) = _prepared(last, (*x.shape[:-1], hidden), recipes[1], backend)
   if add_residual and (shape := master_weight(w2).shape)[1] != x.shape[-1]:
     raise ValueError(f"add_residual needs {''.join(last)} [H, {x.shape[-1]}], not {shape}.")
-  if activation not in ACTIVATIONS:
+  if not isinstance(activation, str) or activation not in ACTIVATIONS:
     raise ValueError(f"{activation=} must be one of {', '.join(ACTIVATIONS)}.")
   operands = vary_alike(as_rows(x), norm, w1s, b1s, w2, b2)
   how = recipes, backend, add_residual, activation, _as_epsilon(epsilon), check_keep(keep)

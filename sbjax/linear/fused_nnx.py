@@ -39,10 +39,10 @@ class _Fused(nnx.Module):
     **kwargs,
   ):
     """linears: the sizes of each by its name."""
-    how = {"param_dtype": param_dtype, "rngs": rngs}
-    self.norm = check_norm(norm, _NORMS)(width, epsilon=epsilon, **how)
+    how, of_norm = {"param_dtype": param_dtype, "rngs": rngs}, check_norm(norm, _NORMS)
     for (name, sizes), recipe in zip(linears.items(), recipes, strict=True):
       setattr(self, name, SwitchBackLinear(*sizes, recipe=recipe, dtype=dtype, **how, **kwargs))
+    self.norm = of_norm(width, epsilon=epsilon, **how)
     self.dtype, self.keep = dtype, check_keep(keep)
 
   def _norm(self) -> Norm:

@@ -236,6 +236,7 @@ class _Fused(nn.Module, kw_only=True):
   param_dtype: Any = jnp.float32
 
   def _norm(self, width: int) -> Norm:
+    _check_arguments(self.dtype, self.param_dtype, width=width)
     return check_norm(self.norm, _NORMS)(self.param_dtype, name="norm")(width)
 
   def _linear(self, name: str, width: int, features: int, use_bias: bool) -> tuple[Any, Any]:

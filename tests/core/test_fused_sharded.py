@@ -1,4 +1,4 @@
-"""Norms, GELU and gated units with their matmuls on a mesh, with rows or columns split over devices."""
+"""Norms, GELU and gated units with their matmuls on a mesh that splits rows or columns."""
 
 import itertools
 
