@@ -227,7 +227,7 @@ class _Fused(nn.Module, kw_only=True):
   """What the layers have in common."""
 
   dtype: Any = None
-  recipe: Recipe | str = SWITCHBACK
+  recipe: Any = SWITCHBACK  # A Recipe or its name; of an MLP also a pair, as its function takes.
   backend: str | None = None
   keep: str = "original"
   norm: str = "layer"

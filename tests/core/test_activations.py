@@ -92,3 +92,5 @@ def test_an_unknown_activation_or_epsilon_is_refused():
     layer_norm_dense(jnp.ones((2, 16)), norm, w, "full", epsilon=0)
   with pytest.raises(ValueError, match="activation='relu' must be one of gelu, gelu_tanh"):
     dataclasses.replace(MICRO.vision, activation="relu")
+  with pytest.raises(ValueError, match="activation='silu' must be one of gelu, gelu_tanh"):
+    dataclasses.replace(MICRO.vision, activation="silu")  # No format of CLIP's configs has it.

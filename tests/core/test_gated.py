@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from flax_case import assert_close, bitwise, drawn, normal, value_and_grads
+from flax_case import assert_close, bitwise, drawn, int8_products, normal, value_and_grads
 from foreign_models import Llama, NnxLlama, attend_rotated
 from pairwise import mainly
 
@@ -88,6 +88,20 @@ def test_the_nnx_layer_has_the_parameters_and_bits_of_the_linen_layer(name, opti
   assert len(jax.tree.leaves(state)) == len(jax.tree.leaves(params))
 
 
+@pytest.mark.parametrize("name", ["mlp", "gated"])
+def test_a_pair_of_recipes_is_that_before_and_that_after_the_activation(name):
+  of_linen, nnx_layer = LAYERS[name]
+  pair = "switchback", "full"
+  layer, theirs = of_linen(recipe=pair), nnx_layer(recipe=pair, rngs=nnx.Rngs(0))
+  params = drawn(jax.eval_shape(layer.init, jax.random.key(0), X)["params"])
+  ours = functools.partial(lambda params, x: layer.apply({"params": params}, x)[1], params)
+  nnx_s = functools.partial(lambda params, x: of_nnx(theirs)(params, x)[1], params)
+  assert int8_products(ours, X) == int8_products(nnx_s, X) == {"mlp": 1, "gated": 2}[name]
+  recipes = [getattr(theirs, linear).recipe for linear in params if linear != "norm"]
+  assert recipes.count(RECIPES["full"]) == 1
+  assert (theirs.down if name == "gated" else theirs.fc2).recipe == RECIPES["full"]
+
+
 @pytest.mark.parametrize("name", LAYERS)
 def test_the_initial_kernel_and_the_parameters_dtype_are_fields(name):
   of_linen, nnx_layer = LAYERS[name]
@@ -100,6 +114,20 @@ def test_the_initial_kernel_and_the_parameters_dtype_are_fields(name):
     kernels = [leaf for path, leaf in leaves if "kernel" in str(path[-1])]
     assert len(kernels) == {"dense": 1, "mlp": 2, "gated": 3}[name]
     assert all(np.all(kernel == 2) for kernel in kernels)
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_a_gated_mlp_saves_groups_where_it_is_told_to(kind):
+  of_linen, nnx_layer = LAYERS["gated"]
+  layer = of_linen(keep="grouped")
+  params = drawn(jax.eval_shape(layer.init, jax.random.key(0), X)["params"])
+  call = functools.partial(lambda params, x: layer.apply({"params": params}, x), params)
+  if kind == "nnx":
+    call = functools.partial(of_nnx(nnx_layer(keep="grouped", rngs=nnx.Rngs(0))), params)
+  saved = jax.tree.leaves(jax.eval_shape(lambda x: jax.vjp(call, x)[1], X))
+  groups = [a.shape[1] for a in saved if a.dtype == jnp.float8_e4m3fn]
+  assert sorted(groups) == [1, 3, 3]  # Of 16 numbers: of x, gate and up.
+  assert not any(a.shape[:1] == (10,) and a.ndim == 2 for a in saved)
 
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
@@ -223,18 +251,18 @@ def test_adapters_of_a_gated_mlp_learn_beside_its_kernels():
   lora = drawn(jax.eval_shape(lambda: init_lora(jax.random.key(1), params, 4, (".*",))))
   assert set(lora) == {"gate", "up", "down"}
 
-  def beside(lora):
-    return jnp.sum(jnp.sin(layer.apply({"params": add_lora(params, lora, 8.0)}, X)))
+  def beside(lora, x):
+    return jnp.sum(jnp.sin(layer.apply({"params": add_lora(params, lora, 8.0)}, x)))
 
-  def merged(lora):
+  def merged(lora, x):
     added = {
       name: {"kernel": w["kernel"] + 2.0 * lora[name]["kernel"]["a"] @ lora[name]["kernel"]["b"]}
       for name, w in params.items()
       if name != "norm"
     }
-    return jnp.sum(jnp.sin(layer.apply({"params": params | added}, X)))
+    return jnp.sum(jnp.sin(layer.apply({"params": params | added}, x)))
 
-  actual, expected = (jax.jit(jax.value_and_grad(f))(lora) for f in (beside, merged))
+  actual, expected = (jax.jit(jax.value_and_grad(f, (0, 1)))(lora, X) for f in (beside, merged))
   jax.tree.map(
     functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4), actual, expected
   )
