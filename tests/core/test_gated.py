@@ -13,11 +13,18 @@ from flax_case import assert_close, bitwise, drawn, int8_products, normal, value
 from foreign_models import Llama, NnxLlama, attend_rotated
 from pairwise import mainly
 
-from sbjax import LayerNormDense, LayerNormMLP, SwitchBackDense, SwitchBackLinear
+from sbjax import (
+  LayerNormDense,
+  LayerNormMLP,
+  SwitchBackDense,
+  SwitchBackLinear,
+  quantize_weights,
+)
 from sbjax.linear import fused_nnx
 from sbjax.linear.fused import gated_mlp
 from sbjax.linear.layers import GatedMLP
 from sbjax.linear.lora import adapt, add_lora, init_lora, merge
+from sbjax.linear.quantized_dot import DOT_NAME
 from sbjax.linear.weight import serving_weight
 from sbjax.ops import rows
 from sbjax.ops.rows import ACTIVATIONS, LayerNormParams, RMSNormParams
@@ -209,7 +216,7 @@ def test_in_full_a_block_of_our_layers_has_the_numbers_of_llama_s(kind):
   assert_close(actual, (y, (fused_params(gradient, linear), dx)), 3e-6)
 
 
-# ---- Weights in 8 bits, and adapters
+# ---- Weights in 8 bits, adapters, and rematerialisation
 
 
 close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
@@ -243,6 +250,34 @@ def test_one_of_gate_and_up_may_be_frozen(recipe):
     (dx,) = run(x, *ws, w_down)
     bound = 2**-4 if recipe is TWO_FORMATS else 0.02  # Half a step of e4m3.
     assert np.linalg.norm(dx - expected) <= bound * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_frozen_weights_give_the_bits_of_float_weights(kind):
+  of_linen, nnx_layer = LAYERS["gated"]
+  if kind == "linen":
+    layer = of_linen(add_residual=True)
+    params = layer.init(jax.random.key(0), X)
+    call, models = layer.apply, (params, quantize_weights(params, "switchback"))
+    bits = models[1]["params"]["up"]["kernel"].fwd
+  else:
+    layer = nnx_layer(add_residual=True, rngs=nnx.Rngs(0))
+    call, models = lambda layer, x: layer(x), (layer, quantize_weights(layer, "switchback"))
+    bits = models[1].up.kernel.get_value().fwd
+  assert bits.values.dtype == jnp.int8
+  np.testing.assert_array_equal(*(call(model, X) for model in models))
+
+
+def test_a_policy_that_saves_outputs_leaves_no_product_to_repeat():
+  layer = GatedMLP(HIDDEN)
+  params = layer.init(jax.random.key(0), X)
+  saving = jax.checkpoint_policies.save_only_these_names(DOT_NAME)
+
+  def products(policy):
+    call = jax.checkpoint(lambda params, x: layer.apply(params, x)[1], policy=policy)
+    return int8_products(jax.grad(lambda *a: jnp.sum(jnp.sin(call(*a))), (0, 1)), params, X)
+
+  assert (products(None), products(saving)) == (8, 6)  # That of down has no further use.
 
 
 def test_adapters_of_a_gated_mlp_learn_beside_its_kernels():
