@@ -319,7 +319,7 @@ def _gelu_backward(ops, recipe, hs, dg, w_qs, bs, activation):
 def _glu_backward(ops, recipe, hs, dg, w_qs, bs, activation):
   """Of gate and up each what `_gelu_backward` returns; and the gated unit again."""
   specs, folds = zip(*(dot.output_grad_rounding(recipe, w_q) for w_q in w_qs), strict=True)
-  if None in specs:  # Of a frozen weight, perhaps; `input_gradient` rounds for the other.
+  if None in specs:  # One kernel may be frozen in another format: `input_gradient` rounds then.
     specs, folds = (None, None), (None, None)
   dhs, dh_qs, g = ops.glu_backward(*hs, dg, specs[0], activation=activation, folds=folds)
   return dhs, dhs if dh_qs is None else dh_qs, tuple(map(dot.bias_gradient, bs, dhs)), g

@@ -1,6 +1,7 @@
 """A gated linear unit and its gradient: `sbjax.ops.rows` with one read of each row.
 
-A gated unit has no bias of its own to sum a gradient for, so no program has to loop over many rows.
+Few gated MLPs have biases, so the gradient does not sum over rows, as GELU's does, and no program
+has to loop over many of them.
 """
 
 import jax
