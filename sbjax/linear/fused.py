@@ -56,10 +56,11 @@ def layer_norm_dense(
   `quantized_dot`, but for saved="quantized": the weight gradient sees the norm before it was
   rounded.
 
-  norm: LayerNormParams, or RMSNormParams for an RMS norm.
-  epsilon: added to the variance, or to an RMS norm's mean of squares.
-  keep: "original" saves x as it is for the backward pass; "grouped" saves it in e4m3 with a scale
-    for each 16 numbers, 1.125 bytes a number (COAT, see `sbjax.linear.grouped`).
+  Args:
+    norm: LayerNormParams, or RMSNormParams for an RMS norm.
+    epsilon: added to the variance, or to an RMS norm's mean of squares.
+    keep: "original" saves x as it is for the backward pass; "grouped" saves it in e4m3 with a scale
+      for each 16 numbers, 1.125 bytes a number (COAT, see `sbjax.linear.grouped`).
 
   Raises:
     NotImplementedError: `backend` is "mosaic" or "triton", and K (of an MLP also H) is more than
@@ -107,9 +108,9 @@ def layer_norm_mlp(
   With `add_residual` their sum instead, which is a residual block [..., K]: x is added in the
   second product's epilogue.
 
-  recipe: one for both linear layers, or a pair: that of w1, that of w2.
-  activation: as in `sbjax.ops.rows.gelu_quantize`: "gelu" (exact), "gelu_tanh", "quick_gelu" or
-    "silu".
+  Args:
+    recipe: one for both linear layers, or a pair: that of w1, that of w2.
+    activation: "gelu" (exact), "gelu_tanh", "quick_gelu" or "silu": `sbjax.ops.rows.gelu_quantize`.
 
   The forward pass saves x and the input of GELU [..., H], which is in x's dtype, or in 8 bits if
   the recipe of w2 has saved="quantized". keep="grouped" saves x in 8 bits, and the input of GELU
@@ -147,7 +148,8 @@ def gated_mlp(
   x is [..., K], w_gate and w_up are [K, H], w_down is [H, N]. With RMSNormParams this is LLaMA's
   MLP. "silu" makes the unit SwiGLU, "gelu" GEGLU (Shazeer 2020, https://arxiv.org/abs/2002.05202).
 
-  recipe: one for all linear layers, or a pair: that of w_gate and w_up, that of w_down.
+  Args:
+    recipe: one for all linear layers, or a pair: that of w_gate and w_up, that of w_down.
 
   The forward pass saves x and both inputs of the gated unit [..., H]. For the rest see
   `layer_norm_mlp`.

@@ -60,8 +60,9 @@ class _Fused(nnx.Module):
 class LayerNormLinear(_Fused):
   """`SwitchBackLinear(nnx.LayerNorm(epsilon=1e-5)(x))` in one piece: `norm` and `linear`.
 
-  norm: "layer", or "rms" for `nnx.RMSNorm`.
-  keep, epsilon: those of `layer_norm_dense`.
+  Args:
+    norm: "layer", or "rms" for `nnx.RMSNorm`.
+    keep, epsilon: those of `layer_norm_dense`.
 
   Further arguments are those of `SwitchBackLinear`. A call returns what `sbjax.LayerNormDense`'s
   does.
@@ -97,8 +98,9 @@ class LayerNormLinear(_Fused):
 class LayerNormMLP(_Fused):
   """A transformer's MLP in one piece: `norm`, `fc1`, an activation, `fc2`; see `layer_norm_mlp`.
 
-  recipe: one for both linear layers, or a pair.
-  add_residual, activation: those of `layer_norm_mlp`.
+  Args:
+    recipe: one for both linear layers, or a pair.
+    add_residual, activation: those of `layer_norm_mlp`.
 
   For the rest see LayerNormLinear. A call returns what `sbjax.LayerNormMLP`'s does.
 

@@ -254,7 +254,12 @@ class LayerNormDense(_Fused):
   """`SwitchBackDense(features)(nn.LayerNorm(epsilon=1e-5)(x))` in one piece.
 
   The parameters are {"norm": {"scale", "bias"}, "dense": {"kernel", "bias"}}; of norm="rms" there
-  is no bias of the norm. `keep` is that of `layer_norm_dense`.
+  is no bias of the norm.
+
+  Args:
+    norm: "layer", or "rms" for `nn.RMSNorm`.
+    epsilon, keep: those of `layer_norm_dense`.
+    kernel_init, param_dtype: those of `nn.Dense`; the norm's parameters have that dtype, too.
 
   Returns:
     x, for a residual connection, and the result [..., features]: both in `dtype` (None: x's own).
@@ -282,7 +287,8 @@ class LayerNormMLP(_Fused):
   """A transformer's MLP in one piece: layer norm, linear, exact GELU, linear; see `layer_norm_mlp`.
 
   The parameters are {"norm": {"scale", "bias"}, "fc1": {"kernel", "bias"}, "fc2": {...}}; of
-  norm="rms" there is no bias of the norm. `keep` and `activation` are those of `layer_norm_mlp`.
+  norm="rms" there is no bias of the norm. `activation` is that of `layer_norm_mlp`, and `recipe` may
+  be a pair. For the rest see LayerNormDense.
 
   Returns:
     x, for a residual connection, and the result, both [..., K] in `dtype` (None: x's own); or with
