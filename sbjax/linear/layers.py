@@ -287,8 +287,8 @@ class LayerNormMLP(_Fused):
   """A transformer's MLP in one piece: layer norm, linear, exact GELU, linear; see `layer_norm_mlp`.
 
   The parameters are {"norm": {"scale", "bias"}, "fc1": {"kernel", "bias"}, "fc2": {...}}; of
-  norm="rms" there is no bias of the norm. `activation` is that of `layer_norm_mlp`, and `recipe` may
-  be a pair. For the rest see LayerNormDense.
+  norm="rms" there is no bias of the norm. `activation` is that of `layer_norm_mlp`; `recipe` may be
+  a pair. For the rest see LayerNormDense.
 
   Returns:
     x, for a residual connection, and the result, both [..., K] in `dtype` (None: x's own); or with
