@@ -1,4 +1,4 @@
-"""Do layer norm, GELU and the operations fused with them run at the speed of memory?
+"""Do norms, GELU, gated units and the operations fused with them run at the speed of memory?
 
   python -m benchmarks.rows
 
@@ -14,31 +14,36 @@ import jax.numpy as jnp
 from benchmarks.kernels import kernel_seconds
 from benchmarks.timing import append, contender, parser_of, provenance
 from sbjax.ops.registry import get_backend
-from sbjax.ops.rows import LayerNormParams
+from sbjax.ops.rows import LayerNormParams, RMSNormParams
 from sbjax.quantize import INT8, Spec
 
-WIDTHS = (512, 768, 1024, 1280, 1664)  # Of layer norm; GELU's are four times these.
-INT8_ROW = Spec(INT8, "rowwise")
+WIDTHS = (512, 768, 1024, 1280, 1664)  # Of norms; those of GELU and GLU are four times these.
+ROW = Spec(INT8, "rowwise")
 # name: (function of a backend, layer norm parameters and operands; operands; bytes an element).
 OPERATIONS = {
-  "norm_quantize": (lambda ops, norm, x: ops.norm_quantize(x, norm, INT8_ROW), 1, 3),
+  "norm_quantize": (lambda ops, norm, x: ops.norm_quantize(x, norm, ROW), 1, 3),
   "norm_backward": (lambda ops, norm, x, dn, dx: ops.norm_backward(x, norm, dn, dx), 3, 10),
-  "quantize_sum": (lambda ops, norm, dy: ops.quantize_sum((dy,), INT8_ROW)[1:], 1, 3),
-  "quantize_sum, q k v": (lambda ops, norm, *dys: ops.quantize_sum(dys, INT8_ROW), 3, 15),
-  "gelu_quantize": (lambda ops, norm, h: ops.gelu_quantize(h, INT8_ROW, None)[0], 1, 3),
-  "gelu_quantize, h kept": (lambda ops, norm, h: ops.gelu_quantize(h, INT8_ROW, INT8_ROW), 1, 4),
-  "gelu_backward": (lambda ops, norm, h, dg: ops.gelu_backward(h, dg, INT8_ROW), 2, 9),
-  "quantize_sum, fold": (
-    lambda ops, norm, dy: ops.quantize_sum((dy,), INT8_ROW, fold=norm.scale)[1:],
-    1,
-    3,
-  ),
-  "gelu_backward, fold": (
-    lambda ops, norm, h, dg: ops.gelu_backward(h, dg, INT8_ROW, fold=norm.scale),
-    2,
-    9,
-  ),
+  "norm_quantize, rms": (lambda ops, n, x: ops.norm_quantize(x, rms(n), ROW), 1, 3),
+  "norm_backward, rms": (lambda ops, n, x, dn, dx: ops.norm_backward(x, rms(n), dn, dx), 3, 10),
+  "quantize_sum": (lambda ops, n, dy: ops.quantize_sum((dy,), ROW)[1:], 1, 3),
+  "quantize_sum, q k v": (lambda ops, n, *dys: ops.quantize_sum(dys, ROW), 3, 15),
+  "quantize_sum, fold": (lambda ops, n, dy: ops.quantize_sum((dy,), ROW, fold=n.scale)[1:], 1, 3),
+  "gelu_quantize": (lambda ops, n, h: ops.gelu_quantize(h, ROW, None)[0], 1, 3),
+  "gelu_quantize, h kept": (lambda ops, n, h: ops.gelu_quantize(h, ROW, ROW), 1, 4),
+  "gelu_backward": (lambda ops, n, h, dg: ops.gelu_backward(h, dg, ROW), 2, 9),
+  "gelu_backward, fold": (lambda ops, n, h, dg: ops.gelu_backward(h, dg, ROW, fold=n.scale), 2, 9),
+  "glu_quantize": (lambda ops, n, gate, up: ops.glu_quantize(gate, up, ROW)[0], 2, 5),
+  "glu_backward": (lambda ops, n, gate, up, dg: ops.glu_backward(gate, up, dg, ROW), 3, 14),
 }
+
+
+def rms(norm: LayerNormParams) -> RMSNormParams:
+  return RMSNormParams(norm.scale)
+
+
+def width_of(operation: str, width: int) -> int:
+  """The width of an operation's rows in a block of that width."""
+  return 4 * width if operation.startswith("g") else width
 
 
 def main() -> None:
@@ -48,9 +53,7 @@ def main() -> None:
   args = parser.parse_args()
   for operation in OPERATIONS:
     for width in args.widths:
-      if operation.startswith("gelu"):
-        width *= 4
-      line = measure(operation, args.rows, width)
+      line = measure(operation, args.rows, width_of(operation, width))
       shown = {key: line[key] for key in ("operation", "width", "milliseconds", "of_copy")}
       print(*shown.values(), flush=True)
       append(args.out, [line | provenance()])
@@ -60,11 +63,8 @@ def measure(operation: str, rows: int, width: int) -> dict:
   run, operands, bytes_each = OPERATIONS[operation]
   count = max(2, round(400e6 / (rows * width * 2 * operands)))
   norm = LayerNormParams(jnp.full((width,), 1.5), jnp.full((width,), 0.5))
-  sets = [
-    tuple(jax.random.normal(key, (rows, width), jnp.bfloat16)
-          for key in jax.random.split(jax.random.key(i), operands))
-    for i in range(count)
-  ]  # fmt: skip
+  keys = [jax.random.split(jax.random.key(i), operands) for i in range(count)]
+  sets = [tuple(jax.random.normal(k, (rows, width), jnp.bfloat16) for k in own) for own in keys]
   contenders = {"copy": contender(lambda x, *_: jnp.copy(x), sets)}
   for name, backend in (("xla", "xla"), ("ours", None)):
     ops = get_backend(backend)

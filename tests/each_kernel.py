@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from sbjax.ops.adam import expand, in_groups
 from sbjax.ops.dither import positions
 from sbjax.ops.registry import NAMES, Backend, get_backend
-from sbjax.ops.rows import LayerNormParams
+from sbjax.ops.rows import LayerNormParams, RMSNormParams
 from sbjax.quantize import E4M3, INT8, Quantized, Spec
 
 
@@ -70,17 +70,21 @@ def matmuls(ops: Backend, dtype):
 
 
 def row_operations(ops: Backend, dtype):
-  """Runs layer norm, GELU, their gradients, and sums over rows."""
+  """Runs norms, GELU, gated units, their gradients, and sums over rows."""
   spec, norm = Spec(dtype, "rowwise"), LayerNormParams(jnp.ones(464), jnp.zeros(464))
   x, dy, dx = (jax.random.normal(key, (333, 464), jnp.bfloat16)
                for key in jax.random.split(jax.random.key(2), 3))  # fmt: skip
-  forward = [ops.norm_quantize(x, norm, s) for s in (None, spec)]
-  backward = [ops.norm_backward(x, norm, dy, d) for d in (None, dx)]
+  norms = norm, RMSNormParams(norm.scale)
+  forward = [ops.norm_quantize(x, norm, s) for s in (None, spec) for norm in norms]
+  backward = [ops.norm_backward(x, norm, dy, d) for d in (None, dx) for norm in norms]
   sums = [ops.quantize_sum(parts, spec) for parts in ((dy,), (dy, dx, x))]
   fold = {"fold": jnp.ones(464)}
   folded = ops.quantize_sum((dy,), spec, **fold), ops.gelu_backward(x, dy, spec, **fold)
   saved = [ops.gelu_quantize(x, s, k)[1] for s, k in ((None, None), (spec, None), (spec, spec))]
-  return forward, backward, sums, folded, [ops.gelu_backward(h, dy, spec) for h in saved[1:]]
+  gelus = [ops.gelu_backward(h, dy, spec) for h in saved[1:]]
+  units = [ops.glu_quantize(x, dx, s, k)[1] for s, k in ((None, None), (spec, None), (spec, spec))]
+  glus = [ops.glu_backward(*hs, dy, spec, folds=(jnp.ones(464), None)) for hs in units[1:]]
+  return forward, backward, sums, folded, gelus, glus
 
 
 def attentions(ops: Backend):

@@ -33,7 +33,7 @@ def interpreted(name):
   pytest.importorskip("triton", reason="the extra `aot` is not installed")
   from triton.runtime import interpreter
 
-  # triton/gelu.py imports it, and would load it interpreted.
+  # triton/quantize_sum.py imports it, and would load it interpreted.
   importlib.import_module("sbjax.pallas.triton.quantize")
   # Triton's version truncates float32 to bfloat16 and does not round to fp8 as GPUs do.
   interpreter._convert_float = _convert_float
@@ -46,7 +46,7 @@ def interpreted(name):
   with pytest.MonkeyPatch.context() as patch:
     patch.setenv("TRITON_INTERPRET", "1")  # Read by @triton.jit.
     # What the module imports from these is interpreted too.
-    for shared in ("rounding", "attention_parts", "attention_tiles"):
+    for shared in ("rounding", "activations", "attention_parts", "attention_tiles"):
       copy = _interpreted_copy(f"sbjax.pallas.triton.{shared}")
       patch.setitem(sys.modules, copy.__name__, copy)
       patch.setattr(triton, shared, copy, raising=False)

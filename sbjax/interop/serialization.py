@@ -13,7 +13,7 @@ from flax import serialization
 from sbjax.linear.grouped import Grouped
 from sbjax.linear.weight import LoRAWeight, NoMaster, QuantizedWeight
 from sbjax.ops.adam import Coded
-from sbjax.ops.rows import LayerNormParams
+from sbjax.ops.rows import LayerNormParams, RMSNormParams
 from sbjax.optim.averaged import AveragedState
 from sbjax.optim.collage import CompensatedState
 from sbjax.optim.loss_scale import LossScaleState
@@ -22,7 +22,7 @@ from sbjax.optim.state_formats import CompressedState
 from sbjax.quantize import Quantized, Spec
 
 _NAMEDTUPLES = (
-  *(QuantizedWeight, LoRAWeight, Grouped, LayerNormParams),
+  *(QuantizedWeight, LoRAWeight, Grouped, LayerNormParams, RMSNormParams),
   *(ScaleByStableAdamState, LossScaleState, CompensatedState, CompressedState, Coded),
   AveragedState,
 )

@@ -4,6 +4,8 @@ The parameter tree is that of `nn.Dense` / `nnx.Linear` whatever the recipe, so 
 trained in 16 bits loads into an int8 layer and back.
 """
 
+from collections.abc import Callable
+from dataclasses import KW_ONLY
 from typing import Any
 
 import flax.linen as nn
@@ -13,7 +15,7 @@ import numpy as np
 from flax import nnx
 from flax.linen.dtypes import canonicalize_dtype
 
-from sbjax.linear.fused import layer_norm_dense, layer_norm_mlp
+from sbjax.linear.fused import gated_mlp, layer_norm_dense, layer_norm_mlp
 from sbjax.linear.quantized_dot import as_multiplier, as_tokens, quantized_dot
 from sbjax.linear.weight import (
   LoRAWeight,
@@ -23,7 +25,7 @@ from sbjax.linear.weight import (
   master_weight,
   serving_weight,
 )
-from sbjax.ops.rows import LayerNormParams
+from sbjax.ops.rows import NORM_EPSILON, LayerNormParams, Norm, RMSNormParams
 from sbjax.quantize import Quantized, dequantize, floating_dtype
 from sbjax.recipes import SWITCHBACK, Recipe, as_recipe
 
@@ -113,13 +115,15 @@ class SwitchBackLinear(nnx.Linear):
     self.lora = nnx.data(None)  # An Adapter of sbjax.linear.lora.
 
   def __call__(self, inputs: jax.Array, out_sharding=None) -> jax.Array:
-    inputs = as_tokens(inputs)
-    bias = None if self.bias is None else self.bias[...]
+    y = _linear(self, as_tokens(inputs), *self.parameters())
+    return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
+
+  def parameters(self) -> tuple[Any, jax.Array | None]:
+    """The kernel and the bias or None, as those of `SwitchBackDense.parameters`."""
     kernel = as_weight(self.kernel.get_value())
     if self.lora is not None:
       kernel = self.lora.beside(kernel)
-    y = _linear(self, inputs, kernel, bias)
-    return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
+    return kernel, None if self.bias is None else self.bias[...]
 
 
 def _check_unset(names) -> None:
@@ -136,10 +140,17 @@ def _check_arguments(dtype, param_dtype, **sizes) -> None:
       raise ValueError(f"{name}={size!r} must be a positive integer.")
 
 
-def _as_input(x, dtype) -> jax.Array:
+def as_input(x, dtype) -> jax.Array:
   """x in a layer's dtype, None for its own."""
   x = as_tokens(x)
   return x if dtype is None else x.astype(floating_dtype("dtype", dtype))
+
+
+def check_norm(norm, norms: dict[str, Any]) -> Any:
+  """The entry of `norms`; a ValueError unless it has one."""
+  if not isinstance(norm, str) or norm not in norms:
+    raise ValueError(f"norm={norm!r} must be one of {', '.join(norms)}.")
+  return norms[norm]
 
 
 def _linear(layer, x, kernel, bias):
@@ -190,18 +201,65 @@ class Embedding(nn.Embed):
 class LayerNorm(nn.Module):
   """The parameters of a layer norm that a linear layer computes: those of `nn.LayerNorm`."""
 
+  param_dtype: Any = jnp.float32
+
   @nn.compact
   def __call__(self, width: int) -> LayerNormParams:
-    scale = self.param("scale", nn.initializers.ones, (width,), jnp.float32)
-    bias = self.param("bias", nn.initializers.zeros, (width,), jnp.float32)
+    scale = self.param("scale", nn.initializers.ones, (width,), self.param_dtype)
+    bias = self.param("bias", nn.initializers.zeros, (width,), self.param_dtype)
     return LayerNormParams(scale, bias)
 
 
-class LayerNormDense(nn.Module):
+class RMSNorm(nn.Module):
+  """The parameter of an RMS norm that a linear layer computes: that of `nn.RMSNorm`."""
+
+  param_dtype: Any = jnp.float32
+
+  @nn.compact
+  def __call__(self, width: int) -> RMSNormParams:
+    return RMSNormParams(self.param("scale", nn.initializers.ones, (width,), self.param_dtype))
+
+
+_NORMS = {"layer": LayerNorm, "rms": RMSNorm}
+
+
+class _Fused(nn.Module, kw_only=True):
+  """What the layers have in common."""
+
+  dtype: Any = None
+  recipe: Any = SWITCHBACK  # A Recipe or its name; of an MLP also a pair, as its function takes.
+  backend: str | None = None
+  keep: str = "original"
+  norm: str = "layer"
+  epsilon: float = NORM_EPSILON
+  kernel_init: Callable = nn.Dense.kernel_init
+  param_dtype: Any = jnp.float32
+
+  def _norm(self, width: int) -> Norm:
+    _check_arguments(self.dtype, self.param_dtype, width=width)
+    return check_norm(self.norm, _NORMS)(self.param_dtype, name="norm")(width)
+
+  def _linear(self, name: str, width: int, features: int, use_bias: bool) -> tuple[Any, Any]:
+    """The kernel [width, features] and the bias or None."""
+    how = {"kernel_init": self.kernel_init, "param_dtype": self.param_dtype}
+    return SwitchBackDense(features, use_bias=use_bias, name=name, **how).parameters(width)
+
+  def _options(self) -> Any:
+    """The fields that the layer's function takes under the same names."""
+    names = "backend", "keep", "epsilon", "add_residual", "activation"
+    return {name: getattr(self, name) for name in names if hasattr(self, name)}
+
+
+class LayerNormDense(_Fused):
   """`SwitchBackDense(features)(nn.LayerNorm(epsilon=1e-5)(x))` in one piece.
 
-  The parameters are {"norm": {"scale", "bias"}, "dense": {"kernel", "bias"}}. `keep` is that of
-  `layer_norm_dense`.
+  The parameters are {"norm": {"scale", "bias"}, "dense": {"kernel", "bias"}}; of norm="rms" there
+  is no bias of the norm.
+
+  Args:
+    norm: "layer", or "rms" for `nn.RMSNorm`.
+    epsilon, keep: those of `layer_norm_dense`.
+    kernel_init, param_dtype: those of `nn.Dense`; the norm's parameters have that dtype, too.
 
   Returns:
     x, for a residual connection, and the result [..., features]: both in `dtype` (None: x's own).
@@ -212,29 +270,25 @@ class LayerNormDense(nn.Module):
   """
 
   features: int
+  _: KW_ONLY
   use_bias: bool = True
-  dtype: jnp.dtype | None = None
-  recipe: Recipe | str = SWITCHBACK
-  backend: str | None = None
-  keep: str = "original"
 
   @nn.compact
   def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x = _as_input(x, self.dtype)
-    width = x.shape[-1]
-    norm = LayerNorm(name="norm")(width)
-    dense = SwitchBackDense(self.features, use_bias=self.use_bias, name="dense")
-    kernel, bias = dense.parameters(width)
-    options = {"backend": self.backend, "num_outputs": 1, "keep": self.keep}
-    x, y = layer_norm_dense(x, norm, kernel, self.recipe, bias=bias, **options)
+    x = as_input(x, self.dtype)
+    norm = self._norm(x.shape[-1])
+    kernel, bias = self._linear("dense", x.shape[-1], self.features, self.use_bias)
+    options = self._options() | {"bias": bias, "num_outputs": 1}
+    x, y = layer_norm_dense(x, norm, kernel, self.recipe, **options)
     return x, y[0]
 
 
-class LayerNormMLP(nn.Module):
+class LayerNormMLP(_Fused):
   """A transformer's MLP in one piece: layer norm, linear, exact GELU, linear; see `layer_norm_mlp`.
 
-  The parameters are {"norm": {"scale", "bias"}, "fc1": {"kernel", "bias"}, "fc2": {...}}. `keep`
-  is that of `layer_norm_mlp`.
+  The parameters are {"norm": {"scale", "bias"}, "fc1": {"kernel", "bias"}, "fc2": {...}}; of
+  norm="rms" there is no bias of the norm. `activation` is that of `layer_norm_mlp`; `recipe` may be
+  a pair. For the rest see LayerNormDense.
 
   Returns:
     x, for a residual connection, and the result, both [..., K] in `dtype` (None: x's own); or with
@@ -246,21 +300,52 @@ class LayerNormMLP(nn.Module):
   """
 
   hidden: int
-  dtype: jnp.dtype | None = None
-  recipe: Recipe | str = SWITCHBACK
-  backend: str | None = None
+  _: KW_ONLY
   add_residual: bool = False
-  keep: str = "original"
+  use_bias: bool = True
+  activation: str = "gelu"
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array | tuple[jax.Array, jax.Array]:
-    x = _as_input(x, self.dtype)
+    x = as_input(x, self.dtype)
     width = x.shape[-1]
-    norm = LayerNorm(name="norm")(width)
-    fc1 = SwitchBackDense(self.hidden, name="fc1").parameters(width)
-    fc2 = SwitchBackDense(width, name="fc2").parameters(self.hidden)
-    options = {"backend": self.backend, "add_residual": self.add_residual, "keep": self.keep}
-    return layer_norm_mlp(x, norm, *fc1, *fc2, self.recipe, **options)
+    norm = self._norm(width)
+    fc1 = self._linear("fc1", width, self.hidden, self.use_bias)
+    fc2 = self._linear("fc2", self.hidden, width, self.use_bias)
+    return layer_norm_mlp(x, norm, *fc1, *fc2, self.recipe, **self._options())
+
+
+class GatedMLP(_Fused):
+  """LLaMA's MLP in one piece: RMS norm, `down(silu(gate(n)) * up(n))`; see `gated_mlp`.
+
+  The parameters are {"norm": {"scale"}, "gate": {"kernel"}, "up": {...}, "down": {...}}, with
+  biases if asked for. activation="gelu_tanh" makes it T5's and Gemma's.
+
+  Returns:
+    As LayerNormMLP.
+
+  >>> mlp = GatedMLP(128, add_residual=True)
+  >>> mlp.init_with_output(jax.random.key(0), jnp.ones((4, 32)))[0].shape
+  (4, 32)
+  """
+
+  hidden: int
+  _: KW_ONLY
+  add_residual: bool = False
+  use_bias: bool = False
+  activation: str = "silu"
+  norm: str = "rms"
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array | tuple[jax.Array, jax.Array]:
+    x = as_input(x, self.dtype)
+    width = x.shape[-1]
+    norm = self._norm(width)
+    w_gate, b_gate = self._linear("gate", width, self.hidden, self.use_bias)
+    w_up, b_up = self._linear("up", width, self.hidden, self.use_bias)
+    w_down, b_down = self._linear("down", self.hidden, width, self.use_bias)
+    options = {"b_gate": b_gate, "b_up": b_up, "b_down": b_down} | self._options()
+    return gated_mlp(x, norm, w_gate, w_up, w_down, self.recipe, **options)
 
 
 class LayerScale(nn.Module):

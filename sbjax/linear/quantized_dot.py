@@ -156,10 +156,12 @@ def quantize_output_grad(ops: Backend, recipe: Recipe, dys, bias, w):
     dy, dy_q, summed = ops.quantize_sum(dys, spec, fold=fold)
     return dy, dy_q, cotangent_like(bias, summed)
   dy = jnp.concatenate(dys, axis=1)
-  d_bias = None
-  if bias is not None:
-    d_bias = cotangent_like(bias, jnp.sum(dy.astype(jnp.float32), axis=0))
-  return dy, dy, d_bias
+  return dy, dy, bias_gradient(bias, dy)
+
+
+def bias_gradient(bias, dy):
+  """The gradient of bias [N] or None, of that of the output [M, N]."""
+  return None if bias is None else cotangent_like(bias, jnp.sum(dy.astype(jnp.float32), axis=0))
 
 
 def cotangent_like(array, gradient):

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from sbjax.ops.rows import ACTIVATIONS, NORM_EPSILON
+from sbjax.ops.rows import GELUS, NORM_EPSILON
 
 IMAGE_POOLS = ("class", "average", "map")
 TEXT_POOLS = ("eot", "last")
@@ -16,7 +16,7 @@ class VisionConfig:
     SigLIP's tower: no class token, a bias of the patch embedding, pooling by attention, and no
     projection.
   pre_norm: a layer norm before the blocks (never with "map").
-  activation: of the MLPs, one of sbjax.ops.rows.ACTIVATIONS.
+  activation: of the MLPs, one of sbjax.ops.rows.GELUS.
   norm_epsilon: of all layer norms.
   """
 
@@ -33,7 +33,7 @@ class VisionConfig:
 
   def __post_init__(self):
     _check_divides("width", self.width, "heads", self.heads)
-    _check_among("activation", self.activation, ACTIVATIONS)
+    _check_among("activation", self.activation, GELUS)
     _check_among("pool", self.pool, IMAGE_POOLS)
     if self.pool == "map" and self.pre_norm:
       raise ValueError("pool='map' (SigLIP) needs pre_norm=False.")
@@ -87,7 +87,7 @@ class TextConfig:
 
   def __post_init__(self):
     _check_divides("width", self.width, "heads", self.heads)
-    _check_among("activation", self.activation, ACTIVATIONS)
+    _check_among("activation", self.activation, GELUS)
     _check_among("pool", self.pool, TEXT_POOLS)
     _check_among("projection", self.projection, ("matrix", "linear", "none"))
     if not 0 <= self.end_id < self.vocab_size:

@@ -34,10 +34,12 @@ from sbjax import (
   quantized_dot_general,
 )
 from sbjax.distributed.fsdp import gather_weight
-from sbjax.linear.fused import layer_norm_dense, layer_norm_mlp
+from sbjax.linear import fused_nnx
+from sbjax.linear.fused import gated_mlp, layer_norm_dense, layer_norm_mlp
+from sbjax.linear.layers import GatedMLP
 from sbjax.linear.weight import quantize_weight
 from sbjax.ops import partition
-from sbjax.ops.rows import LayerNormParams
+from sbjax.ops.rows import LayerNormParams, RMSNormParams
 from sbjax.ops.split_k import split_k_matmul
 from sbjax.pallas.sm90 import scaled_matmul as sm90
 from sbjax.recipes import SWITCHBACK
@@ -65,6 +67,11 @@ def _mlp(recipe, backend, x, w):
   return layer_norm_mlp(x, norm, w, b1, w.T, b2, recipe, backend=backend, add_residual=True)
 
 
+def _gated(recipe, backend, x, w):
+  norm, bias = RMSNormParams(jnp.ones(K)), jnp.zeros(N)
+  return gated_mlp(x, norm, w, w, w.T, recipe, b_up=bias, backend=backend, add_residual=True)
+
+
 def _qkv(recipe, backend, x, w):
   norm, bias = LayerNormParams(jnp.ones(K), jnp.zeros(K)), jnp.zeros(384)
   ys = layer_norm_dense(x, norm, w[:, :384], recipe, bias=bias, backend=backend, num_outputs=3)[1]
@@ -76,25 +83,26 @@ def _with_gradients(forward, recipe, x, w):
   return y, *backward(y)
 
 
-PIECES = {"linear": _linear, "mlp": _mlp, "qkv": _qkv}
+PIECES = {"linear": _linear, "mlp": _mlp, "gated": _gated, "qkv": _qkv}
 CASES = list(itertools.product(PIECES, RECIPES))
 MAIN = [  # Recipes whose kernels differ most; llm_int8's are also compiled by other tests.
   *(("linear", name) for name in ("full", "switchback", "switchback_m", "fp8_tensorwise")),
   *(("mlp", name) for name in ("full", "switchback", "switchback_m", "fp8_tensorwise")),
   ("mlp", "switchback_c"),
+  *(("gated", name) for name in ("full", "switchback", "switchback_m", "switchback_c")),
   ("qkv", "switchback"),
 ]
 SPLIT = [  # Layer norm takes whole rows, and layer_norm_dense returns whole outputs.
   (piece, layout)
   for piece in PIECES
   for layout in LAYOUTS
-  if (piece, layout) not in {("mlp", "K"), ("qkv", "K"), ("qkv", "N")}
+  if (piece, layout) not in {("mlp", "K"), ("gated", "K"), ("qkv", "K"), ("qkv", "N")}
 ]
 MESHES = [
   (piece, layout, name) for piece, layout in SPLIT for name in ("switchback", "switchback_m")
 ]
 MAIN_MESHES = [
-  (p, layout, name) for p, layout, name in MESHES if name == "switchback" and p != "linear"
+  (p, layout, name) for p, layout, name in MESHES if name == "switchback" and p in ("mlp", "qkv")
 ]
 
 
@@ -227,6 +235,16 @@ def _layer_norm_mlp(backend, x, w):
   return LayerNormMLP(N, backend=backend, add_residual=True).apply({"params": params}, x)
 
 
+def _gated_layer(make, backend, x, w):
+  params = {n: {"kernel": w.T if n == "down" else w} for n in ("gate", "up", "down")}
+  return make(backend).apply({"params": {"norm": {"scale": jnp.ones(K)}, **params}}, x)
+
+
+def _gated_nnx(backend, x, w):
+  del w
+  return fused_nnx.GatedMLP(K, N, backend=backend, add_residual=True, rngs=nnx.Rngs(0))(x)
+
+
 def _with_quantized_kernel(backend, x, w):
   kernel = quantize_weight(w, SWITCHBACK, backend=backend)
   return quantized_dot(x, kernel, SWITCHBACK, backend=backend)
@@ -243,6 +261,9 @@ OPERATIONS = {
   "gather_weight": _with_gathered_kernel,
   "layer_norm_mlp": functools.partial(_mlp, "switchback"),
   "layer_norm_dense": functools.partial(_qkv, "switchback"),
+  "gated_mlp": functools.partial(_gated, "switchback"),
+  "GatedMLP": functools.partial(_gated_layer, lambda b: GatedMLP(N, backend=b, add_residual=True)),
+  "nnx GatedMLP": _gated_nnx,
   "LayerNormDense": _norm_dense,
   "LayerNormMLP": _layer_norm_mlp,
   "SwitchBackDense": functools.partial(_linen, lambda b: SwitchBackDense(N, backend=b)),

@@ -122,6 +122,8 @@ def test_gelu_and_layer_norm_gradients_are_written_in_place(chip, proof):
   assert num_aliases["mlp, switchback"] == num_aliases["mlp, switchback_c"] == 4
   assert num_aliases["qkv, switchback"] == 2
   assert num_aliases["mlp, switchback_m"] == 3  # GELU's input is in 8 bits.
+  assert num_aliases["gated, switchback"] == num_aliases["gated, switchback_c"] == 5
+  assert num_aliases["gated, switchback_m"] == 3  # Both inputs of the unit are in 8 bits.
   assert num_aliases["linear, switchback"] == 0
   assert proof["meshes"]["mlp, switchback, batch, w over fsdp"]["in_place"] == 4
 

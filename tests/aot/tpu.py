@@ -148,13 +148,13 @@ def training_step(name: str, layers: int | None = 2) -> dict:
 
 
 def passes(name: str, width: int = 1024) -> dict:
-  """Bytes that layer norm, GELU and their gradients move, over the fewest that they could.
+  """Bytes that norms, GELU, gated units and their gradients move, over the fewest that they could.
 
   As XLA counts those of the compiled program, each rounding included.
   """
   results = {}
   for operation, (run, operands, bytes_each) in rows.OPERATIONS.items():
-    shape = (65536, 4 * width if operation.startswith("gelu") else width)
+    shape = (65536, rows.width_of(operation, width))
     with mesh(name, (1,), ("data",)) as one:
       whole = NamedSharding(one, P())
       norm = LayerNormParams(*[jax.ShapeDtypeStruct(shape[1:], jnp.float32, sharding=whole)] * 2)

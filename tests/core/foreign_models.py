@@ -164,6 +164,52 @@ class FlaxCLIP(nn.Module):
     return Output(jnp.matmul(text, image.T) * jnp.exp(self.logit_scale), image)
 
 
+class Llama(nn.Module):
+  """A block of LLaMA: RMS norms, rotated queries and keys, SwiGLU, and no bias."""
+
+  @nn.compact
+  def __call__(self, x):
+    n = nn.RMSNorm(epsilon=1e-5, name="attention_norm")(x)
+    x = x + self.linear(16, "o_proj")(
+      attend_rotated(*(self.linear(16, f"{h}_proj")(n) for h in "qkv"))
+    )
+    n = nn.RMSNorm(epsilon=1e-5, name="mlp_norm")(x)
+    gate, up = self.linear(48, "gate_proj")(n), self.linear(48, "up_proj")(n)
+    return x + self.linear(16, "down_proj")(nn.silu(gate) * up)
+
+  def linear(self, features, name):
+    return nn.Dense(features, use_bias=False, name=name)
+
+
+class NnxLlama(nnx.Module):
+  """The same, with the same names."""
+
+  def __init__(self, rngs):
+    def linear(*sizes):
+      return nnx.Linear(*sizes, use_bias=False, rngs=rngs)
+
+    self.attention_norm, self.mlp_norm = (
+      nnx.RMSNorm(16, epsilon=1e-5, rngs=rngs) for _ in range(2)
+    )
+    self.q_proj, self.k_proj, self.v_proj, self.o_proj = (linear(16, 16) for _ in range(4))
+    self.gate_proj, self.up_proj, self.down_proj = linear(16, 48), linear(16, 48), linear(48, 16)
+
+  def __call__(self, x):
+    n = self.attention_norm(x)
+    x = x + self.o_proj(attend_rotated(self.q_proj(n), self.k_proj(n), self.v_proj(n)))
+    n = self.mlp_norm(x)
+    return x + self.down_proj(nnx.silu(self.gate_proj(n)) * self.up_proj(n))
+
+
+def attend_rotated(q, k, v):
+  """Causal attention of q, k and v [B, L, 16] by two heads, with rotary positions."""
+  q, k, v = (a.reshape(*a.shape[:-1], 2, 8) for a in (q, k, v))
+  frequencies = 100.0 ** -jnp.linspace(0, 1, 4)
+  angles = (jnp.arange(q.shape[1])[:, None] * frequencies[None])[None, :, None]
+  q, k = (_rotated(a, jnp.sin(angles), jnp.cos(angles)) for a in (q, k))
+  return jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(*q.shape[:2], 16)
+
+
 class Experts(nn.Module):
   """A layer of experts, whose einsum hands the weights to XLA as the left operand."""
 

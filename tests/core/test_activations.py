@@ -19,6 +19,7 @@ REFERENCES = {
   "gelu": functools.partial(jax.nn.gelu, approximate=False),
   "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
   "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+  "silu": jax.nn.silu,
 }
 
 
@@ -91,3 +92,5 @@ def test_an_unknown_activation_or_epsilon_is_refused():
     layer_norm_dense(jnp.ones((2, 16)), norm, w, "full", epsilon=0)
   with pytest.raises(ValueError, match="activation='relu' must be one of gelu, gelu_tanh"):
     dataclasses.replace(MICRO.vision, activation="relu")
+  with pytest.raises(ValueError, match="activation='silu' must be one of gelu, gelu_tanh"):
+    dataclasses.replace(MICRO.vision, activation="silu")  # No format of CLIP's configs has it.

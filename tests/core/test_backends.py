@@ -37,7 +37,7 @@ from sbjax.ops import registry as backends
 from sbjax.ops import rows as fused_ops
 from sbjax.ops.matmul import check_operands
 from sbjax.ops.registry import OPERATIONS, get_backend
-from sbjax.ops.rows import LayerNormParams
+from sbjax.ops.rows import LayerNormParams, RMSNormParams
 from sbjax.ops.split_k import num_splits
 from sbjax.quantize import FORMATS, Format
 
@@ -131,6 +131,12 @@ OPERANDS = {(n, k): quantize(jnp.ones((n, k)), ROWWISE) for n, k in ((16, 24), (
     ("gelu_quantize", (ROWS, None, TENSORWISE), "one scale a row, not one"),
     ("gelu_quantize", (LONG, ROWWISE), "at most 8,192.*not 12,288"),
     ("gelu_quantize", (ROWS, ROWWISE, TENSORWISE), "one scale a row, not one"),
+    ("glu_quantize", (ROWS, ROWS, TENSORWISE), "one scale a row, not one"),
+    ("glu_quantize", (ROWS, ROWS, ROWWISE, TENSORWISE), "one scale a row, not one"),
+    ("glu_quantize", (LONG, LONG, ROWWISE), "at most 8,192.*not 12,288"),
+    ("glu_backward", (ROWS, ROWS, ROWS, TENSORWISE), "one scale a row, not one"),
+    ("glu_backward", (ONE_SCALE, ONE_SCALE, ROWS, ROWWISE), "one scale a row, not one"),
+    ("norm_quantize", (ROWS, RMSNormParams(jnp.ones(32)), TENSORWISE), "one scale a row, not one"),
     ("norm_quantize", (ROWS, NORM, TENSORWISE), "one scale a row, not one"),
     ("norm_quantize", (LONG, LONG_NORM, None), "at most 8,192.*not 12,288"),
     ("norm_backward", (LONG, LONG_NORM, LONG, None), "at most 8,192.*not 12,288"),
@@ -378,6 +384,8 @@ def every_operation(chosen, x, w, tokens=4, head_dim=32):
   chosen.norm_backward(x, norm, x, None)
   chosen.gelu_quantize(x, ROWWISE, None)
   chosen.gelu_backward(quantize(x, ROWWISE), x, ROWWISE)
+  chosen.glu_quantize(x, x, ROWWISE, None)
+  chosen.glu_backward(x, x, x, ROWWISE)
   chosen.quantize_sum((x,), ROWWISE)
   qkv = jnp.ones((1, tokens, 3, 2, head_dim), jnp.bfloat16)
   o, lse = chosen.attention_forward(qkv, causal=True, length=tokens)

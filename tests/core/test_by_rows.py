@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 from pairwise import mainly
 
 from sbjax import E5M2, INT8, LayerNormMLP, attention, quantize_model, quantized_dot
-from sbjax.linear.fused import layer_norm_dense, layer_norm_mlp
+from sbjax.linear.fused import gated_mlp, layer_norm_dense, layer_norm_mlp
 from sbjax.linear.weight import quantize_weight
-from sbjax.ops.rows import LayerNormParams
+from sbjax.ops.rows import LayerNormParams, RMSNormParams
 from sbjax.quantize import FORMATS
 from sbjax.recipes import as_recipe
 
@@ -48,7 +48,11 @@ def mlp(x, w, name):
   return layer_norm_mlp(x, NORM, w, BIAS, V, BACK, name, add_residual=True)
 
 
-LAYERS = [dot, prepared_dot, norm_dense, mlp]
+def gated(x, w, name):
+  return gated_mlp(x, RMSNormParams(NORM.scale), w, W[::-1], V, name, b_up=BIAS, b_down=BACK)[1]
+
+
+LAYERS = [dot, prepared_dot, norm_dense, mlp, gated]
 
 
 def of_examples(layer, name):

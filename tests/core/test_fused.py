@@ -1,4 +1,4 @@
-"""Layer norm and GELU fused with their matmuls equal the unfused layers."""
+"""Norms, GELU and gated units fused with their matmuls equal the unfused layers."""
 
 import functools
 
@@ -11,10 +11,10 @@ from flax_case import bitwise, drawn, normal, output_and_gradients
 from pairwise import mainly
 
 from sbjax import RECIPES, LayerNormDense, LayerNormMLP, quantize, quantized_dot
-from sbjax.linear.fused import layer_norm_dense, layer_norm_mlp
+from sbjax.linear.fused import gated_mlp, layer_norm_dense, layer_norm_mlp
 from sbjax.linear.weight import QuantizedWeight, quantize_weight
 from sbjax.ops import rows as fused_ops
-from sbjax.ops.rows import LayerNormParams
+from sbjax.ops.rows import LayerNormParams, RMSNormParams
 from sbjax.recipes import FULL, SWITCHBACK, SWITCHBACK_M
 
 ROWS, WIDTH, HIDDEN = (3, 7), 48, 80
@@ -31,7 +31,8 @@ def make(dtype="float32"):
 
 
 def plain_norm(x, norm):
-  layer = nn.LayerNorm(epsilon=1e-5, dtype=jnp.float32)
+  cls = nn.RMSNorm if isinstance(norm, RMSNormParams) else nn.LayerNorm
+  layer = cls(epsilon=1e-5, dtype=jnp.float32)
   return layer.apply({"params": norm._asdict()}, x.astype(jnp.float32)).astype(x.dtype)
 
 
@@ -39,6 +40,19 @@ def plain_mlp(x, norm, w1, b1, w2, b2, recipe):
   dot = functools.partial(quantized_dot, recipe=recipe, backend="xla")
   h = dot(plain_norm(x, norm), w1, bias=b1)
   return x, dot(nn.gelu(h, approximate=False), w2, bias=b2)
+
+
+def plain_gated(x, norm, kernels, biases, recipe):
+  dot = functools.partial(quantized_dot, recipe=recipe, backend="xla")
+  (w_gate, w_up, w_down), (b_gate, b_up, b_down) = kernels, biases
+  n = plain_norm(x, norm)
+  return x, dot(nn.silu(dot(n, w_gate, bias=b_gate)) * dot(n, w_up, bias=b_up), w_down, bias=b_down)
+
+
+def fused_gated(x, norm, kernels, biases, recipe, **options):
+  names = "b_gate", "b_up", "b_down"
+  biases = {} if biases is None else dict(zip(names, biases, strict=True))
+  return gated_mlp(x, norm, *kernels, recipe, **biases, backend="xla", **options)
 
 
 def plain_dot(x, norm, w, b, recipe):
@@ -73,14 +87,25 @@ def assert_near(actual, expected, rtol):
     assert np.linalg.norm(a - b) <= rtol * np.linalg.norm(b)
 
 
-PAIRS = {"dot": (fused_dot, plain_dot, 3), "mlp": (fused_mlp, plain_mlp, 5)}
+def of_gated(parameters):
+  """An RMS norm, the kernels and the biases of a gated MLP."""
+  norm, w1, b1, w2, b2 = parameters
+  return RMSNormParams(norm.scale), (w1, w1[::-1] + 0.1, w2), (b1, 0.5 - b1, b2)
+
+
+PAIRS = {  # (fused, not fused, what they take of the parameters of an MLP)
+  "dot": (fused_dot, plain_dot, lambda parameters: parameters[:3]),
+  "rms dot": (fused_dot, plain_dot, lambda p: (RMSNormParams(p[0].scale), *p[1:3])),
+  "mlp": (fused_mlp, plain_mlp, lambda parameters: parameters),
+  "gated": (fused_gated, plain_gated, of_gated),
+}
 
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_full_is_plain_flax(pair):
-  fused, plain, count = PAIRS[pair]
+  fused, plain, pick = PAIRS[pair]
   x, gradients, parameters = make()
-  arguments = x, gradients, parameters[:count], FULL
+  arguments = x, gradients, pick(parameters), FULL
   assert_near(results(fused, *arguments), results(plain, *arguments), 2e-6)
 
 
@@ -90,24 +115,24 @@ MAIN = ("switchback_cm", "llm_int8")  # They differ most.
 @pytest.mark.parametrize("name", mainly(MAIN, [name for name in RECIPES if name != "full"]))
 @pytest.mark.parametrize("pair", PAIRS)
 def test_every_recipe_fused_equals_unfused_to_rounding(pair, name):
-  fused, plain, count = PAIRS[pair]
+  fused, plain, pick = PAIRS[pair]
   x, gradients, parameters = make()
-  arguments = x, gradients, parameters[:count], RECIPES[name]
+  arguments = x, gradients, pick(parameters), RECIPES[name]
   # In float32 quantizers see the unfused values, but for last bits that flip a few roundings. Only
   # with 8-bit saved arrays another array is rounded: GELU's input, not its output.
   rtol = 2e-2 if RECIPES[name].saved == "quantized" else 1.2e-2 if "fp8" in name else 4e-3
   assert_near(results(fused, *arguments), results(plain, *arguments), rtol)
 
 
-@pytest.mark.parametrize("pair", mainly(["mlp"], PAIRS))
+@pytest.mark.parametrize("pair", mainly(["mlp", "gated"], PAIRS))
 def test_in_bfloat16_fused_layers_err_no_more_than_plain_ones(pair):
-  fused, plain, count = PAIRS[pair]
+  fused, plain, pick = PAIRS[pair]
   x, gradients, parameters = make("bfloat16")
   exact = jax.tree.map(lambda a: a.astype(np.float32), (x, gradients))
-  truth = jax.tree.leaves(results(plain, *exact, parameters[:count], FULL))
+  truth = jax.tree.leaves(results(plain, *exact, pick(parameters), FULL))
   for recipe in (FULL, SWITCHBACK):
     both = [
-      jax.tree.leaves(results(function, x, gradients, parameters[:count], recipe))
+      jax.tree.leaves(results(function, x, gradients, pick(parameters), recipe))
       for function in (fused, plain)
     ]
     for ours, theirs, want in zip(*both, truth, strict=True):
@@ -205,6 +230,49 @@ def test_a_quantized_weight_passes_its_gradient_only_to_the_master():
   assert not any(np.any(np.asarray(part.scale)) for part in (found.fwd, found.dgrad))
 
 
+def test_a_gated_mlp_adds_its_residual_and_takes_weights_quantized_beforehand():
+  x, (_, dy), parameters = make()
+  norm, kernels, biases = of_gated(parameters)
+
+  def added(x, norm, kernels, biases):
+    kernels = [quantize_weight(w, SWITCHBACK, backend="xla") for w in kernels]
+    return fused_gated(x, norm, kernels, biases, SWITCHBACK, add_residual=True)
+
+  def apart(x, norm, kernels, biases):
+    return jnp.add(*fused_gated(x, norm, kernels, biases, SWITCHBACK))
+
+  actual, expected = (
+    jax.tree.map(np.asarray, output_and_gradients(f, dy[..., :WIDTH], x, norm, kernels, biases))
+    for f in (added, apart)
+  )
+  assert_near(actual, expected, 1e-6)
+
+
+def test_a_gated_mlp_without_biases_has_the_numbers_of_zeros():
+  x, _, parameters = make()
+  norm, kernels, biases = of_gated(parameters)
+
+  def sum_of(kernels, biases):
+    return jnp.sum(fused_gated(x, norm, kernels, biases, "switchback")[1])
+
+  zeros = jax.tree.map(jnp.zeros_like, biases)
+  with_zeros, without = (bitwise(jax.value_and_grad(sum_of))(kernels, b) for b in (zeros, None))
+  jax.tree.map(np.testing.assert_array_equal, without, with_zeros)
+
+
+def test_a_gated_mlp_saves_x_and_both_inputs_of_its_unit_for_backward():
+  x, _, parameters = make("bfloat16")
+  saved = {}
+  for name in ("switchback", "switchback_m"):
+    run = functools.partial(lambda r, x, p: fused_gated(x, *p, r), RECIPES[name])
+    _, backward = jax.eval_shape(functools.partial(jax.vjp, run), x, of_gated(parameters))
+    arrays = [a for a in jax.tree.leaves(backward) if a.ndim == 2 and a.shape[0] == 21]
+    saved[name] = sorted((a.dtype.name, a.shape[1]) for a in arrays)
+  assert saved["switchback"] == [("bfloat16", WIDTH), *2 * [("bfloat16", HIDDEN)]]
+  kept = [*2 * [("float32", 1)], *2 * [("int8", HIDDEN)]]
+  assert saved["switchback_m"] == [("bfloat16", WIDTH), *kept]
+
+
 def test_an_mlp_saves_x_and_the_gelu_input_for_backward():
   """GELU's input has 8 bits with switchback_m. Outputs of layer norm and GELU are never saved."""
   x, _, parameters = make("bfloat16")
@@ -232,8 +300,8 @@ def test_the_residual_gradient_is_added_before_rounding():
 def test_non_finite_inputs_give_nan_rows(bad):
   x, gradients, parameters = make()
   x[1, 2, 3] = bad
-  for function, count in ((fused_dot, 3), (fused_mlp, 5)):
-    _, y, dx, _ = results(function, x, gradients, parameters[:count], SWITCHBACK)
+  for function, _, pick in PAIRS.values():
+    _, y, dx, _ = results(function, x, gradients, pick(parameters), SWITCHBACK)
     assert np.isnan(y[1, 2]).all() and np.isnan(dx[1, 2]).all()
     assert np.isfinite(np.delete(y.reshape(21, -1), 9, 0)).all()
 

@@ -1,4 +1,4 @@
-"""Layer norm and GELU with their matmuls on a mesh, with rows or columns split over devices."""
+"""Norms, GELU and gated units with their matmuls on a mesh that splits rows or columns."""
 
 import itertools
 
@@ -12,8 +12,8 @@ from mesh_case import Product, make_mesh, on_shards, plain, put
 from pairwise import mainly
 
 from sbjax.linear import fused, weight
-from sbjax.linear.fused import layer_norm_dense, layer_norm_mlp
-from sbjax.ops.rows import LayerNormParams
+from sbjax.linear.fused import gated_mlp, layer_norm_dense, layer_norm_mlp
+from sbjax.ops.rows import LayerNormParams, RMSNormParams
 from tests.aot.operations import gathered
 
 MLP_LAYOUTS = {  # of x [M, K], w1 [K, H] and w2 [H, K]
@@ -36,7 +36,9 @@ def put_mlp(mesh, layout, case):
   return put(mesh, specs, *case)
 
 
-def make_mlp(monkeypatch, name, backend):
+def make_mlp(monkeypatch, name, backend, gated=False):
+  """gated: an RMS norm and a gated unit; up is gate and 0.1."""
+
   def run(x, gradients, vectors, w1, b1, w2):
     monkeypatch.setattr(fused, "get_backend", lambda _: backend)
     monkeypatch.setattr(weight, "get_backend", lambda _: backend)
@@ -44,6 +46,9 @@ def make_mlp(monkeypatch, name, backend):
     adds = name != "switchback_m"  # switchback_m returns x and y separately here.
 
     def mlp(x, scale, bias, w1, b1, w2, b2):
+      if gated:
+        norm, biases = RMSNormParams(1 + scale / 4), {"b_gate": b1, "b_down": b2}
+        return gated_mlp(x, norm, w1, w1 + 0.1, w2, name, add_residual=adds, **biases)
       norm = LayerNormParams(1 + scale / 4, bias)
       return layer_norm_mlp(x, norm, w1, b1, w2, b2, name, add_residual=adds)
 
@@ -53,18 +58,20 @@ def make_mlp(monkeypatch, name, backend):
   return jax.jit(run)
 
 
+NAMES = ["full", "switchback", "switchback_m", "switchback_cm", "fp8_switchback"]
+IS_GATED = [False, True]
+
+
 @pytest.mark.parametrize("layout", MLP_LAYOUTS)
-@pytest.mark.parametrize(
-  "name",
-  mainly(
-    ["switchback_cm"], ["full", "switchback", "switchback_m", "switchback_cm", "fp8_switchback"]
-  ),
-)
-def test_a_sharded_mlp_equals_one_device_and_gathers_no_activation(monkeypatch, name, layout):
+@pytest.mark.parametrize("gated", IS_GATED)
+@pytest.mark.parametrize("name", mainly(["switchback_cm"], NAMES))
+def test_a_sharded_mlp_equals_one_device_and_gathers_no_activation(
+  monkeypatch, name, gated, layout
+):
   case = mlp_case()
   arrays = put_mlp(make_mesh(), layout, case)
-  compiled = make_mlp(monkeypatch, name, on_shards(Product())).lower(*arrays).compile()
-  split, alone = compiled(*arrays), make_mlp(monkeypatch, name, plain())(*case)
+  compiled = make_mlp(monkeypatch, name, on_shards(Product()), gated).lower(*arrays).compile()
+  split, alone = compiled(*arrays), make_mlp(monkeypatch, name, plain(), gated)(*case)
   for a, b in zip(jax.tree.leaves(split), jax.tree.leaves(alone), strict=True):
     assert np.linalg.norm(a - b) <= (1e-5 if name == "full" else 4e-3) * np.linalg.norm(b)
   moved = {size for _, size in gathered(compiled.as_text())}
@@ -72,6 +79,7 @@ def test_a_sharded_mlp_equals_one_device_and_gathers_no_activation(monkeypatch, 
   assert not {size for size in moved if size % rows_of_a_device == 0}
 
 
+@pytest.mark.parametrize("gated", IS_GATED)
 @pytest.mark.parametrize(
   ("by_kernels", "layout"),
   # Without kernels JAX finds the shardings of all other layouts ambiguous.
@@ -80,13 +88,13 @@ def test_a_sharded_mlp_equals_one_device_and_gathers_no_activation(monkeypatch, 
     [(False, "batch"), *((True, layout) for layout in MLP_LAYOUTS)],
   ),
 )
-def test_an_mlp_in_explicit_mode_equals_one_device(monkeypatch, by_kernels, layout):
+def test_an_mlp_in_explicit_mode_equals_one_device(monkeypatch, by_kernels, layout, gated):
   mesh, case = make_mesh(AxisType.Explicit), mlp_case()
   arrays = put_mlp(mesh, layout, case)
   backend = on_shards(Product()) if by_kernels else plain()
   with jax.set_mesh(mesh):
-    split = make_mlp(monkeypatch, "switchback", backend)(*arrays)
-  alone = make_mlp(monkeypatch, "switchback", plain())(*case)
+    split = make_mlp(monkeypatch, "switchback", backend, gated)(*arrays)
+  alone = make_mlp(monkeypatch, "switchback", plain(), gated)(*case)
   for a, b in zip(jax.tree.leaves(split), jax.tree.leaves(alone), strict=True):
     assert np.linalg.norm(a - b) <= 4e-3 * np.linalg.norm(b)
 

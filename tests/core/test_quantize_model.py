@@ -22,6 +22,8 @@ from foreign_models import (
   FlaxCLIP,
   JimmCLIP,
   LanguageModel,
+  Llama,
+  NnxLlama,
   Qwen3,
   ViT,
 )
@@ -39,11 +41,13 @@ CASES = {  # name: (model, inputs, products of weights)
   "class token": (Classifier(), (IMAGE,), 1 + BLOCK + 1),
   "shared embedding": (LanguageModel(), (TOKENS,), BLOCK + 1),
   "two towers": (FlaxCLIP(), (TOKENS, IMAGE), 1 + BLOCK + 1 + BLOCK + 1),
+  "llama": (Llama(), (normal((2, 5, 16)),), 4 + 3),
   "experts": (Experts(), (normal((2, 3, 16)),), 1),
 }
 NNX_CASES = {  # The same; inputs are made for each call, which may change them.
   "convnext": (ConvNeXt, lambda: (IMAGE,), 1 + 2),
   "qwen3": (Qwen3, lambda: (TOKENS, Cache()), 4 + 3 + 1),
+  "llama": (NnxLlama, lambda: (normal((2, 5, 16)),), 4 + 3),
   "jimm": (JimmCLIP, lambda: (IMAGE, TOKENS), 1 + BLOCK + 1 + BLOCK + 1),
 }
 
@@ -84,7 +88,7 @@ def as_models_have_it(strict_jax):
 
 
 @pytest.mark.parametrize(
-  "name", mainly(["conv1d and tied", "scan and remat", "shared embedding"], CASES)
+  "name", mainly(["conv1d and tied", "scan and remat", "shared embedding", "llama"], CASES)
 )
 def test_full_changes_neither_output_nor_gradient(name):
   model, inputs, _ = CASES[name]
@@ -106,7 +110,7 @@ def test_each_product_of_a_weight_is_in_int8_forward_and_backward(name):
   assert int8_products(grad) == 2 * products + remat
 
 
-@pytest.mark.parametrize("name", mainly(["jimm"], NNX_CASES))
+@pytest.mark.parametrize("name", mainly(["jimm", "llama"], NNX_CASES))
 def test_full_changes_neither_output_nor_gradient_of_an_nnx_model(name):
   cls, inputs, _ = NNX_CASES[name]
   model = cls(nnx.Rngs(0))

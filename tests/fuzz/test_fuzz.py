@@ -51,9 +51,10 @@ from sbjax import (
   stable_adamw,
 )
 from sbjax.distributed.fsdp import gather_weight
-from sbjax.linear.fused import layer_norm_dense, layer_norm_mlp
+from sbjax.linear.fused import gated_mlp, layer_norm_dense, layer_norm_mlp
+from sbjax.linear.layers import GatedMLP
 from sbjax.linear.weight import quantize_weight
-from sbjax.ops.rows import LayerNormParams
+from sbjax.ops.rows import LayerNormParams, RMSNormParams
 from sbjax.quantize import SCALINGS
 
 formats = st.sampled_from(list(LARGEST))
@@ -210,17 +211,25 @@ def test_quantized_dot_general_is_within_its_bound(name, contraction, c_lhs, c_r
 
 
 def standardized(x, norm):
-  """Layer norm in float64, and the error of float32."""
-  x = x.astype(np.float64)
-  centred = x - np.mean(x, axis=-1, keepdims=True)
+  """The norm in float64, and the error of float32."""
+  x, is_rms = x.astype(np.float64), isinstance(norm, RMSNormParams)
+  bias = 0 if is_rms else norm.bias
+  centred = x if is_rms else x - np.mean(x, axis=-1, keepdims=True)
   inverse = 1 / np.sqrt(np.mean(centred**2, axis=-1, keepdims=True) + 1e-5)
   error = 1e-6 * (np.max(np.abs(x), axis=-1, keepdims=True) * inverse + 4) * np.abs(norm.scale)
-  return centred * inverse * norm.scale + norm.bias, error + 1e-6 * np.abs(norm.bias)
+  return centred * inverse * norm.scale + bias, error + 1e-6 * np.abs(bias)
 
 
 def gelu(bound):
   cdf = 0.5 * (1 + np.vectorize(math.erf, otypes=[float])(bound.value / math.sqrt(2)))
   return bound.value * cdf, 1.13 * bound.error + 1e-6 * np.abs(bound.value)
+
+
+def swiglu(gate, up):
+  active = gate.value / (1 + np.exp(-gate.value))
+  error = 1.1 * gate.error + 1e-6 * np.abs(gate.value)
+  lost = error * (np.abs(up.value) + up.error) + np.abs(active) * up.error
+  return active * up.value, lost + 1e-6 * np.abs(active * up.value)
 
 
 @functools.partial(compiled, static_argnums=(0, 1))
@@ -231,6 +240,13 @@ def layer(kind, recipe, x, norm, w1, b1, w2, b2):
     return layer_norm_dense(x, norm, w1, recipe, bias=b1)[1]
   if kind == "layer_norm_mlp":
     return layer_norm_mlp(x, norm, w1, b1, w2, b2, recipe)[1]
+  if kind == "gated_mlp":
+    biases = {"b_gate": b1, "b_up": b1[::-1], "b_down": b2}
+    return gated_mlp(x, norm, w1, w1[:, ::-1], w2, recipe, **biases)[1]
+  if kind == "GatedMLP":
+    up, down = {"kernel": w1[:, ::-1], "bias": b1[::-1]}, {"kernel": w2, "bias": b2}
+    params = {"norm": norms, "gate": first, "up": up, "down": down}
+    return GatedMLP(len(b1), use_bias=True, recipe=recipe).apply({"params": params}, x)[1]
   if kind == "LayerNormDense":
     params = {"norm": norms, "dense": first}
     return LayerNormDense(len(b1), recipe=recipe).apply({"params": params}, x)[1]
@@ -248,6 +264,7 @@ def layer(kind, recipe, x, norm, w1, b1, w2, b2):
 
 PLAIN = ("SwitchBackDense", "SwitchBackLinear", "quantize_weight")
 WITH_NORM = ("layer_norm_dense", "LayerNormDense", "layer_norm_mlp", "LayerNormMLP")
+GATED = ("gated_mlp", "GatedMLP")
 few_recipes = st.sampled_from(
   [RECIPES[name] for name in ("full", "switchback", "switchback_m", "fp8_tensorwise")]
 )
@@ -265,12 +282,13 @@ def test_a_linear_layer_is_within_its_bound(kind, recipe, shape, cx, cw, cb):
 
 
 @fuzz(150)
-@given(st.sampled_from(WITH_NORM), few_recipes, tokens, mild, mild, mild, st.booleans())
-def test_a_layer_with_layer_norm_is_within_its_bound(kind, recipe, shape, cx, cw, cb, has_nan):
+@given(st.sampled_from(WITH_NORM + GATED), few_recipes, tokens, mild, mild, mild, st.booleans())
+def test_a_layer_with_a_norm_is_within_its_bound(kind, recipe, shape, cx, cw, cb, has_nan):
   x, w1, b1, w2, b2 = (
     c.array(*of) for c, of in ((cx, shape), (cw, (9, 5)), (cb, (5,)), (cb, (5, 9)), (cw, (9,)))
   )
   norm = LayerNormParams(*cb.array(2, 9))
+  norm = RMSNormParams(norm.scale) if kind in GATED else norm
   if has_nan and x.size:
     x[..., 3] = np.nan
   y = layer(kind, recipe, x, norm, w1, b1, w2, b2)
@@ -278,7 +296,8 @@ def test_a_layer_with_layer_norm_is_within_its_bound(kind, recipe, shape, cx, cw
     n, error = standardized(rows(x), norm)
     bound = plus(product(n, w1, recipe.fwd, "float64", error), b1)
     if "mlp" in kind.lower():
-      g, error = gelu(bound)
+      up = plus(product(n, w1[:, ::-1], recipe.fwd, "float64", error), b1[::-1])
+      g, error = swiglu(bound, up) if kind in GATED else gelu(bound)
       bound = plus(product(g, w2, recipe.fwd, "float64", error), b2)
     assert_within(rows(y), cast(bound, "float32"))
 

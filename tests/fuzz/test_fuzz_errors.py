@@ -35,10 +35,12 @@ from sbjax import (
   stable_adamw,
 )
 from sbjax.distributed.fsdp import gather, gather_weight
-from sbjax.linear.fused import layer_norm_dense, layer_norm_mlp
+from sbjax.linear.fused import gated_mlp, layer_norm_dense, layer_norm_mlp
+from sbjax.linear.fused_nnx import GatedMLP as GatedNnxMLP
+from sbjax.linear.layers import GatedMLP
 from sbjax.linear.weight import quantize_weight
 from sbjax.ops.registry import get_backend
-from sbjax.ops.rows import LayerNormParams
+from sbjax.ops.rows import LayerNormParams, RMSNormParams
 from sbjax.recipes import parse_recipe
 
 X, W = np.ones((3, 4), np.float32), np.ones((4, 5), np.float32)
@@ -70,6 +72,14 @@ def linear(x=X, recipe="switchback", **options):
 
 def general(lhs=X, rhs=W, dimensions=DIMENSIONS, recipe="switchback", backend=None, **options):
   return quantized_dot_general(recipe, backend=backend)(lhs, rhs, dimensions, **options)
+
+
+def gated(w_gate=W, w_up=W, w_down=W.T, **options):
+  return gated_mlp(X, RMSNormParams(NORM.scale), w_gate, w_up, w_down, "switchback", **options)
+
+
+def nnx_gated(x=X, **options):
+  return GatedNnxMLP(4, 5, **options, rngs=nnx.Rngs(0))(x)
 
 
 def mlp(x=X, norm=NORM, w1=W, b1=None, w2=W.T, b2=None, recipe="switchback", **options):
@@ -121,6 +131,12 @@ ARRAYS = {
   "SwitchBackLinear": (linear, rows_of(4)),
   "LayerNormDense": (lambda a: init(LayerNormDense(5), a), has_columns),
   "LayerNormMLP": (lambda a: init(LayerNormMLP(5), a), has_columns),
+  "GatedMLP": (lambda a: init(GatedMLP(5), a), has_columns),
+  "nnx GatedMLP": (nnx_gated, rows_of(4)),
+  "gated_mlp w_gate": (lambda a: gated(w_gate=a), (4, 5).__eq__),
+  "gated_mlp w_up": (lambda a: gated(w_up=a), (4, 5).__eq__),
+  "gated_mlp w_down": (lambda a: gated(w_down=a), kernel_of(5)),
+  "gated_mlp b_up": (lambda a: gated(b_up=a), (5,).__eq__),
   "layer_norm_dense x": (lambda a: layer_norm_dense(a, NORM, W, "switchback"), rows_of(4)),
   "layer_norm_dense w": (lambda a: layer_norm_dense(X, NORM, a, "switchback"), kernel_of(4)),
   "layer_norm_dense bias": (
@@ -140,7 +156,7 @@ ARRAYS = {
   "stable_adamw gradient": (lambda a: adamw(g=leaf(a)), (3, 4).__eq__),
   "stable_adamw parameter": (lambda a: adamw(p=leaf(a)), (3, 4).__eq__),
 }
-OPTIONAL = ("bias", "residual", "b1")
+OPTIONAL = ("bias", "residual", "b1", "b_up")
 # An argument that is a choice: (call, whether a value of NOT_CHOICES is one of the choices).
 CHOICES = {
   "Spec dtype": lambda a: Spec(a, "rowwise"),
@@ -186,6 +202,15 @@ CHOICES = {
   "SwitchBackLinear param_dtype": lambda a: linear(param_dtype=a),
   "LayerNormDense recipe": lambda a: init(LayerNormDense(5, recipe=a), X),
   "LayerNormDense dtype": lambda a: init(LayerNormDense(5, dtype=a), X),
+  "LayerNormDense norm": lambda a: init(LayerNormDense(5, norm=a), X),
+  "LayerNormMLP param_dtype": lambda a: init(LayerNormMLP(5, param_dtype=a), X),
+  "LayerNormMLP activation": lambda a: init(LayerNormMLP(5, activation=a), X),
+  "LayerNormMLP epsilon": lambda a: init(LayerNormMLP(5, epsilon=a), X),
+  "nnx GatedMLP recipe": lambda a: nnx_gated(recipe=a),
+  "nnx GatedMLP norm": lambda a: nnx_gated(norm=a),
+  "nnx GatedMLP dtype": lambda a: nnx_gated(dtype=a),
+  "nnx GatedMLP param_dtype": lambda a: nnx_gated(param_dtype=a),
+  "nnx GatedMLP keep": lambda a: nnx_gated(keep=a),
   "LayerNormMLP backend": lambda a: init(LayerNormMLP(5, backend=a), X),
   "LayerNormMLP dtype": lambda a: init(LayerNormMLP(5, dtype=a), X),
   "layer_norm_mlp recipe": lambda a: mlp(recipe=("full", a)),
@@ -199,6 +224,9 @@ SIZES = {
   "SwitchBackLinear in_features": lambda a: SwitchBackLinear(a, 4, rngs=nnx.Rngs(0)),
   "LayerNormDense features": lambda a: init(LayerNormDense(a), X),
   "LayerNormMLP hidden": lambda a: init(LayerNormMLP(a), X),
+  "GatedMLP hidden": lambda a: init(GatedMLP(a), X),
+  "nnx GatedMLP width": lambda a: GatedNnxMLP(a, 5, rngs=nnx.Rngs(0)),
+  "nnx GatedMLP hidden": lambda a: GatedNnxMLP(4, a, rngs=nnx.Rngs(0)),
   "num_outputs": lambda a: layer_norm_dense(X, NORM, W, "full", num_outputs=-2 if a is None else a),
 }
 NUMBERS = {

@@ -17,7 +17,7 @@ from sbjax.ops.attention import HEAD_DIMS
 from sbjax.ops.dither import positions
 from sbjax.ops.matmul import scaled_matmul
 from sbjax.ops.registry import NAMES, get_backend
-from sbjax.ops.rows import LayerNormParams
+from sbjax.ops.rows import LayerNormParams, RMSNormParams
 from sbjax.pallas.sm90 import scaled_matmul as scaled_matmul_sm90
 from sbjax.quantize import E4M3, E5M2, INT8
 
@@ -157,12 +157,22 @@ def test_adam_s_step_on_coded_moments_is_the_definition_s_to_rounding(backend, b
 def row_operations(x, dy, dx, norm):
   """The operations of sbjax.ops.rows on these operands: {name: (function, arrays)}."""
   int8, e5m2 = Spec(INT8, "rowwise"), Spec(E5M2, "rowwise")
-  kept, fold = quantize(x, int8), jnp.exp2(norm.scale)
+  kept, fold, rms = quantize(x, int8), jnp.exp2(norm.scale), RMSNormParams(norm.scale)
   return {
     "norm": (lambda ops, x, norm: ops.norm_quantize(x, norm, None), (x, norm)),
     "norm int8": (lambda ops, x, norm: ops.norm_quantize(x, norm, int8), (x, norm)),
     "norm back": (lambda ops, *a: ops.norm_backward(*a, None), (x, norm, dy)),
     "norm back, residual": (lambda ops, *a: ops.norm_backward(*a), (x, norm, dy, dx)),
+    "rms int8": (lambda ops, x, norm: ops.norm_quantize(x, norm, int8), (x, rms)),
+    "rms back, residual": (lambda ops, *a: ops.norm_backward(*a), (x, rms, dy, dx)),
+    "glu": (lambda ops, *hs: ops.glu_quantize(*hs, None, None), (x, dx)),
+    "glu int8": (lambda ops, *hs: ops.glu_quantize(*hs, int8, int8), (x, dx)),
+    "glu back": (lambda ops, *a: ops.glu_backward(*a, None), (x, dx, dy)),
+    "glu back int8": (lambda ops, *a: ops.glu_backward(*a, int8), (kept, quantize(dx, int8), dy)),
+    "glu back, folds": (
+      lambda ops, *a: ops.glu_backward(*a, e5m2, folds=(None, fold)),
+      (x, dx, dy),
+    ),
     "gelu": (lambda ops, x: ops.gelu_quantize(x, None, None), (x,)),
     "gelu int8": (lambda ops, x: ops.gelu_quantize(x, int8, int8), (x,)),
     "gelu back": (lambda ops, h, dg: ops.gelu_backward(h, dg, None), (x, dy)),

@@ -1,4 +1,4 @@
-"""The Triton kernels of layer norm and GELU agree with the definition, and compile for GPUs.
+"""The Triton kernels of norms, GELU and GLU agree with the definition, and compile for GPUs.
 
 Their sums over a row and their GELU have errors of a few float32 roundings. So at most one 8-bit
 value in a hundred is rounded the other way and differs by one step.
@@ -17,7 +17,7 @@ from pairwise import mainly
 
 from sbjax import E4M3, E5M2, INT8, Spec, quantize
 from sbjax.ops import rows as fused_ops
-from sbjax.ops.rows import LayerNormParams
+from sbjax.ops.rows import ACTIVATIONS, LayerNormParams, RMSNormParams
 
 pytestmark = pytest.mark.aot
 
@@ -37,12 +37,29 @@ def _norm(x):
   return LayerNormParams(1 + scale / 4, bias / 4)
 
 
-# f has the five functions: it is sbjax.ops.rows or an interpreted module of kernels.
+def _rms(x):
+  return RMSNormParams(_norm(x).scale)
+
+
+# f has the functions: it is sbjax.ops.rows or an interpreted module of kernels.
 OPERATIONS = {
   "norm_quantize": lambda f, x, dy, spec, **how: f.norm_quantize(x, _norm(x), spec, **how),
   "norm_backward": lambda f, x, dy, spec, **how: f.norm_backward(x, _norm(x), dy, None, **how),
   "norm_backward, dx": lambda f, x, dy, spec, **how: f.norm_backward(
     x, _norm(x), dy, dy[:, ::-1], **how
+  ),
+  "norm_quantize, rms": lambda f, x, dy, spec, **how: f.norm_quantize(x, _rms(x), spec, **how),
+  "norm_backward, rms": lambda f, x, dy, spec, **how: f.norm_backward(
+    x, _rms(x), dy, dy[:, ::-1], **how
+  ),
+  "glu_quantize": lambda f, x, dy, spec, **how: f.glu_quantize(x, dy, spec, **how),
+  "glu_quantize, keep": lambda f, x, dy, spec, **how: f.glu_quantize(x, dy, spec, INT8_ROW, **how),
+  "glu_backward": lambda f, x, dy, spec, **how: f.glu_backward(x, dy[:, ::-1], dy, spec, **how),
+  "glu_backward, kept": lambda f, x, dy, spec, **how: f.glu_backward(
+    *(quantize(h, spec or INT8_ROW) for h in (x, dy[:, ::-1])), dy, spec, **how
+  ),
+  "glu_backward, folds": lambda f, x, dy, spec, **how: f.glu_backward(
+    x, dy[:, ::-1], dy, spec, folds=(_norm(x).scale, None), activation="gelu", **how
   ),
   "gelu_quantize": lambda f, x, dy, spec, **how: f.gelu_quantize(x, spec, **how),
   "gelu_quantize, keep": lambda f, x, dy, spec, **how: f.gelu_quantize(x, spec, INT8_ROW, **how),
@@ -76,7 +93,9 @@ def interpreted(operation):
 
 
 def file_of(operation):
-  return next(name for name in ("norm", "gelu", "quantize_sum") if operation.startswith(name))
+  return next(
+    name for name in ("norm", "gelu", "glu", "quantize_sum") if operation.startswith(name)
+  )
 
 
 def run(operation, x, dy, spec, **how):
@@ -181,7 +200,10 @@ def test_parts_are_concatenated_and_quantized_bit_for_bit(count, k, fmt):
   assert count > 1 or dy is parts[0]
 
 
-@pytest.mark.parametrize("operation", [o for o in OPERATIONS if "backward" in o or "sum" in o])
+SUMMING = [o for o in OPERATIONS if ("backward" in o and "glu" not in o) or "sum" in o]
+
+
+@pytest.mark.parametrize("operation", SUMMING)
 def test_columns_are_summed_over_all_programs(operation):
   # Sums of integers are exact in any order. The norm of x is 1 or -1, GELU's slope 1 or 0.
   dy = np.random.default_rng(0).integers(-9, 9, (23, 48)).astype(np.float32)
@@ -192,11 +214,13 @@ def test_columns_are_summed_over_all_programs(operation):
   total = np.sum(dy, axis=0)
   expected = {
     "norm_backward": [sign * total, total],  # Of the scale, of the bias.
+    "norm_backward, rms": [sign * total],
     "gelu_backward": [(sign > 0) * total],
     "quantize_sum": [total],
     "quantize_sum, fold": [total],
     "quantize_sum, parts": [np.concatenate([total, 23 * 2**20 * sign, total[::-1]])],
-  }[operation if "sum" in operation else operation.split(",")[0]]
+  }
+  expected = expected.get(operation) or expected[operation.split(",")[0]]
   sums = [a for a in jax.tree.leaves(actual) if a.ndim == 1]
   jax.tree.map(np.testing.assert_array_equal, sums, expected)
 
@@ -207,7 +231,7 @@ def test_zeros_stay_zeros(operation, fmt):
   x, dy = (a.at[1].set(0.0) for a in draw(3, 80))
   actual, expected = run(operation, x, dy, SPECS[fmt])
   assert_near(actual, expected, operation)
-  if not operation.startswith("norm"):  # Layer norm adds a bias.
+  if not operation.startswith("norm") or "rms" in operation:  # Layer norm adds a bias.
     for a in jax.tree.leaves(actual):
       assert a.ndim == 1 or not np.any(a[1])
 
@@ -222,12 +246,14 @@ def test_a_nan_or_infinity_reaches_only_its_row_and_columns(operation, place, bi
   (x if place == "x" else dy).view(np.uint32)[2, 33] = bits
   actual, expected = run(operation, jnp.asarray(x), jnp.asarray(dy), INT8_ROW)
   assert_near(actual, expected, operation)
-  takes_one = {"norm_quantize": "x", "gelu_quantize": "x", "gelu_quantize, keep": "x"}
-  takes_one |= {"quantize_sum": "dy", "quantize_sum, fold": "dy"}
+  takes_one = {"norm_quantize": "x", "norm_quantize, rms": "x", "quantize_sum": "dy"}
+  takes_one |= {"gelu_quantize": "x", "gelu_quantize, keep": "x", "quantize_sum, fold": "dy"}
   row = 2 if place in takes_one.get(operation, ["x", "dy"]) else None
-  for a in jax.tree.leaves(actual):
-    if a.shape == (4, 1):  # Scales.
-      np.testing.assert_array_equal(np.isnan(a[:, 0]), np.arange(4) == row)
+  scales = [np.isnan(a[:, 0]) for a in jax.tree.leaves(actual) if a.shape == (4, 1)]
+  if operation == "glu_quantize, keep":  # A scale each of the unit, of gate, and of up.
+    assert not scales.pop(2 if place == "x" else 1).any()
+  for found in scales:
+    np.testing.assert_array_equal(found, np.arange(4) == row)
 
 
 @pytest.mark.parametrize("shape", [(0, 32), (3, 0)], ids=str)
@@ -239,7 +265,9 @@ def test_empty_arrays_give_empty_results(operation, shape):
 
 
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
-@pytest.mark.parametrize("operation", ["norm_quantize", "gelu_quantize", "gelu_backward, kept"])
+@pytest.mark.parametrize(
+  "operation", ["norm_quantize", "gelu_quantize", "gelu_backward, kept", "glu_backward, kept"]
+)
 def test_fp8_is_rounded_once_where_the_cast_truncates_to_float16_first(monkeypatch, operation, fmt):
   (x, dy), spec = draw(3, 1000), SPECS[fmt]
   on_90, _ = run(operation, x, dy, spec)
@@ -293,7 +321,7 @@ def test_the_error_of_the_derivative_of_gelu_is_bounded(normal_distribution):
 
 
 @pytest.mark.parametrize("kept", [False, True])
-@pytest.mark.parametrize("activation", ["gelu_tanh", "quick_gelu"])
+@pytest.mark.parametrize("activation", ACTIVATIONS[1:])
 def test_approximations_of_gelu_are_near_the_definition_s(activation, kept):
   x, dy = draw(5, 257, "float32" if kept else "bfloat16")
   kernels, how = interpreted("gelu"), {"activation": activation}
@@ -305,7 +333,28 @@ def test_approximations_of_gelu_are_near_the_definition_s(activation, kept):
   assert_near(*(f.gelu_backward(h, dy, INT8_ROW, **how) for f in (kernels, fused_ops)), "gelu")
 
 
-@pytest.mark.parametrize("activation", ["gelu_tanh", "quick_gelu"])
+@pytest.mark.parametrize("fmt", ["int8", "e4m3", "e5m2"])
+def test_the_saved_inputs_of_a_gated_unit_are_quantized_bit_for_bit(fmt):
+  (gate, up), kernels, spec = draw(5, 257, "bfloat16"), interpreted("glu"), SPECS[fmt]
+  assert_same(
+    kernels.glu_quantize(gate, up, INT8_ROW, spec)[1], (quantize(gate, spec), quantize(up, spec))
+  )
+  kept = kernels.glu_quantize(gate, up, spec)[1]
+  assert kept[0] is gate and kept[1] is up
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gated_units_of_every_activation_are_near_the_definition_s(activation, kept):
+  (gate, up), (dg, _) = draw(5, 257, "bfloat16"), draw(5, 257, "bfloat16")
+  kernels, how, keep = interpreted("glu"), {"activation": activation}, INT8_ROW if kept else None
+  actual, expected = (f.glu_quantize(gate, up, INT8_ROW, keep, **how) for f in (kernels, fused_ops))
+  assert_near(actual, expected, "glu")
+  hs = expected[1]
+  assert_near(*(f.glu_backward(*hs, dg, INT8_ROW, **how) for f in (kernels, fused_ops)), "glu")
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS[1:])
 @pytest.mark.slow
 def test_approximations_of_gelu_of_every_bfloat16_are_near_the_definition_s(
   normal_distribution, activation
@@ -321,8 +370,9 @@ def test_approximations_of_gelu_of_every_bfloat16_are_near_the_definition_s(
   assert np.max(np.abs(dh - slope)) < 1e-6
 
 
-def test_layer_norm_s_epsilon_is_the_definition_s():
-  (x, dy), norm = draw(5, 208), _norm(jnp.zeros((1, 208)))
+@pytest.mark.parametrize("of", [_norm, _rms])
+def test_a_norm_s_epsilon_is_the_definition_s(of):
+  (x, dy), norm = draw(5, 208), of(jnp.zeros((1, 208)))
   kernels, how = interpreted("norm"), {"epsilon": 0.5}
   actual, expected = (
     (f.norm_quantize(x, norm, None, **how), f.norm_backward(x, norm, dy, None, **how))
@@ -357,6 +407,13 @@ LOADED = {
   "norm_quantize": (2, 0, 2),
   "norm_backward": (3, 0, 2),
   "norm_backward, dx": (4, 0, 2),
+  "norm_quantize, rms": (2, 0, 1),
+  "norm_backward, rms": (4, 0, 1),
+  "glu_quantize": (2, 0, 0),
+  "glu_quantize, keep": (2, 0, 0),
+  "glu_backward": (3, 0, 0),
+  "glu_backward, kept": (1, 2, 0),
+  "glu_backward, folds": (3, 0, 1),
   "gelu_quantize": (1, 0, 0),
   "gelu_quantize, keep": (1, 0, 0),
   "gelu_backward": (4, 0, 0),
@@ -375,10 +432,10 @@ LOADED = {
 def test_clip_s_rows_stay_in_registers_and_load_16_bytes_at_a_time(
   monkeypatch, tmp_path, capability, fmt, operation
 ):
-  family = "norm" if operation.startswith("norm") else "gelu"
+  family = file_of(operation)
   module, function = triton_case.loaded(f"triton.{file_of(operation)}"), OPERATIONS[operation]
   parts = 3 if "parts" in operation else 1
-  for k in WIDTHS["norm" if parts == 3 else family]:
+  for k in WIDTHS["norm" if family == "norm" or parts == 3 else "gelu"]:
     x = jax.ShapeDtypeStruct((65536, k), jnp.bfloat16)
     (kernel,) = triton_case.compiled(
       *(monkeypatch, tmp_path / str(k), capability),
@@ -387,7 +444,7 @@ def test_clip_s_rows_stay_in_registers_and_load_16_bytes_at_a_time(
     assert kernel.spilled_bytes == 0
     assert kernel.shared_bytes <= triton_case.SHARED_BYTES[capability]
     assert kernel.count(r"div\.full") == 0
-    if "gelu" not in operation:
+    if "lu" not in operation:  # GELU, GLU.
       assert kernel.count(r"max\.f32") == 0  # It would drop a NaN; max.NaN does not.
     threads = int(re.search(r"\.reqntid (\d+)", kernel.ptx)[1])
     halves, bytes_, floats = LOADED[operation]
@@ -395,7 +452,7 @@ def test_clip_s_rows_stay_in_registers_and_load_16_bytes_at_a_time(
     whole = parts * (k // (threads * 8))
     wide = kernel.count(r"ld\.global\.v4")
     assert wide >= whole * (halves + 2 * floats)
-    narrow = {8: "v2", 4: "b32", 2: "b16"}
+    narrow = {8: "v2", 4: "b32", 2: "b16", 1: "b8"}
     read = sum(size * kernel.count(rf"ld\.global\.{kind}") for size, kind in narrow.items())
-    scale = 4 if bytes_ else 0
+    scale = 0 if not bytes_ else 8 if family == "glu" else 4  # A gated unit has two inputs.
     assert 16 * wide + read - scale == parts * k * (2 * halves + bytes_ + 4 * floats) // threads

@@ -1,20 +1,4 @@
-"""GELU and its gradient: `sbjax.ops.rows` with one read of each row.
-
-GELU is the exact one, at the speed of memory. With u = |h|, the upper tail of the normal
-distribution is exp(-u**2 / 2) times a smooth function, here a polynomial of degree 4 in a t that
-falls from 1 at u = 0 to 0 at infinity:
-
-  1 - cdf(u) = exp(-u**2 / 2) * (C1 * t + ... + C4 * t**4),  t = 1 / sqrt(1 + A * u + B * u**2)
-
-Its relative error is at most 2e-5, even where GELU is tiny, because nothing cancels for negative h.
-Of the 65,280 finite bfloat16 h, all but 132 give the exact GELU correctly rounded. The others have
-an error of at most 0.505 units in the last place. The derivative has an absolute error of at most
-7.2e-6, and a relative error of 2.7e-5 for h < -1. Results below 2**-126 may be flushed to zero.
-(Measured in IEEE arithmetic; by NVIDIA's bounds a GPU's root and power of two add less than 1e-6 of
-the result.)
-
-The approximations of GELU are h * sigmoid(z): their upper tail is sigmoid(-z) at |h|.
-"""
+"""GELU and its gradient: `sbjax.ops.rows` with one read of each row."""
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +6,16 @@ import triton
 import triton.language as tl
 
 from sbjax.ops import rows as fused_ops
+from sbjax.pallas.triton.activations import active, active_and_slope
 from sbjax.pallas.triton.call import compute_capability, triton_call
 from sbjax.pallas.triton.rounding import (
+  UNUSED,
   Config,
   folded_row,
+  limit_of,
   load_row,
   quantize_row,
+  quantized_rows,
   row_constants,
   store_row,
   to_float32,
@@ -37,19 +25,6 @@ from sbjax.pallas.triton.rounding import (
 from sbjax.quantize import Quantized, Spec
 
 _struct = jax.ShapeDtypeStruct
-_UNUSED = _struct((1, 1), jnp.float32)  # An output that is not needed.
-
-# Fitted to minimize the largest relative error for 0 <= u <= 14.
-A, B = tl.constexpr(0.6661622255212556), tl.constexpr(0.13190116201256763)
-C1, C2 = tl.constexpr(0.14464860219831463), tl.constexpr(0.13632541350357955)
-C3, C4 = tl.constexpr(0.09615968892895972), tl.constexpr(0.12285927372896173)
-HALF_LOG2_E = tl.constexpr(0.7213475204444817)
-DENSITY = tl.constexpr(0.3989422804014327)  # Of the normal distribution at 0.
-LOG2_E = tl.constexpr(1.4426950408889634)
-QUICK_GELU_SLOPE = tl.constexpr(fused_ops.QUICK_GELU_SLOPE)
-GELU_TANH_SLOPE = tl.constexpr(fused_ops.GELU_TANH_SLOPE)
-GELU_TANH_CUBE = tl.constexpr(fused_ops.GELU_TANH_CUBE)
-GELU_TANH_BOUND = tl.constexpr(fused_ops.GELU_TANH_BOUND)
 
 
 def forward_config(m: int, k: int, itemsize: int) -> Config:
@@ -84,7 +59,7 @@ def gelu_quantize(
   activation: str = "gelu",
   config: Config | None = None,
 ) -> tuple[Quantized | jax.Array, Quantized | jax.Array]:
-  """`sbjax.ops.rows.gelu_quantize`, with the error of `_tail_and_density` in GELU."""
+  """`sbjax.ops.rows.gelu_quantize`, with the error of `active`."""
   if h.size == 0:
     return fused_ops.gelu_quantize(h, spec, keep, activation=activation)
   m, k = h.shape
@@ -95,13 +70,13 @@ def gelu_quantize(
     name="sbjax_gelu_quantize",
     grid=triton.cdiv(m, config.rows),
     out=(
-      *((_struct(h.shape, h.dtype), _UNUSED) if spec is None else _quantized(h.shape, spec)),
-      *((_UNUSED, _UNUSED) if keep is None else _quantized(h.shape, keep)),
+      *((_struct(h.shape, h.dtype), UNUSED) if spec is None else quantized_rows(h.shape, spec)),
+      *quantized_rows(h.shape, keep),
     ),
     num_warps=config.warps,
     **row_constants(*h.shape, config),
     VIA_FLOAT16=compute_capability() < 90,
-    **dict(LIMIT=_limit(spec), KEEP_LIMIT=_limit(keep), ACTIVATION=activation),
+    **dict(LIMIT=limit_of(spec), KEEP_LIMIT=limit_of(keep), ACTIVATION=activation),
   )
   g = g if spec is None else Quantized(g, g_scale, spec)
   return g, h if keep is None else Quantized(saved, saved_scale, keep)
@@ -116,7 +91,7 @@ def gelu_backward(
   fold: jax.Array | None = None,
   config: Config | None = None,
 ) -> tuple[jax.Array, Quantized | None, jax.Array, jax.Array]:
-  """`sbjax.ops.rows.gelu_backward`, with the error of `_tail_and_density` in GELU."""
+  """`sbjax.ops.rows.gelu_backward`, with the error of `active_and_slope`."""
   if dg.size == 0:
     return fused_ops.gelu_backward(h, dg, spec, activation=activation, fold=fold)
   config = backward_config(*dg.shape, dg.dtype.itemsize) if config is None else config
@@ -130,7 +105,7 @@ def gelu_backward(
     grid=triton.cdiv(len(dg), config.rows),
     out=(
       _struct(dg.shape, dg.dtype),
-      *((_UNUSED, _UNUSED) if spec is None else _quantized(dg.shape, spec)),
+      *quantized_rows(dg.shape, spec),
       _sums(dg, config),
       _struct(dg.shape, dg.dtype),
     ),
@@ -138,66 +113,14 @@ def gelu_backward(
     num_warps=config.warps,
     **row_constants(*dg.shape, config),
     VIA_FLOAT16=compute_capability() < 90,
-    **dict(LIMIT=_limit(spec), DEQUANTIZE=isinstance(h, Quantized), ACTIVATION=activation),
+    **dict(LIMIT=limit_of(spec), DEQUANTIZE=isinstance(h, Quantized), ACTIVATION=activation),
     FOLD=fold is not None,
   )
   return dh, None if spec is None else Quantized(values, scale, spec), jnp.sum(sums, axis=0), g
 
 
-def _quantized(shape, spec):
-  return _struct(shape, spec.dtype), _struct((shape[0], 1), jnp.float32)
-
-
 def _sums(x, config):
   return _struct((triton.cdiv(len(x), config.rows), x.shape[1]), jnp.float32)
-
-
-def _limit(spec):
-  return None if spec is None else spec.format.max
-
-
-@triton.jit
-def _tail_and_density(h):
-  """1 - cdf(|h|) and exp(-h**2 / 2)."""
-  u = tl.abs(h)
-  density = tl.exp2(h * h * -HALF_LOG2_E)
-  # A root is one instruction; a division, as in t = 1 / (1 + A * u), takes several.
-  t = tl.rsqrt(tl.fma(tl.fma(u, B, A), u, 1.0))
-  polynomial = tl.fma(tl.fma(tl.fma(t, C4, C3), t, C2), t, C1)
-  return density * (t * polynomial), density
-
-
-@triton.jit
-def _sigmoid_tail(h, ACTIVATION: tl.constexpr):
-  """sigmoid(-z) at |h|, and the derivative of sigmoid(z), for h * sigmoid(z)."""
-  if ACTIVATION == "quick_gelu":
-    z, slope = tl.abs(h) * QUICK_GELU_SLOPE, QUICK_GELU_SLOPE
-  else:
-    u = tl.minimum(tl.abs(h), GELU_TANH_BOUND)
-    square = u * u
-    z = u * tl.fma(square, GELU_TANH_CUBE, GELU_TANH_SLOPE)
-    slope = tl.fma(square, 3 * GELU_TANH_CUBE, GELU_TANH_SLOPE)
-  power = tl.exp2(z * -LOG2_E)
-  root = tl.rsqrt(1.0 + power)  # One instruction; a division takes several.
-  gate = root * root
-  tail = power * gate
-  return tail, (gate * tail) * slope
-
-
-@triton.jit
-def _upper_tail(h, ACTIVATION: tl.constexpr):
-  """1 - gate(|h|), where the activation is h * gate(h)."""
-  if ACTIVATION == "gelu":
-    tail, _ = _tail_and_density(h)
-  else:
-    tail, _ = _sigmoid_tail(h, ACTIVATION)
-  return tail
-
-
-@triton.jit
-def _gelu(h, tail):
-  """h * cdf(h) as max(h, 0) - |h| * tail; NaN if h is not finite."""
-  return tl.fma(-tl.abs(h), tail, tl.maximum(h, 0.0))
 
 
 @triton.jit
@@ -235,7 +158,7 @@ def _gelu_kernel(
       )
     gs = ()
     for i in tl.static_range(len(PIECES)):
-      gs += (_gelu(hs[i], _upper_tail(hs[i], ACTIVATION)),)
+      gs += (active(hs[i], ACTIVATION),)
     if LIMIT is not None:
       quantize_row(
         g_ptr, g_scale_ptr, gs, row, M, RAGGED, K, PIECES, VECTOR, THREADS, LIMIT, VIA_FLOAT16
@@ -288,13 +211,8 @@ def _gelu_backward_kernel(
     gs, dhs, sums_next = (), (), ()
     for i in tl.static_range(len(PIECES)):
       h = hs[i] * factor if DEQUANTIZE else hs[i]
-      if ACTIVATION == "gelu":
-        tail, density = _tail_and_density(h)
-        slope = tl.fma(h * density, DENSITY, tl.where(h < 0, tail, 1.0 - tail))
-      else:
-        tail, density = _sigmoid_tail(h, ACTIVATION)
-        slope = tl.fma(h, density, tl.where(h < 0, tail, 1.0 - tail))
-      gs += (_gelu(h, tail),)
+      g, slope = active_and_slope(h, ACTIVATION)
+      gs += (g,)
       dhs += (dgs[i] * slope,)
       sums_next += (sums[i] + dhs[i],)
     sums = sums_next

@@ -1,4 +1,4 @@
-"""Layer norm and its gradient in Triton: `sbjax.ops.rows` with one read of each row.
+"""Layer norm, RMS norm and their gradients: `sbjax.ops.rows` with one read of each row.
 
 A program loops over neighbouring rows and loads the next row while it computes one. Column vectors
 stay in its registers: forward, the norm's parameters; backward, their gradients summed over its
@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 
 from sbjax.ops import rows as fused_ops
-from sbjax.ops.rows import NORM_EPSILON, LayerNormParams
+from sbjax.ops.rows import NORM_EPSILON, LayerNormParams, Norm, RMSNormParams
 from sbjax.pallas.triton.call import compute_capability, triton_call
 from sbjax.pallas.triton.rounding import (
+  UNUSED,
   Config,
   load_row,
   quantize_row,
@@ -56,7 +57,7 @@ def unsupported(device, x, *others, **options) -> str | None:
 
 def norm_quantize(
   x: jax.Array,
-  norm: LayerNormParams,
+  norm: Norm,
   spec: Spec | None,
   *,
   epsilon: float = NORM_EPSILON,
@@ -69,8 +70,7 @@ def norm_quantize(
   config = forward_config(m, k, x.dtype.itemsize) if config is None else config
   out, scale = triton_call(
     x,
-    norm.scale.astype(jnp.float32),
-    norm.bias.astype(jnp.float32),
+    *_vectors(norm),
     kernel=_norm_kernel,
     name="sbjax_norm_quantize",
     grid=triton.cdiv(m, config.rows),
@@ -81,6 +81,7 @@ def norm_quantize(
     num_warps=config.warps,
     **row_constants(m, k, config),
     EPSILON=epsilon,
+    RMS=isinstance(norm, RMSNormParams),
     QUANTIZED=spec is not None,
     LIMIT=FORMATS[INT8 if spec is None else spec.dtype].max,
     VIA_FLOAT16=compute_capability() < 90,
@@ -90,47 +91,59 @@ def norm_quantize(
 
 def norm_backward(
   x: jax.Array,
-  norm: LayerNormParams,
+  norm: Norm,
   dn: jax.Array,
   dx: jax.Array | None,
   *,
   epsilon: float = NORM_EPSILON,
   config: Config | None = None,
-) -> tuple[jax.Array, LayerNormParams, jax.Array]:
+) -> tuple[jax.Array, Norm, jax.Array]:
   """`sbjax.ops.rows.norm_backward`, but for the rounding of sums."""
   if x.size == 0:
     return fused_ops.norm_backward(x, norm, dn, dx, epsilon=epsilon)
   m, k = x.shape
   config = backward_config(m, k, x.dtype.itemsize) if config is None else config
-  programs = triton.cdiv(m, config.rows)
+  is_rms = isinstance(norm, RMSNormParams)
+  sums = _struct((triton.cdiv(m, config.rows), k), jnp.float32)
   total, n, d_scale, d_bias = triton_call(
     x,
-    norm.scale.astype(jnp.float32),
-    norm.bias.astype(jnp.float32),
+    *_vectors(norm),
     dn,
     norm.scale if dx is None else dx,  # The kernel does not read it if dx is None.
     kernel=_norm_backward_kernel,
     name="sbjax_norm_backward",
-    grid=programs,
-    out=(
-      *(_struct(x.shape, x.dtype), _struct(x.shape, x.dtype)),
-      *(_struct((programs, k), jnp.float32), _struct((programs, k), jnp.float32)),
-    ),
+    grid=sums.shape[0],
+    out=(_struct(x.shape, x.dtype), _struct(x.shape, x.dtype), sums, UNUSED if is_rms else sums),
     in_place={0: 1, 3: 0} if dn.dtype == x.dtype else {0: 1},
     num_warps=config.warps,
     **row_constants(m, k, config),
     EPSILON=epsilon,
+    RMS=is_rms,
     ADD=dx is not None,
   )
-  return total, LayerNormParams(jnp.sum(d_scale, axis=0), jnp.sum(d_bias, axis=0)), n
+  d_norm = RMSNormParams(jnp.sum(d_scale, axis=0))
+  if not is_rms:
+    d_norm = LayerNormParams(d_norm.scale, jnp.sum(d_bias, axis=0))
+  return total, d_norm, n
+
+
+def _vectors(norm: Norm) -> tuple[jax.Array, jax.Array]:
+  """The scale and the bias; the kernels of an RMS norm do not read the second."""
+  scale = norm.scale.astype(jnp.float32)
+  return scale, scale if isinstance(norm, RMSNormParams) else norm.bias.astype(jnp.float32)
 
 
 @triton.jit
 def _standardize(
-  xs, K: tl.constexpr, PIECES: tl.constexpr, THREADS: tl.constexpr, EPSILON: tl.constexpr
+  xs,
+  K: tl.constexpr,
+  PIECES: tl.constexpr,
+  THREADS: tl.constexpr,
+  EPSILON: tl.constexpr,
+  RMS: tl.constexpr,
 ):
-  """(x - mean) / deviation of a row, and 1 / deviation."""
-  mean = row_sum(xs, THREADS) * (1.0 / K)
+  """(x - mean) / deviation of a row, and 1 / deviation; RMS: x / root mean square, and 1 / that."""
+  mean = 0.0 if RMS else row_sum(xs, THREADS) * (1.0 / K)
   centred, squares = (), ()
   for i in tl.static_range(len(PIECES)):
     c = xs[i] - mean
@@ -141,6 +154,12 @@ def _standardize(
   for i in tl.static_range(len(PIECES)):
     standard += (centred[i] * inverse,)
   return standard, inverse
+
+
+@triton.jit
+def _affine(standard, gains, biases, i: tl.constexpr, RMS: tl.constexpr):
+  """Piece i of the norm."""
+  return standard * gains[i] if RMS else tl.fma(standard, gains[i], biases[i])
 
 
 @triton.jit
@@ -157,6 +176,7 @@ def _norm_kernel(
   VECTOR: tl.constexpr,
   THREADS: tl.constexpr,
   EPSILON: tl.constexpr,
+  RMS: tl.constexpr,
   QUANTIZED: tl.constexpr,
   LIMIT: tl.constexpr,
   VIA_FLOAT16: tl.constexpr,
@@ -166,16 +186,16 @@ def _norm_kernel(
   RAGGED: tl.constexpr = M % ROWS != 0
   end = tl.minimum(first + ROWS, M) if RAGGED else first + ROWS
   gains = load_row(gain_ptr, 0, 1, False, K, PIECES, VECTOR)
-  biases = load_row(bias_ptr, 0, 1, False, K, PIECES, VECTOR)
+  biases = () if RMS else load_row(bias_ptr, 0, 1, False, K, PIECES, VECTOR)
   ahead = load_row(x_ptr, first, end, RAGGED, K, PIECES, VECTOR)
   for r in range(ROWS):
     row = first + r
     xs = to_float32(ahead)
     ahead = load_row(x_ptr, row + 1, end, True, K, PIECES, VECTOR)
-    standard, _ = _standardize(xs, K, PIECES, THREADS, EPSILON)
+    standard, _ = _standardize(xs, K, PIECES, THREADS, EPSILON, RMS)
     ys = ()
     for i in tl.static_range(len(PIECES)):
-      ys += (tl.fma(standard[i], gains[i], biases[i]),)
+      ys += (_affine(standard[i], gains, biases, i, RMS),)
     if QUANTIZED:
       quantize_row(
         out_ptr, scale_ptr, ys, row, M, RAGGED, K, PIECES, VECTOR, THREADS, LIMIT, VIA_FLOAT16
@@ -202,6 +222,7 @@ def _norm_backward_kernel(
   VECTOR: tl.constexpr,
   THREADS: tl.constexpr,
   EPSILON: tl.constexpr,
+  RMS: tl.constexpr,
   ADD: tl.constexpr,
 ):
   """Makes total and n [ROWS, K] in place of dn and x; d_gain and d_bias [1, K], sums over ROWS."""
@@ -221,25 +242,29 @@ def _norm_backward_kernel(
     dxs = load_row(dx_ptr, row, M, RAGGED, K, PIECES, VECTOR) if ADD else ()
     ahead = load_row(x_ptr, row + 1, end, True, K, PIECES, VECTOR)
     tl.debug_barrier()  # All threads have read dn and x, which total and n overwrite.
-    standard, inverse = _standardize(xs, K, PIECES, THREADS, EPSILON)
+    standard, inverse = _standardize(xs, K, PIECES, THREADS, EPSILON, RMS)
     # Loaded for each row, from the L1 cache: no registers are left to keep them.
     gains = load_row(gain_ptr, 0, 1, False, K, PIECES, VECTOR)
-    biases = load_row(bias_ptr, 0, 1, False, K, PIECES, VECTOR)
+    biases = () if RMS else load_row(bias_ptr, 0, 1, False, K, PIECES, VECTOR)
     ns, gradients, products, d_gains_next, d_biases_next = (), (), (), (), ()
     for i in tl.static_range(len(PIECES)):
-      ns += (tl.fma(standard[i], gains[i], biases[i]),)
+      ns += (_affine(standard[i], gains, biases, i, RMS),)
       gradients += (dns[i] * gains[i],)
       products += (gradients[i] * standard[i],)
       d_gains_next += (tl.fma(dns[i], standard[i], d_gains[i]),)
       d_biases_next += (d_biases[i] + dns[i],)
     d_gains, d_biases = d_gains_next, d_biases_next
     store_row(n_ptr, ns, row, M, RAGGED, K, PIECES, VECTOR)
-    sums = row_sums(gradients, products, THREADS)
-    mean, along = sums[0] * (1.0 / K), sums[1] * (1.0 / K)
+    if RMS:
+      mean, along = 0.0, row_sum(products, THREADS) * (1.0 / K)
+    else:
+      sums = row_sums(gradients, products, THREADS)
+      mean, along = sums[0] * (1.0 / K), sums[1] * (1.0 / K)
     totals = ()
     for i in tl.static_range(len(PIECES)):
       total = tl.fma(standard[i], -along, gradients[i] - mean) * inverse
       totals += (total + dxs[i].to(tl.float32) if ADD else total,)
     store_row(total_ptr, totals, row, M, RAGGED, K, PIECES, VECTOR)
   store_row(d_gain_ptr, d_gains, tl.program_id(0), M, False, K, PIECES, VECTOR)
-  store_row(d_bias_ptr, d_biases, tl.program_id(0), M, False, K, PIECES, VECTOR)
+  if not RMS:
+    store_row(d_bias_ptr, d_biases, tl.program_id(0), M, False, K, PIECES, VECTOR)

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
@@ -15,6 +16,7 @@ import triton.language as tl
 from sbjax.ops.rows import MAX_WIDTH_IN_REGISTERS
 from sbjax.quantize import Quantized, Spec
 
+UNUSED = jax.ShapeDtypeStruct((1, 1), jnp.float32)  # An output that is not needed.
 FLOAT32_MAX = tl.constexpr(float(jnp.finfo(jnp.float32).max))
 
 
@@ -64,6 +66,19 @@ def row_constants(m: int, k: int, config: Config, parts: int = 1) -> dict:
     "VECTOR": config.vector,
     "THREADS": threads,
   }
+
+
+def quantized_rows(shape, spec: Spec | None) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+  """The outputs for values and scales of rows of that shape; not needed if spec is None."""
+  if spec is None:
+    return UNUSED, UNUSED
+  of_rows = jax.ShapeDtypeStruct((shape[0], 1), jnp.float32)
+  return jax.ShapeDtypeStruct(shape, spec.dtype), of_rows
+
+
+def limit_of(spec: Spec | None) -> float | None:
+  """The largest value of the format."""
+  return None if spec is None else spec.format.max
 
 
 def unsupported_rows(x, others: Sequence[Any]) -> str | None:
