@@ -1,4 +1,4 @@
-"""How the layout of a `Frozen` weight follows that of the floats: transposed, reshaped, sliced.
+"""How the layout of a `Frozen` weight follows that of the floats: transposed, sliced, gathered.
 
 A companion of an array has its axes: of the array's size, or of 1 where the values along an axis
 share one number. Scales are companions of 8-bit values.
@@ -19,6 +19,16 @@ _SPLITS = {"sharding_constraint", "reshard", "pvary", "pcast"}  # Hints for a me
 def follows(eqn) -> bool:
   """Whether `moved` knows the equation's layout."""
   return eqn.primitive.name in {*_SAME, *_SPLITS, *_MOVES, "convert_element_type"}
+
+
+def takes_rows(eqn) -> bool:
+  """Whether a gather is `jnp.take` along an axis."""
+  dims, shape = eqn.params["dimension_numbers"], eqn.invars[0].aval.shape
+  rows = dims.start_index_map
+  others = [size for axis, size in enumerate(shape) if axis not in rows]
+  sizes = [size for axis, size in enumerate(eqn.params["slice_sizes"]) if axis not in rows]
+  is_plain = len(rows) == 1 and dims.collapsed_slice_dims == rows and sizes == others
+  return is_plain and not dims.operand_batching_dims
 
 
 def moved(eqn, weight: Frozen, others) -> list[Frozen]:
@@ -54,6 +64,16 @@ def _dynamic_slice(x, shape, eqn, others) -> list:
   starts = [jnp.asarray(s) if v else zero for s, v in zip(others, varies, strict=True)]
   sizes = [n if v else 1 for n, v in zip(eqn.params["slice_sizes"], varies, strict=True)]
   return [jax.lax.dynamic_slice(x, starts, sizes)]
+
+
+def _gather(x, shape, eqn, others) -> list:
+  """Matrices of a stack, as `takes_rows` has them."""
+  (indices,), params = others, eqn.params | {"fill_value": None}
+  (rows,) = params["dimension_numbers"].start_index_map
+  if x.shape[rows] != shape[rows]:
+    indices = jnp.zeros_like(indices)
+  sizes = [1 if axis == rows else size for axis, size in enumerate(x.shape)]
+  return [jax.lax.gather(x, indices, **(params | {"slice_sizes": sizes}))]
 
 
 def _split(x, shape, eqn, others) -> list:
@@ -109,6 +129,7 @@ _MOVES = {
   "rev": lambda x, shape, eqn, others: [jax.lax.rev(x, eqn.params["dimensions"])],
   "slice": _slice,
   "dynamic_slice": _dynamic_slice,
+  "gather": _gather,
   "split": _split,
   "unstack": _unstack,
   "broadcast_in_dim": _broadcast_in_dim,

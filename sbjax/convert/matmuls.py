@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from sbjax.convert import layouts
 from sbjax.convert.rewrite import JOINED, Weight
 from sbjax.linear.dot_general import DotGeneral
 from sbjax.linear.frozen import Frozen, SharedScales
@@ -79,7 +80,7 @@ class Products:
     if name == "conv_general_dilated" and weights[1]:
       x = self._floats(eqn, operands[0], weights[0])
       return self._conv(eqn, x, operands[1], weights[1])
-    if name == "gather" and isinstance(operands[0], Frozen) and _takes_rows(eqn):
+    if name == "gather" and isinstance(operands[0], Frozen) and layouts.takes_rows(eqn):
       return self._rows(eqn, *operands)
     return None
 
@@ -228,16 +229,6 @@ def _check_made_for(path: str, recipe: Recipe, weight: Frozen) -> None:
 
 def _words(spec) -> str:
   return f"{spec.dtype.name} {spec.scaling}"
-
-
-def _takes_rows(eqn) -> bool:
-  """Whether a gather is `jnp.take` along an axis."""
-  dims, shape = eqn.params["dimension_numbers"], eqn.invars[0].aval.shape
-  rows = dims.start_index_map
-  others = [size for axis, size in enumerate(shape) if axis not in rows]
-  sizes = [size for axis, size in enumerate(eqn.params["slice_sizes"]) if axis not in rows]
-  is_plain = len(rows) == 1 and dims.collapsed_slice_dims == rows and sizes == others
-  return is_plain and not dims.operand_batching_dims
 
 
 def in_columns(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -214,6 +214,8 @@ def _keeps_values(eqn) -> bool:
     case "broadcast_in_dim":  # Also adds axes of size 1; a repeated row is no weight.
       before, after = (math.prod(a.shape) for a in avals)
       return before == after
+    case "gather":  # Of matrices from a stack; rows of a table are activations.
+      return eqn.invars[0].aval.ndim > 2 and layouts.takes_rows(eqn)
     case _:
       return _name(eqn) in _LAYOUT
 
