@@ -13,23 +13,25 @@ import jax
 import jax.numpy as jnp
 
 from sbjax.ops.adam import expand, in_groups
+from sbjax.ops.device import compute_capability, target
 from sbjax.ops.dither import positions
 from sbjax.ops.registry import NAMES, Backend, get_backend
 from sbjax.ops.rows import LayerNormParams
-from sbjax.quantize import E4M3, INT8, Quantized, Spec
+from sbjax.quantize import E4M3, FORMATS, INT8, Quantized, Spec
 
 
 def main() -> None:
+  has_fp8 = (compute_capability(target()) or 0) >= FORMATS[E4M3].capability
   for name in NAMES[1:]:
     try:
       ops = get_backend(name)
     except NotImplementedError as reason:
       print(f"{name}: not here: {reason}")
       continue
-    for dtype in (INT8, E4M3):
+    for dtype in (INT8, E4M3) if has_fp8 else (INT8,):
       results = matmuls(ops, dtype), row_operations(ops, dtype), tile_configs(name, dtype)
       jax.block_until_ready(results)
-    jax.block_until_ready((attentions(ops), adam_step(ops)))
+    jax.block_until_ready((attentions(ops), adam_step(ops) if has_fp8 else None))
     if name == "mosaic":
       jax.block_until_ready(several_heads())
     print(f"{name}: ran")
