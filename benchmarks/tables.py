@@ -29,8 +29,7 @@ def last(rows, *keys) -> list[dict]:
 
 def name_of(chip: str) -> str:
   """A chip's short name: NVIDIA H100 80GB HBM3 is H100; as sm_80, if its code is for that."""
-  chip, *assumed = chip.split(" as ")
-  return " as ".join([chip.removeprefix("NVIDIA ").split()[0], *assumed])
+  return " as ".join(part.removeprefix("NVIDIA ").split()[0] for part in chip.split(" as "))
 
 
 def card_rows(path: Path, section: str) -> list[dict]:

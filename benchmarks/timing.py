@@ -106,8 +106,7 @@ def provenance() -> dict:
 
 def _arguments() -> list[str]:
   """The command's arguments, without the file that the results go to."""
-  before = [None, *sys.argv[1:]]
-  pairs = zip(before, sys.argv[1:], strict=False)
+  pairs = zip([None, *sys.argv[1:]], sys.argv[1:], strict=False)
   return [x for last, x in pairs if last != "--out" and x.partition("=")[0] != "--out"]
 
 

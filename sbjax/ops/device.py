@@ -31,7 +31,7 @@ class Assumed:
     return f"{self.chip.device_kind} as sm_{compute_capability(self)}"
 
 
-def target():
+def target() -> Any:
   """The mesh's abstract device where one is set, else JAX's default device; or it `Assumed`.
 
   An abstract device does not say what it can do. If it stands for one that is here, that does.
@@ -47,7 +47,7 @@ def target():
   return assumed(jax.devices(device)[0] if is_named else device)
 
 
-def assumed(device):
+def assumed(device) -> Any:
   """The device as SBJAX_ASSUME_CAPABILITY has it; itself where that is not set, or not a GPU's."""
   if not (number := os.environ.get(VARIABLE)):
     return device

@@ -11,7 +11,6 @@ from sbjax.ops import device
 from sbjax.ops.split_k import num_splits
 
 
-
 @pytest.fixture(autouse=True)
 def unset(monkeypatch):
   monkeypatch.delenv(device.VARIABLE, raising=False)
