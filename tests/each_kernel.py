@@ -31,7 +31,8 @@ def main() -> None:
     for dtype in (INT8, E4M3) if has_fp8 else (INT8,):
       results = matmuls(ops, dtype), row_operations(ops, dtype), tile_configs(name, dtype)
       jax.block_until_ready(results)
-    jax.block_until_ready((attentions(ops), adam_step(ops) if has_fp8 else None))
+    cases = ATTENTIONS + ([] if name == "mosaic" else ATTENTIONS_NOT_IN_MOSAIC)
+    jax.block_until_ready((attentions(ops, cases), adam_step(ops) if has_fp8 else None))
     if name == "mosaic":
       jax.block_until_ready(several_heads())
     print(f"{name}: ran")
@@ -85,11 +86,12 @@ def row_operations(ops: Backend, dtype):
   return forward, backward, sums, folded, [ops.gelu_backward(h, dy, spec) for h in saved[1:]]
 
 
-def attentions(ops: Backend):
+ATTENTIONS = [(257, 0, 80), (197, 0, 64), (77, 0, 104)]  # Tokens, padding, head size.
+ATTENTIONS_NOT_IN_MOSAIC = [(77, 3, 104), (26, 0, 32)]
+
+
+def attentions(ops: Backend, cases):
   """Runs attention and its gradient at lengths that no tile divides, and with padding."""
-  cases = [(257, 0, 80), (197, 0, 64), (77, 0, 104)]
-  if ops.name != "mosaic":  # Which refuses these.
-    cases += [(77, 3, 104), (26, 0, 32)]
   results = []
   for length, padding, head_dim in cases:
     shape = (3, length + padding, 3, 2, head_dim)

@@ -245,16 +245,19 @@ def compiled(monkeypatch, tmp_path, capability, function, *arguments):
   return [_assembled(path, capability) for path in tmp_path.rglob("*.ptx")]
 
 
-def ptxas():
-  """The path of CUDA's assembler: the machine's, or Triton's."""
+def ptxas(capability):
+  """The path of CUDA's assembler: the machine's, or Triton's, whose PTX for Blackwell is newer."""
   import triton
 
-  return shutil.which("ptxas") or pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+  bundled = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin"
+  if capability >= 100:
+    return bundled / "ptxas-blackwell"
+  return shutil.which("ptxas") or bundled / "ptxas"
 
 
 def _assembled(path, capability):
   arch = f"sm_{capability}{'a' if capability >= 90 else ''}"
-  command = [ptxas(), f"-arch={arch}", "-v", path, "-o", os.devnull]
+  command = [ptxas(capability), f"-arch={arch}", "-v", path, "-o", os.devnull]
   run = subprocess.run(command, capture_output=True, text=True)
   assert run.returncode == 0, run.stderr
   info = path.with_suffix(".compile_info").read_text()
