@@ -27,7 +27,7 @@ from benchmarks.tables import CHIP, last, read
 from benchmarks.timing import Contender, contender, provenance, race, reason
 from sbjax.attention import attention, length_for
 from sbjax.models.sizes import SIZES
-from sbjax.ops.device import compute_capability
+from sbjax.ops.device import compute_capability, target
 from sbjax.ops.matmul import scaled_matmul
 from sbjax.ops.registry import NAMES, Backend, get_backend
 from sbjax.quantize import INT8, Spec
@@ -99,7 +99,7 @@ def describe(device) -> dict:
   limit, said = memory_limit(device), provenance()
   said.pop("command")  # The card names its own command.
   return said | {
-    "compute_capability": compute_capability(device),
+    "compute_capability": compute_capability(target()),
     "memory_gigabytes": round(limit / 1e9, 1) if limit else None,
   }
 

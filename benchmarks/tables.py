@@ -28,8 +28,8 @@ def last(rows, *keys) -> list[dict]:
 
 
 def name_of(chip: str) -> str:
-  """A chip's short name: NVIDIA H100 80GB HBM3 is H100."""
-  return chip.removeprefix("NVIDIA ").split()[0]
+  """A chip's short name: NVIDIA H100 80GB HBM3 is H100; as sm_80, if its code is for that."""
+  return " as ".join(part.removeprefix("NVIDIA ").split()[0] for part in chip.split(" as "))
 
 
 def card_rows(path: Path, section: str) -> list[dict]:

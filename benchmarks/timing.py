@@ -20,9 +20,10 @@ from pathlib import Path
 import jax
 
 from benchmarks.commit import COMMIT
+from sbjax.ops.device import target
 
 # Environment variables that a command is recorded with.
-_SETTINGS = ("XLA_FLAGS", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+_SETTINGS = ("XLA_FLAGS", "XLA_PYTHON_CLIENT_MEM_FRACTION", "SBJAX_ASSUME_CAPABILITY")
 
 # Some of these may not be installed.
 _PACKAGES = ("jaxlib", "jax-cuda13-plugin", "triton", "jax-triton", "libtpu")
@@ -94,7 +95,7 @@ def provenance() -> dict:
   flags = [f"{name}='{value}'" for name in _SETTINGS if (value := os.environ.get(name))]
   module = sys.modules["__main__"].__spec__.name
   return {
-    "chip": jax.devices()[0].device_kind,
+    "chip": target().device_kind,
     "jax": jax.__version__,
     "python": sys.version.split()[0],
     "versions": {name: version for name in _PACKAGES if (version := _version(name))},
@@ -105,8 +106,7 @@ def provenance() -> dict:
 
 def _arguments() -> list[str]:
   """The command's arguments, without the file that the results go to."""
-  before = [None, *sys.argv[1:]]
-  pairs = zip(before, sys.argv[1:], strict=False)
+  pairs = zip([None, *sys.argv[1:]], sys.argv[1:], strict=False)
   return [x for last, x in pairs if last != "--out" and x.partition("=")[0] != "--out"]
 
 

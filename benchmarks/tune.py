@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from benchmarks.kernels import kernel_race
 from benchmarks.operands import DISTRIBUTION, WIDTHS, Operands, shapes, tops
 from benchmarks.timing import TRITON_GEMM, Contender, append, contender, provenance, race, reason
-from sbjax.ops import matmul
+from sbjax.ops import device, matmul
 from sbjax.ops.registry import get_backend
 from sbjax.pallas.tuning import MANY_ROWS
 from sbjax.quantize import INT8
@@ -62,7 +62,7 @@ def main() -> None:
       except RuntimeError as error:  # For example out of memory; other sizes may fit.
         print(f"{m:6} x {n:5} x {k:5}  left out: {error}", flush=True)
         continue
-      write(out, result | {"device": jax.devices()[0].device_kind})
+      write(out, result | {"device": device.target().device_kind})
       append(args.rates, [{"benchmark": "tuning", **result, "data": DISTRIBUTION} | provenance()])
 
 

@@ -13,23 +13,26 @@ import jax
 import jax.numpy as jnp
 
 from sbjax.ops.adam import expand, in_groups
+from sbjax.ops.device import compute_capability, target
 from sbjax.ops.dither import positions
 from sbjax.ops.registry import NAMES, Backend, get_backend
 from sbjax.ops.rows import LayerNormParams, RMSNormParams
-from sbjax.quantize import E4M3, INT8, Quantized, Spec
+from sbjax.quantize import E4M3, FORMATS, INT8, Quantized, Spec
 
 
 def main() -> None:
+  has_fp8 = (compute_capability(target()) or 0) >= FORMATS[E4M3].capability
   for name in NAMES[1:]:
     try:
       ops = get_backend(name)
     except NotImplementedError as reason:
       print(f"{name}: not here: {reason}")
       continue
-    for dtype in (INT8, E4M3):
+    for dtype in (INT8, E4M3) if has_fp8 else (INT8,):
       results = matmuls(ops, dtype), row_operations(ops, dtype), tile_configs(name, dtype)
       jax.block_until_ready(results)
-    jax.block_until_ready((attentions(ops), adam_step(ops)))
+    cases = ATTENTIONS + ([] if name == "mosaic" else ATTENTIONS_NOT_IN_MOSAIC)
+    jax.block_until_ready((attentions(ops, cases), adam_step(ops) if has_fp8 else None))
     if name == "mosaic":
       jax.block_until_ready(several_heads())
     print(f"{name}: ran")
@@ -87,11 +90,12 @@ def row_operations(ops: Backend, dtype):
   return forward, backward, sums, folded, gelus, glus
 
 
-def attentions(ops: Backend):
+ATTENTIONS = [(257, 0, 80), (197, 0, 64), (77, 0, 104)]  # Tokens, padding, head size.
+ATTENTIONS_NOT_IN_MOSAIC = [(77, 3, 104), (26, 0, 32)]
+
+
+def attentions(ops: Backend, cases):
   """Runs attention and its gradient at lengths that no tile divides, and with padding."""
-  cases = [(257, 0, 80), (197, 0, 64), (77, 0, 104)]
-  if ops.name != "mosaic":  # Which refuses these.
-    cases += [(77, 3, 104), (26, 0, 32)]
   results = []
   for length, padding, head_dim in cases:
     shape = (3, length + padding, 3, 2, head_dim)

@@ -210,10 +210,14 @@ def cast_by_way_of_float16(monkeypatch):
   monkeypatch.setattr(interpreter, "_convert_float", convert)
 
 
+def gpu(capability, cores=None):
+  return Device("NVIDIA", cores, "gpu", f"{capability // 10}.{capability % 10}")
+
+
 @contextlib.contextmanager
-def chip(capability):
+def chip(capability, cores=None):
   """Traces for one NVIDIA GPU of this capability: 80, 89, 90..."""
-  device = Device("NVIDIA", None, "gpu", f"{capability // 10}.{capability % 10}")
+  device = gpu(capability, cores)
   with use_abstract_mesh(AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=device)):
     yield
 
@@ -241,12 +245,19 @@ def compiled(monkeypatch, tmp_path, capability, function, *arguments):
   return [_assembled(path, capability) for path in tmp_path.rglob("*.ptx")]
 
 
-def _assembled(path, capability):
+def ptxas(capability):
+  """The path of CUDA's assembler: the machine's, or Triton's, whose PTX for Blackwell is newer."""
   import triton
 
-  bundled = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+  bundled = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin"
+  if capability >= 100:
+    return bundled / "ptxas-blackwell"
+  return shutil.which("ptxas") or bundled / "ptxas"
+
+
+def _assembled(path, capability):
   arch = f"sm_{capability}{'a' if capability >= 90 else ''}"
-  command = [shutil.which("ptxas") or bundled, f"-arch={arch}", "-v", path, "-o", os.devnull]
+  command = [ptxas(capability), f"-arch={arch}", "-v", path, "-o", os.devnull]
   run = subprocess.run(command, capture_output=True, text=True)
   assert run.returncode == 0, run.stderr
   info = path.with_suffix(".compile_info").read_text()

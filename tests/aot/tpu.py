@@ -5,7 +5,6 @@ Needs the extra `tpu`. What XLA made of each case is printed as JSON, or added t
 
 import argparse
 import collections
-import dataclasses
 import functools
 import itertools
 import json
@@ -20,13 +19,14 @@ os.environ |= {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import rows
-from benchmarks.absent_gpu import mesh_of
+from benchmarks.absent_gpu import argument, mesh_of
 from benchmarks.collectives import moved
 from benchmarks.timing import append, provenance
 from sbjax import RECIPES, SwitchBackDense, SwitchBackLinear, quantize_model
@@ -34,14 +34,16 @@ from sbjax.models import CLIP, SIZES, BlockOptions
 from sbjax.ops.registry import get_backend
 from sbjax.ops.rows import LayerNormParams
 from tests.aot import operations, step, update
+from train.step import make_init
 from train.task import CLIPTask
 
 TOPOLOGIES = {
   "v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "7x": "tpu7x:2x2x1"
 }  # fmt: skip
-M, K, N = operations.M, operations.K, operations.N
-# A size, a mesh (data, fsdp) and images a device.
-STEPS = {"v5e": ("B/32", (2, 2), 256), "v6e": ("L/14", (1, 4), 64)}
+# With 8,192 rows XLA compiles a layer for seven times as long, and the text is the same.
+M, K, N = 512, operations.K, operations.N
+# A size, a mesh (data, fsdp) and images a device: XLA takes longer for more.
+STEPS = {"v5e": ("B/32", (2, 2), 256), "v6e": ("L/14", (1, 4), 8)}
 
 
 def mesh(name: str, shape: tuple[int, ...], axes: tuple[str, ...]):
@@ -72,8 +74,8 @@ def summary(compiled) -> dict:
     "targets": targets(hlo),
     "gathered": sorted((d, n) for kind, d, n in moved(hlo) if kind == "all-gather"),
     "gigabytes": [
-      round(memory.argument_size_in_bytes / 1e9, 2),
-      round(memory.temp_size_in_bytes / 1e9, 2),
+      round(memory.argument_size_in_bytes / 1e9, 3),
+      round(memory.temp_size_in_bytes / 1e9, 3),
     ],
   }
 
@@ -120,29 +122,26 @@ def layers(name: str) -> dict:
       return y, *backward(y)
 
     with mesh(name, (1,), ("data",)) as one:
-      arguments = operations._arguments(one, P(), P())
+      sizes = ((M, K), jnp.bfloat16), ((K, N), jnp.float32)
+      arguments = [argument(one, *size, P()) for size in sizes]
       results[f"{piece}, {recipe}"] = summary(jax.jit(run).lower(*arguments).compile())
   return results
 
 
-def training_step(name: str, layers: int | None = 2) -> dict:
-  """A step of four devices, as the training program makes it for a TPU: layers are in a loop.
-
-  layers: of each tower, since what is around the loop takes XLA minutes for each; None: all.
-  """
+def training_step(name: str) -> dict:
+  """A step of four devices, as the training program makes it for a TPU: layers are in a loop."""
   size, sizes, images = STEPS.get(name, STEPS["v5e"])
   config = SIZES[size]
-  if layers:
-    towers = {"vision": config.vision, "text": config.text}
-    towers = {key: dataclasses.replace(tower, layers=layers) for key, tower in towers.items()}
-    config = dataclasses.replace(config, **towers)
   task = CLIPTask(CLIP(config, BlockOptions(recipe="switchback")))
+  state = jax.eval_shape(make_init(task, optax.identity(), 0))
+  widths = [w for t in (config.vision, config.text) for w in t.layers * [t.width]]
   lowered = step.lowered(functools.partial(mesh, name), sizes, task, images)
-  kernels = [config.vision.width, config.text.width] * (layers or 0)
   return {
     "size": size,
-    "layers": layers,
-    "kernels": sorted(rows * width**2 for width in kernels for rows in (3, 1, 4, 4)),
+    "mesh": sizes,
+    "images": images,
+    "parameters": sum(x.size for x in jax.tree.leaves(state.params)),
+    "kernels": sorted(rows * width**2 for width in widths for rows in (3, 1, 4, 4)),
     **summary(lowered.compile()),
   }
 
@@ -180,18 +179,16 @@ def out_of_memory(name: str) -> str:
 PARTS = {
   "layers": layers,
   "step": training_step,
-  "whole step": functools.partial(training_step, layers=None),
   "passes": passes,
   "update": lambda name: update.update_bytes(functools.partial(mesh, name)),
   "out of memory": out_of_memory,
 }
-QUICK = [name for name in PARTS if name != "whole step"]
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("chip", choices=TOPOLOGIES)
-  parser.add_argument("--parts", nargs="+", default=QUICK, choices=PARTS)
+  parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
   parser.add_argument("--out", help="a file of results")
   args = parser.parse_args()
   with mesh(args.chip, (1,), ("data",)) as one:

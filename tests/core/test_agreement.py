@@ -135,6 +135,13 @@ def test_other_flags_of_xla_are_a_difference_but_not_where_it_dumps(tmp_path, mo
   assert "XLA_FLAGS" in agreement.difference([first, described("--xla_fast=false")])
 
 
+def test_another_chip_to_compute_as_is_a_difference(tmp_path, monkeypatch):
+  before = agreement.described(loop_case.config(tmp_path))
+  monkeypatch.setenv("SBJAX_ASSUME_CAPABILITY", "80")
+  after = agreement.described(loop_case.config(tmp_path))
+  assert "SBJAX_ASSUME_CAPABILITY: " in agreement.difference([before, after])
+
+
 @pytest.mark.parametrize(
   ("libtpu", "platforms", "is_set"),
   [(False, "", True), (True, "", False), (True, "tpu,cpu", False), (True, "cuda", True)],

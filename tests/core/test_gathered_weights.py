@@ -65,10 +65,10 @@ def test_a_frozen_stack_gives_the_numbers_of_its_floats(model):
 
 
 def test_rows_of_a_table_are_activations():
-  """Not weights of the product that they enter."""
+  """Not weights of the product that they enter, on whichever side."""
 
   def model(params, _):
-    return params["table"][INDICES] @ params["kernel"][0]
+    return (params["kernel"][0].T @ params["table"][INDICES].T).T
 
   params = parameters() | {"table": jax.random.normal(jax.random.key(2), (7, WIDTH))}
   y = quantize_model(model, {"kernel": "switchback", "*": None})(params, None)

@@ -1,4 +1,7 @@
-"""Tests that need an NVIDIA GPU: JAX_PLATFORMS=cuda,cpu python -m pytest tests/gpu/test_gpu.py"""
+"""Tests that need an NVIDIA GPU: JAX_PLATFORMS=cuda,cpu python -m pytest tests/gpu/test_gpu.py
+
+With SBJAX_ASSUME_CAPABILITY=80 a newer GPU runs an A100's kernels.
+"""
 
 import functools
 import os
@@ -14,16 +17,18 @@ from sbjax import RECIPES, Quantized, Spec, quantize, quantized_dot
 from sbjax.attention import attention, cudnn_runs, length_for
 from sbjax.ops import adam as expansion
 from sbjax.ops.attention import HEAD_DIMS
+from sbjax.ops.device import compute_capability, target
 from sbjax.ops.dither import positions
 from sbjax.ops.matmul import scaled_matmul
 from sbjax.ops.registry import NAMES, get_backend
 from sbjax.ops.rows import LayerNormParams, RMSNormParams
 from sbjax.pallas.sm90 import scaled_matmul as scaled_matmul_sm90
-from sbjax.quantize import E4M3, E5M2, INT8
+from sbjax.quantize import E4M3, E5M2, FORMATS, INT8
 
 pytestmark = pytest.mark.gpu
 
 OUT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+SCALINGS = ("tensorwise", "rowwise")
 
 # The number of random shapes for the kernels, and their seed.
 SHAPES, SEED = int(os.environ.get("SBJAX_SHAPES", 12)), int(os.environ.get("SBJAX_SEED", 0))
@@ -31,8 +36,12 @@ SHAPES, SEED = int(os.environ.get("SBJAX_SHAPES", 12)), int(os.environ.get("SBJA
 
 @pytest.fixture(params=[name for name in NAMES if name != "xla"])
 def backend(request):
+  return skip_without(request.param)
+
+
+def skip_without(backend):
   try:
-    return get_backend(request.param)
+    return get_backend(backend)
   except NotImplementedError as reason:
     pytest.skip(str(reason))
 
@@ -53,21 +62,31 @@ def some_shapes(n=SHAPES):
   ]  # fmt: skip
 
 
+def skip_without_fp8():
+  if compute_capability(target()) < FORMATS[E4M3].capability:
+    pytest.skip(f"{target().device_kind} has no fp8.")
+
+
+@pytest.fixture(params=["int8", "fp8"])
+def formats(request):
+  """Formats of operands."""
+  if request.param == "fp8":
+    skip_without_fp8()
+  return {"int8": (INT8,), "fp8": (E4M3, E5M2)}[request.param]
+
+
 @pytest.mark.parametrize("shape", some_shapes(), ids=str)
-def test_kernels_multiply_as_the_definition_does(backend, shape):
-  check_products(backend.scaled_matmul, shape)
+def test_kernels_multiply_as_the_definition_does(backend, formats, shape):
+  check_products(backend.scaled_matmul, formats, shape)
 
 
 @pytest.mark.parametrize("config", sorted(scaled_matmul_sm90.tile_configs(), key=str), ids=str)
 @pytest.mark.parametrize("shape", [(259, 1280, 1280), (1000, 784, 3088)], ids=str)
-def test_every_tuned_tile_config_multiplies_as_the_definition_does(config, shape):
-  try:
-    get_backend("mosaic")
-  except NotImplementedError as reason:
-    pytest.skip(str(reason))
+def test_every_tuned_tile_config_multiplies_as_the_definition_does(config, formats, shape):
+  skip_without("mosaic")
   # With only 4 SMs each computes several blocks.
   options = {"config": config, "num_sms": 4}
-  check_products(functools.partial(scaled_matmul_sm90.scaled_matmul, **options), shape)
+  check_products(functools.partial(scaled_matmul_sm90.scaled_matmul, **options), formats, shape)
 
 
 def drawn_operand(numbers, rows, k, spec, exact):
@@ -76,31 +95,31 @@ def drawn_operand(numbers, rows, k, spec, exact):
   return Quantized(values, jnp.asarray(scale), spec)
 
 
-def check_products(ours, shape):
-  """Compares products in int8 and fp8, with or without a bias and a residual, with XLA's."""
+def check_products(ours, formats, shape):
+  """Compares a product of drawn formats, maybe with a bias and a residual, with XLA's."""
   m, n, k = shape
-  pick, numbers = random.Random(str(shape)), np.random.default_rng(k)
-  for dtypes in ((INT8, INT8), (pick.choice([E4M3, E5M2]), pick.choice([E4M3, E5M2]))):
-    adds, out_dtype = pick.choice([False, True]), pick.choice(OUT_DTYPES)
-    lhs, rhs = (
-      drawn_operand(numbers, rows, k, Spec(dtype, pick.choice(["tensorwise", "rowwise"])), adds)
-      for rows, dtype in zip((m, n), dtypes, strict=True)
-    )
-    added = {"bias": numbers.normal(size=n), "residual": 99 * numbers.normal(size=(m, n))}
-    added = {name: jnp.asarray(a, out_dtype) for name, a in added.items() if adds}
-    actual, expected = (
-      np.asarray(jax.jit(multiply, static_argnums=2)(lhs, rhs, out_dtype, **added), np.float32)
-      for multiply in (ours, scaled_matmul)
-    )
-    if dtypes[0] == INT8:
-      np.testing.assert_array_equal(actual, expected)
-    else:
-      # A tensor core keeps fewer bits of a float32 sum than float32 has.
-      assert np.abs(actual - expected).max() <= 2**-7 * np.abs(expected).max()
+  pick, numbers = random.Random(f"{shape}{formats}"), np.random.default_rng(k)
+  adds, out_dtype = pick.choice([False, True]), pick.choice(OUT_DTYPES)
+  lhs, rhs = (
+    drawn_operand(numbers, rows, k, Spec(pick.choice(formats), pick.choice(SCALINGS)), adds)
+    for rows in (m, n)
+  )
+  added = {"bias": numbers.normal(size=n), "residual": 99 * numbers.normal(size=(m, n))}
+  added = {name: jnp.asarray(a, out_dtype) for name, a in added.items() if adds}
+  actual, expected = (
+    np.asarray(jax.jit(multiply, static_argnums=2)(lhs, rhs, out_dtype, **added), np.float32)
+    for multiply in (ours, scaled_matmul)
+  )
+  if formats == (INT8,):
+    np.testing.assert_array_equal(actual, expected)
+  else:
+    # A tensor core keeps fewer bits of a float32 sum than float32 has.
+    assert np.abs(actual - expected).max() <= 2**-7 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("k", [1024, 4096, 16384])
 def test_fp8_sums_of_one_sign_lose_at_most_k_over_2_to_the_15(backend, k):
+  skip_without_fp8()
   # A tensor core truncates each product below 2^-13 of the partial sum. Here all errors have one
   # sign: half of that on average, and partial sums are on average half of the total.
   lhs, rhs = (
@@ -126,11 +145,11 @@ def scales(numbers, rows, exact):
 
 @pytest.mark.parametrize("form", ["quantize", "quantize_transposed", "quantize_both"])
 @pytest.mark.parametrize("shape", some_shapes(4), ids=str)
-def test_kernels_quantize_as_the_definition_does(backend, form, shape):
+def test_kernels_quantize_as_the_definition_does(backend, form, formats, shape):
   rows, k = shape[0], shape[2]
   x = jax.random.normal(jax.random.key(k), (rows, k), jnp.bfloat16).at[rows // 2].set(0)
-  specs = [Spec(INT8, scaling) for scaling in ("rowwise", "columnwise", "tensorwise")]
-  for spec in (*specs, Spec(E5M2, "tensorwise")):
+  scalings = ("rowwise", "columnwise", "tensorwise") if formats == (INT8,) else ("tensorwise",)
+  for spec in (Spec(formats[-1], scaling) for scaling in scalings):
     actual = jax.jit(getattr(backend, form), static_argnums=1)(x, spec)
     expected = on_cpu(lambda x: getattr(get_backend("xla"), form)(x, spec), x)  # noqa: B023
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
@@ -138,6 +157,7 @@ def test_kernels_quantize_as_the_definition_does(backend, form, shape):
 
 @pytest.mark.parametrize("binades", [1.0, 8.0])
 def test_adam_s_step_on_coded_moments_is_the_definition_s_to_rounding(backend, binades):
+  skip_without_fp8()  # The moments' codes.
   sizes = jax.random.normal(jax.random.key(0), (3, 3, 1001, 6, 128))
   signs = jnp.sign(jax.random.normal(jax.random.key(1), sizes.shape))
   g, mu, nu = jnp.exp2(binades * sizes.clip(-3, 3)) * signs
@@ -154,10 +174,17 @@ def test_adam_s_step_on_coded_moments_is_the_definition_s_to_rounding(backend, b
     assert_rounded_alike(np.asarray(a.values)[alike], np.asarray(b.values)[alike], "codes")
 
 
-def row_operations(x, dy, dx, norm):
+def row_operations(x, dy, dx, norm, formats):
   """The operations of sbjax.ops.rows on these operands: {name: (function, arrays)}."""
-  int8, e5m2 = Spec(INT8, "rowwise"), Spec(E5M2, "rowwise")
-  kept, fold, rms = quantize(x, int8), jnp.exp2(norm.scale), RMSNormParams(norm.scale)
+  fold = jnp.exp2(norm.scale)
+  if formats != (INT8,):
+    e5m2, folds = Spec(E5M2, "rowwise"), (None, fold)
+    return {
+      "gelu back e5m2": (lambda ops, h, dg: ops.gelu_backward(h, dg, e5m2), (x, dy)),
+      "glu back e5m2": (lambda ops, *a: ops.glu_backward(*a, e5m2, folds=folds), (x, dx, dy)),
+    }
+  int8 = Spec(INT8, "rowwise")
+  kept, rms = quantize(x, int8), RMSNormParams(norm.scale)
   return {
     "norm": (lambda ops, x, norm: ops.norm_quantize(x, norm, None), (x, norm)),
     "norm int8": (lambda ops, x, norm: ops.norm_quantize(x, norm, int8), (x, norm)),
@@ -170,14 +197,13 @@ def row_operations(x, dy, dx, norm):
     "glu back": (lambda ops, *a: ops.glu_backward(*a, None), (x, dx, dy)),
     "glu back int8": (lambda ops, *a: ops.glu_backward(*a, int8), (kept, quantize(dx, int8), dy)),
     "glu back, folds": (
-      lambda ops, *a: ops.glu_backward(*a, e5m2, folds=(None, fold)),
+      lambda ops, *a: ops.glu_backward(*a, int8, folds=(None, fold)),
       (x, dx, dy),
     ),
     "gelu": (lambda ops, x: ops.gelu_quantize(x, None, None), (x,)),
     "gelu int8": (lambda ops, x: ops.gelu_quantize(x, int8, int8), (x,)),
     "gelu back": (lambda ops, h, dg: ops.gelu_backward(h, dg, None), (x, dy)),
     "gelu back int8": (lambda ops, h, dg: ops.gelu_backward(h, dg, int8), (kept, dy)),
-    "gelu back e5m2": (lambda ops, h, dg: ops.gelu_backward(h, dg, e5m2), (x, dy)),
     "gelu back, fold": (lambda ops, *a: ops.gelu_backward(*a, int8, fold=fold), (x, dy)),
     "quantize, fold": (lambda ops, dy: ops.quantize(dy, int8, fold=fold), (dy,)),
     "sum, fold": (lambda ops, *dys: ops.quantize_sum(dys, int8, fold=fold), (dy,)),
@@ -187,13 +213,13 @@ def row_operations(x, dy, dx, norm):
 
 
 @pytest.mark.parametrize("shape", some_shapes(4), ids=str)
-def test_fused_row_kernels_equal_the_definition_to_rounding(backend, shape):
+def test_fused_row_kernels_equal_the_definition_to_rounding(backend, formats, shape):
   rows, k = shape[0], shape[2]
   keys = jax.random.split(jax.random.key(k), 5)
   x, dy, dx = (jax.random.normal(key, (rows, k), jnp.bfloat16) for key in keys[:3])
   x, dy = x.at[rows // 2].set(0), dy.at[rows // 3].set(0)
   norm = LayerNormParams(*(1 + jax.random.normal(key, (k,)) / 4 for key in keys[3:]))
-  for name, (operation, arrays) in row_operations(x, dy, dx, norm).items():
+  for name, (operation, arrays) in row_operations(x, dy, dx, norm, formats).items():
     actual = jax.jit(functools.partial(operation, backend))(*arrays)
     expected = on_cpu(functools.partial(operation, get_backend("xla")), *arrays)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
@@ -288,13 +314,6 @@ def kernels_errors(backend, shape, causal, dtype=jnp.bfloat16):
   results = jax.jit(functools.partial(attention_benchmark.value_and_gradients, run))(*padded)
   exact = attention_benchmark.reference(qkvd, causal)
   return [attention_benchmark.error(x[:, :length], e) for x, e in zip(results, exact, strict=True)]
-
-
-def skip_without(backend):
-  try:
-    get_backend(backend)
-  except NotImplementedError as reason:
-    pytest.skip(str(reason))
 
 
 @pytest.fixture(params=["mosaic", "triton"])

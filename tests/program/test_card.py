@@ -7,6 +7,7 @@ import time
 import jax
 import jax.numpy as jnp
 import pytest
+import triton_case
 
 from benchmarks import card, step, tables
 from benchmarks import card_sections as sections
@@ -227,6 +228,14 @@ def test_a_table_shows_failures_and_wrong_results():
   step = {"case": "ViT-B/16", "size": "B/16", "batch_size": 64, "contenders": {}}
   text = "\n".join(card.table("step", {"rows": [step]}))
   assert "ViT-B/16, 64 images" in text and f"(the {CHIP} had 512 images a batch)" in text
+
+
+def test_a_card_of_a_gpu_that_computes_as_another_says_so(monkeypatch):
+  monkeypatch.setenv("SBJAX_ASSUME_CAPABILITY", "80")
+  with triton_case.chip(90):
+    said = sections.describe(jax.devices()[0])
+  assert (said["chip"], said["compute_capability"]) == ("NVIDIA as sm_80", 80)
+  assert card.slug("NVIDIA H200 as sm_80") == "h200-as-sm-80"
 
 
 def test_a_tpu_has_no_compute_capability():

@@ -23,6 +23,7 @@ import jax
 from jax._src import distributed
 
 import sbjax
+from sbjax.ops import device
 from train.config import Config, flat, marked
 from train.errors import RunError
 from train.fields import PER_PROCESS
@@ -50,6 +51,7 @@ def described(config: Config) -> dict[str, object]:
     **{f"the version of {name}": version for name, version in _versions().items()},
     **{name: str(jax.config.values[name]) for name in _OPTIONS if name in jax.config.values},
     "XLA_FLAGS": _xla_flags(),
+    device.VARIABLE: os.environ.get(device.VARIABLE),
   }
 
 

@@ -8,6 +8,7 @@ Importing this file imports neither package.
 import functools
 import importlib.metadata
 import inspect
+import types
 
 import jax
 import jax.experimental.pallas as pl
@@ -33,6 +34,8 @@ def triton_call(
       writes to the operand.
   """
   jax_triton, old = _jax_triton()
+  if isinstance(device := devices.target(), devices.Assumed):
+    _assemble_for(devices.compute_capability(device.chip))
   call = functools.partial(
     jax_triton.triton_call,
     kernel=kernel,
@@ -89,6 +92,23 @@ def _jax_triton():
   if not old and jax.__version_info__ >= (0, 12):
     _adapt_dead_code_rule(jax_triton.triton_lib.triton_kernel_call_p)  # pyright: ignore
   return jax_triton, old
+
+
+@functools.cache
+def _assemble_for(capability: int) -> None:
+  """From now on the driver assembles kernels for this chip; their PTX may be for an older one.
+
+  jax-triton says PTX's compute capability in both places.
+  """
+  from jax_triton import triton_lib  # pyright: ignore[reportMissingImports]
+
+  jaxlib, position = triton_lib.triton_kernel_call_lib, 6  # Of the argument `compute_capability`.
+
+  def kernel(*args):
+    return jaxlib.TritonKernel(*args[:position], capability, *args[position + 1 :])
+
+  replaced = vars(jaxlib) | {"TritonKernel": kernel}
+  triton_lib.triton_kernel_call_lib = types.SimpleNamespace(**replaced)
 
 
 def _adapt_dead_code_rule(primitive):

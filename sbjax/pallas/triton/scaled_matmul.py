@@ -94,7 +94,7 @@ def tile_configs() -> set[TileConfig]:
 def unsupported(device, lhs, rhs, out_dtype, **options) -> str | None:
   """Why the kernel does not take these, or None."""
   del options
-  # triton 3.6 writes tcgen05.mma for int8, which compute capability 10.3 lacks.
+  # For Blackwell, triton 3.6 and 3.7 write tcgen05.mma for fp8, and Ampere's mma.sync for int8.
   if lhs.spec.format.is_exact and (lacking := slow_int8(device)):
     return f"takes no int8 on a chip with {lacking}"
   return unsupported_matmul(rhs, out_dtype)
