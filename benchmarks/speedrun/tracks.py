@@ -78,7 +78,7 @@ TRACKS = {
       "fewer tokens": Entry("int8, StableAdamW, captions in groups, small images first", _FEWER),
       "muon": Entry(
         "int8, Muon, captions in groups, half of the patches, 900 steps",
-        (*_HALF, "optimizer.name=muon"),
+        (*_HALF, "optimizer.name=muon", "optimizer.warmup_steps=150"),
         steps=900,
       ),
     },
