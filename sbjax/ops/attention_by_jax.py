@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 
 from sbjax.ops.device import compute_capability, target
-from sbjax.ops.partition import vary_alike
 
 
 def attention_by_jax(
@@ -44,9 +43,8 @@ def attention_by_jax(
       )
     query_lengths = key_lengths = jnp.full((batch,), length, jnp.int32)
   implementation = _implementation(backend, q, k, mask, bias, causal)
-  arrays = vary_alike(q, k, v, mask, bias, query_lengths, key_lengths)
-  q, k, v, mask, bias, query_lengths, key_lengths = arrays
-  # 0 * NaN is NaN, and cuDNN leaves the gradients of padding undefined.
+  # 0 * NaN is NaN, and cuDNN leaves the gradients of padding undefined. It does not get the lengths
+  # of q: with them it leaves the outputs of padding undefined, too.
   q, k, v = _zeroed(q, query_lengths), _zeroed(k, key_lengths), _zeroed(v, key_lengths)
   dtype = q.dtype
   if implementation == "xla":
@@ -61,7 +59,6 @@ def attention_by_jax(
     bias,
     mask,
     is_causal=causal,
-    query_seq_lengths=query_lengths,
     key_value_seq_lengths=key_lengths,
     implementation=implementation,
   )

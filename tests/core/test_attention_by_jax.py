@@ -162,12 +162,11 @@ def test_devices_compute_their_examples_and_heads(kind):
 
   expected = jax.jit(step)(do, q, k, v, seen)
   spec = P("data", None, "fsdp")
+  specs = (spec, spec, spec, spec, P("data"))
   with jax.set_mesh(mesh):
-    arrays = put(mesh, [spec] * 4 + [P("data")], do, q, k, v, seen)
+    arrays = put(mesh, specs, do, q, k, v, seen)
     y, gradients = jax.jit(step)(*arrays)
-    by_shards = jax.jit(
-      jax.shard_map(step, in_specs=(*[spec] * 4, P("data")), out_specs=(spec, (spec,) * 3))
-    )(*arrays)
+    by_shards = jax.jit(jax.shard_map(step, in_specs=specs, out_specs=(spec, (spec,) * 3)))(*arrays)
   assert y.sharding.is_equivalent_to(NamedSharding(mesh, spec), y.ndim)
   assert_near((y, gradients), expected)
   assert_near(by_shards, expected)
