@@ -49,7 +49,8 @@ def attention(
       then is one such array. "mosaic" and "triton" take it without a copy.
     k, v: [B, S, K, D] in q's dtype, or None. S may differ from L. K divides H: a head of k and v
       serves H / K heads of q in a row (grouped queries, Ainslie et al. 2023,
-      https://arxiv.org/abs/2305.13245; K = 1: multi-query attention).
+      https://arxiv.org/abs/2305.13245; K = 1: multi-query attention). On meshes of explicit axes,
+      the devices that split H must divide a K above 1: `jax.nn` reshapes no other way.
     causal: whether the i-th token of q attends to the first i + 1 tokens of k only.
     length: the number of tokens before the padding; None: L. No token attends to padding, and
       padding gets no gradient. Its outputs are undefined. k and v must be as long as q.
