@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from sbjax.ops.attention import split_qkv
+from sbjax.ops.attention_by_jax import attention_by_jax, cudnn_lacks, cudnn_runs
 from sbjax.ops.by_rows import by_rows
 from sbjax.ops.device import compute_capability, target
 from sbjax.ops.partition import vary_alike
@@ -27,9 +28,16 @@ def attention(
   *,
   causal: bool = False,
   length: int | None = None,
+  mask: jax.Array | None = None,
+  bias: jax.Array | None = None,
+  query_seq_lengths: jax.Array | None = None,
+  key_value_seq_lengths: jax.Array | None = None,
   backend: str | None = None,
 ) -> jax.Array:
-  """softmax(q k^T / sqrt(D)) v for each head; logits and sums are float32.
+  """softmax(q k^T / sqrt(D) + bias) v for each head; logits and sums are float32.
+
+  The arguments mean what they mean in `jax.nn.dot_product_attention`, which computes all calls but
+  those of one length and one number of heads without mask, bias and lengths.
 
   >>> import jax.numpy as jnp
   >>> qkv = jnp.ones((2, 5, 3, 4, 8))  # Batch, tokens, q k v, heads, head size.
@@ -39,14 +47,25 @@ def attention(
   Args:
     q: [B, L, H, D], or [B, L, 3, H, D] with q, k and v, as one projection makes them. Its gradient
       then is one such array. "mosaic" and "triton" take it without a copy.
-    k, v: [B, L, H, D] in q's dtype, or None.
-    causal: whether a token attends to itself and earlier tokens only.
+    k, v: [B, S, K, D] in q's dtype, or None. S may differ from L. K divides H: a head of k and v
+      serves H / K heads of q in a row (grouped queries, Ainslie et al. 2023,
+      https://arxiv.org/abs/2305.13245; K = 1: multi-query attention). On meshes of explicit axes,
+      the devices that split H must divide a K above 1: `jax.nn` reshapes no other way.
+    causal: whether the i-th token of q attends to the first i + 1 tokens of k only.
     length: the number of tokens before the padding; None: L. No token attends to padding, and
-      padding gets no gradient. Its outputs are undefined.
+      padding gets no gradient. Its outputs are undefined. k and v must be as long as q.
+    mask: bool, broadcastable to [B, H, L, S]: True where a token of q attends to a token of k. A
+      token that attends to none has a finite output without meaning; "xla" gives the mean of v.
+    bias: broadcastable to [B, H, L, S], added to the logits in float32. It gets a gradient.
+    query_seq_lengths, key_value_seq_lengths: int [B], how many tokens of each example come before
+      the padding of q, and of k and v. Padding counts for nothing, whatever it holds, and gets no
+      gradient. The outputs of q's padding are 0.
     backend: "xla" computes in float32. "cudnn" takes 16 bits, and D up to 128. "triton" takes 16
       bits, and D in `sbjax.ops.attention.HEAD_DIMS`. "mosaic" (H100, H200) takes 16 bits, 65 to 257
-      tokens without padding, and D from 64 to 128. None takes the fastest for each pass; on an
-      NVIDIA GPU the number of tokens must then be one that `length_for` returns.
+      tokens without padding, and D from 64 to 128. Grouped queries, k of another length, mask, bias
+      and lengths of examples are for "xla", and "cudnn" where L and S are even, without a bias, and
+      if L = S or not causal. None takes the fastest for each pass; on an NVIDIA GPU the number of
+      tokens must then be one that `length_for` returns, unless the call is one of these.
 
   Returns:
     [B, L, H, D] in q's dtype.
@@ -56,20 +75,27 @@ def attention(
     NotImplementedError: the backend does not run here, or not with these shapes.
   """
   qkv = _arrays(q, k, v)
-  length = qkv[0].shape[1] if length is None else length
-  if not 1 <= length <= qkv[0].shape[1]:
-    raise ValueError(f"length={length} must be from 1 to the {qkv[0].shape[1]} tokens of q.")
+  padded_length = qkv[0].shape[1]
+  if length is not None and not 1 <= length <= padded_length:
+    raise ValueError(f"length={length} must be from 1 to the {padded_length} tokens of q.")
+  if backend not in (None, *BACKENDS):
+    raise ValueError(f"Unknown backend {backend!r}; there are {', '.join(map(repr, BACKENDS))}.")
+  added = {
+    "mask": mask,
+    "bias": bias,
+    "query_seq_lengths": query_seq_lengths,
+    "key_value_seq_lengths": key_value_seq_lengths,
+  }
+  if qkv[0].shape != qkv[-1].shape or any(x is not None for x in added.values()):
+    options = {"causal": causal, "length": length, "backend": backend}
+    return attention_by_jax(*split_qkv(qkv), **added, **options)
+  length = padded_length if length is None else length
   dtype, head_dim = qkv[0].dtype, qkv[0].shape[-1]
   name = fastest_backend(dtype, length, head_dim) if backend is None else backend
   if name == "cudnn":
-    if not cudnn_runs(dtype, head_dim):
-      raise NotImplementedError(
-        "backend='cudnn' needs an NVIDIA GPU from Ampere on, 16 bits, and heads of a multiple of 8"
-        f" up to 128, not {dtype.name} and {head_dim}."
-      )
+    if (reason := cudnn_lacks(dtype, head_dim)) is not None:
+      raise NotImplementedError(reason)
     return _by_cudnn(split_qkv(qkv), causal, length)
-  if name not in BACKENDS:
-    raise ValueError(f"Unknown backend {name!r}; there are {', '.join(map(repr, BACKENDS))}.")
   if backend is None and name in ("mosaic", "triton"):
     name = None  # Each pass by the faster kernel.
   layer = functools.partial(_by_operations, name, causal, length)
@@ -78,17 +104,27 @@ def attention(
 
 
 def _arrays(q, k, v) -> tuple[jax.Array, ...]:
-  """One array [B, L, 3, H, D] or three [B, L, 1, H, D]."""
+  """One array [B, L, 3, H, D], or [B, L, 1, H, D] and two [B, S, 1, K, D]."""
   if k is None and v is None:
     if q.ndim != 5 or q.shape[2] != 3:
       raise ValueError(f"q without k and v must be [B, L, 3, H, D], not {q.shape}.")
     return (q,)
-  if k is None or v is None or q.ndim != 4 or not q.shape == k.shape == v.shape:
-    shapes = [None if x is None else x.shape for x in (q, k, v)]
-    raise ValueError(f"q, k and v must all be [B, L, H, D], not {', '.join(map(str, shapes))}.")
+  shapes = [None if x is None else x.shape for x in (q, k, v)]
+  if k is None or v is None or not q.ndim == k.ndim == 4 or k.shape != v.shape or not _fit(q, k):
+    raise ValueError(
+      "q must be [B, L, H, D] and k and v both [B, S, K, D], where K divides H,"
+      f" not {', '.join(map(str, shapes))}."
+    )
   if not q.dtype == k.dtype == v.dtype:
     raise ValueError(f"q, k and v must have one dtype, not {q.dtype}, {k.dtype}, {v.dtype}.")
   return tuple(x[:, :, None] for x in (q, k, v))
+
+
+def _fit(q, k) -> bool:
+  """Whether q [B, L, H, D] and k [B, S, K, D] share B and D, and K divides H."""
+  heads, kv_heads = q.shape[2], k.shape[2]
+  same = q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3] and k.shape[1] > 0
+  return same and kv_heads > 0 and heads % kv_heads == 0
 
 
 def fastest_backend(dtype, length: int, head_dim: int) -> str:
@@ -158,12 +194,3 @@ def length_for(length: int, dtype: jnp.dtype, head_dim: int, backend: str | None
   """The number of tokens to pad to: JAX trains with cuDNN's attention only for even numbers."""
   name = fastest_backend(dtype, length, head_dim) if backend is None else backend
   return length + length % 2 if name == "cudnn" else length
-
-
-def cudnn_runs(dtype: jnp.dtype, head_dim: int) -> bool:
-  """Whether cuDNN's flash attention supports this: 16 bits, on an NVIDIA GPU from Ampere on.
-
-  JAX does not fall back: it raises where cuDNN cannot run, and lowers it only for CUDA.
-  """
-  ampere = (compute_capability(target()) or 0) >= 80
-  return ampere and dtype in (jnp.bfloat16, jnp.float16) and head_dim % 8 == 0 and head_dim <= 128

@@ -134,8 +134,12 @@ def test_devices_compute_their_examples_and_heads(monkeypatch, kind, packed):
   ("arguments", "message"),
   [
     (lambda q: (q,), r"must be \[B, L, 3, H, D\], not \(2, 7, 3, 16\)"),
-    (lambda q: (q, q), "must all be"),
-    (lambda q: (q, q[:, :5], q[:, :5]), r"must all be .*\(2, 5, 3, 16\)"),
+    (lambda q: (q, q), r"not \(2, 7, 3, 16\), \(2, 7, 3, 16\), None"),
+    (lambda q: (q, q, q[:, :5]), r"k and v both \[B, S, K, D\], .*, \(2, 5, 3, 16\)"),
+    (lambda q: (q, q[:, :, :2], q[:, :, :2]), r"where K divides H, not .*\(2, 7, 2, 16\)"),
+    (lambda q: (q, q[:1], q[:1]), r"where K divides H, not .*\(1, 7, 3, 16\)"),
+    (lambda q: (q, q[..., :8], q[..., :8]), r"where K divides H, not .*\(2, 7, 3, 8\)"),
+    (lambda q: (q, q[:, :0], q[:, :0]), r"where K divides H, not .*\(2, 0, 3, 16\)"),
     (lambda q: (q, q, q.astype(jnp.bfloat16)), "one dtype, not float32, float32, bfloat16"),
   ],
 )

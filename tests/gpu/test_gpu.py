@@ -304,6 +304,34 @@ def test_cudnn_attention_is_xla_attention_to_bf16_rounding(length, causal):
     assert error < 2**-6, error
 
 
+@pytest.mark.parametrize("kind", ["none", "mask", "lengths"])
+@pytest.mark.parametrize(("kv_heads", "kv_length", "causal"), [(8, 98, True), (2, 130, False)])
+def test_cudnn_s_grouped_queries_masks_and_lengths_are_xla_s(kind, kv_heads, kv_length, causal):
+  keys = jax.random.split(jax.random.key(0), 4)
+  sizes = ((98, 8), (kv_length, kv_heads), (kv_length, kv_heads), (98, 8))
+  q, k, v, dy = (
+    jax.random.normal(key, (4, *size, 64), jnp.bfloat16)
+    for key, size in zip(keys, sizes, strict=True)
+  )
+  mask = jax.random.bernoulli(keys[0], 0.7, (4, 1, 1, kv_length)).at[..., 0].set(True)
+  lengths = {
+    "query_seq_lengths": jnp.array([98, 50, 1, 77]),
+    "key_value_seq_lengths": jnp.array([kv_length, 33, 98, 2]),
+  }
+  options = {"none": {}, "mask": {"mask": mask}, "lengths": lengths}[kind]
+
+  @functools.partial(jax.jit, static_argnums=0)
+  def run(backend, q, k, v, dy):
+    y, vjp = jax.vjp(
+      functools.partial(attention, causal=causal, backend=backend, **options), q, k, v
+    )
+    return y, *vjp(dy)
+
+  for a, b in zip(run("cudnn", q, k, v, dy), run("xla", q, k, v, dy), strict=True):
+    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    assert np.linalg.norm(a - b) < 2**-6 * np.linalg.norm(b)
+
+
 def kernels_errors(backend, shape, causal, dtype=jnp.bfloat16):
   """Errors in norm, relative to float64, of the output and the gradients of q, k and v."""
   _, length, _, head_dim = shape
