@@ -93,7 +93,7 @@ def provenance() -> dict:
   Lines that are older than the field `commit` name the commit that added them.
   """
   flags = [f"{name}='{value}'" for name in _SETTINGS if (value := os.environ.get(name))]
-  module = sys.modules["__main__"].__spec__.name
+  module = sys.modules["__main__"].__spec__.name.removesuffix(".__main__")
   return {
     "chip": target().device_kind,
     "jax": jax.__version__,
