@@ -93,7 +93,8 @@ def provenance() -> dict:
   Lines that are older than the field `commit` name the commit that added them.
   """
   flags = [f"{name}='{value}'" for name in _SETTINGS if (value := os.environ.get(name))]
-  module = sys.modules["__main__"].__spec__.name.removesuffix(".__main__")
+  spec = sys.modules["__main__"].__spec__  # None in a process that no `-m` has started.
+  module = spec.name.removesuffix(".__main__") if spec else sys.argv[0]
   return {
     "chip": target().device_kind,
     "jax": jax.__version__,

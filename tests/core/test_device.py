@@ -1,7 +1,5 @@
 """A newer GPU that is to compute as an older one: SBJAX_ASSUME_CAPABILITY."""
 
-import sys
-
 import jax
 import pytest
 import triton_case
@@ -74,7 +72,6 @@ def test_a_hopper_gpu_as_an_a100_takes_no_way_of_hopper_s(monkeypatch):
 
 def test_rows_of_results_say_what_was_assumed(monkeypatch):
   monkeypatch.setattr(jax, "devices", lambda *_: [triton_case.gpu(90)])
-  monkeypatch.setattr(sys.modules["__main__"], "__spec__", pytest.__spec__)  # xdist has none
   assert provenance()["chip"] == "NVIDIA"
   monkeypatch.setenv(device.VARIABLE, "80")
   said = provenance()
