@@ -13,8 +13,9 @@ ROOT = pathlib.Path(__file__).parents[2]
 NAMES = {
   "_absmax_kernel", "_attention_backward_kernel", "_attention_forward_kernel", "_attention_kernel",
   "_attention_packed_keys_kernel", "_attention_queries_kernel", "_cast_kernel",
-  "_gelu_backward_kernel", "_gelu_kernel", "_kernel", "_norm_backward_kernel", "_norm_kernel",
-  "_quantize_sum_kernel", "_rowwise_kernel", "_scaled_matmul_kernel",
+  "_gelu_backward_kernel", "_gelu_kernel", "_glu_backward_kernel", "_glu_kernel", "_kernel",
+  "_norm_backward_kernel", "_norm_kernel", "_quantize_sum_kernel", "_rowwise_kernel",
+  "_scaled_matmul_kernel",
 }  # fmt: skip
 
 
