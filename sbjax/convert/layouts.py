@@ -69,9 +69,11 @@ def _dynamic_slice(x, shape, eqn, others) -> list:
 def _gather(x, shape, eqn, others) -> list:
   """Matrices of a stack, as `takes_rows` has them."""
   (indices,), params = others, eqn.params | {"fill_value": None}
-  (rows,) = params["dimension_numbers"].start_index_map
-  if x.shape[rows] != shape[rows]:
-    indices = jnp.zeros_like(indices)
+  dims = params["dimension_numbers"]
+  (rows,) = dims.start_index_map
+  if x.shape[rows] != shape[rows]:  # All share what x says.
+    added = [a for a in range(len(eqn.outvars[0].aval.shape)) if a not in dims.offset_dims]
+    return [jnp.expand_dims(jax.lax.squeeze(x, [rows]), added)]
   sizes = [1 if axis == rows else size for axis, size in enumerate(x.shape)]
   return [jax.lax.gather(x, indices, **(params | {"slice_sizes": sizes}))]
 

@@ -55,11 +55,12 @@ def test_each_gathered_matrix_is_multiplied_by_its_own_scale(model):
   assert not np.array_equal(found[0][1], plain[0][1])
 
 
+@pytest.mark.parametrize("recipe", ["switchback", "switchback_q"])  # One scale, and by column.
 @pytest.mark.parametrize("model", [by_index, by_take, of_the_last_axis])
-def test_a_frozen_stack_gives_the_numbers_of_its_floats(model):
+def test_a_frozen_stack_gives_the_numbers_of_its_floats(model, recipe):
   params, x = parameters(), inputs()
-  ours = jax.jit(quantize_model(model, "switchback"))
-  frozen = quantize_weights(params, "switchback", call=lambda params: model(params, x))
+  ours = jax.jit(quantize_model(model, recipe))
+  frozen = quantize_weights(params, recipe, call=lambda params: model(params, x))
   assert not isinstance(frozen["kernel"], jax.Array)
   np.testing.assert_array_equal(ours(frozen, x), ours(params, x))
 
