@@ -245,20 +245,20 @@ def compiled(monkeypatch, tmp_path, capability, function, *arguments):
   return [_assembled(path, capability) for path in tmp_path.rglob("*.ptx")]
 
 
-def ptxas(capability):
-  """The path of CUDA's assembler: the machine's, or Triton's, whose PTX for Blackwell is newer."""
+def assemble(path, capability):
+  """Runs CUDA's assembler: the machine's, or Triton's, whose PTX for Blackwell is newer."""
   import triton
 
   bundled = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin"
-  if capability >= 100:
-    return bundled / "ptxas-blackwell"
-  return shutil.which("ptxas") or bundled / "ptxas"
+  ours = shutil.which("ptxas") or bundled / "ptxas"
+  arch = f"sm_{capability}{'a' if capability >= 90 else ''}"
+  ptxas = bundled / "ptxas-blackwell" if capability >= 100 else ours
+  command = [ptxas, f"-arch={arch}", "-v", path, "-o", os.devnull]
+  return subprocess.run(command, capture_output=True, text=True)
 
 
 def _assembled(path, capability):
-  arch = f"sm_{capability}{'a' if capability >= 90 else ''}"
-  command = [ptxas(capability), f"-arch={arch}", "-v", path, "-o", os.devnull]
-  run = subprocess.run(command, capture_output=True, text=True)
+  run = assemble(path, capability)
   assert run.returncode == 0, run.stderr
   info = path.with_suffix(".compile_info").read_text()
   return Kernel(

@@ -1,14 +1,12 @@
 """The Triton kernels that JAX gets, and whether CUDA's assembler takes them."""
 
 import dataclasses
-import os
 import re
-import subprocess
 import tempfile
 
 from jax_triton import triton_lib
 
-from tests.triton_case import ptxas
+from tests.triton_case import assemble
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,12 +24,10 @@ class Kernel:
 
   def assembled(self) -> tuple[str, int]:
     """What ptxas says against it, or "", and how many bytes of registers it spills."""
-    arch = f"sm_{self.capability}{'a' if self.capability >= 90 else ''}"
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
       file.write(self.ptx)
       file.flush()
-      command = [ptxas(self.capability), f"-arch={arch}", "-v", file.name, "-o", os.devnull]
-      run = subprocess.run(command, capture_output=True, text=True)
+      run = assemble(file.name, self.capability)
     spilled = sum(map(int, re.findall(r"(\d+) bytes spill stores", run.stderr)))
     return run.stderr if run.returncode else "", spilled
 

@@ -44,10 +44,7 @@ def backward_config(k: int, itemsize: int) -> Config:
   )
 
 
-def unsupported(device, gate, *others, **options) -> str | None:
-  """Why the kernels of either pass do not take these, or None."""
-  del device, options
-  return unsupported_rows(gate, others)
+unsupported = unsupported_rows  # Of the kernels of either pass.
 
 
 def glu_quantize(

@@ -49,10 +49,7 @@ def backward_config(m: int, k: int, itemsize: int) -> Config:
   )
 
 
-def unsupported(device, x, *others, **options) -> str | None:
-  """Why the kernels of either pass do not take these, or None."""
-  del device, options
-  return unsupported_rows(x, others)
+unsupported = unsupported_rows  # Of the kernels of either pass.
 
 
 def norm_quantize(

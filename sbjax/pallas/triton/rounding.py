@@ -5,8 +5,6 @@ first reduces its elements of all pieces, so that threads exchange values only o
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -81,11 +79,12 @@ def limit_of(spec: Spec | None) -> float | None:
   return None if spec is None else spec.format.max
 
 
-def unsupported_rows(x, others: Sequence[Any]) -> str | None:
+def unsupported_rows(device, x, *others, **options) -> str | None:
   """Why kernels that hold rows in registers do not take rows like x's, or None.
 
   others: the operands and their specs.
   """
+  del device, options
   specs = [other.spec if isinstance(other, Quantized) else other for other in (x, *others)]
   if not all(spec.is_rowwise for spec in specs if isinstance(spec, Spec)):
     return "takes one scale a row, not one for all rows"
